@@ -74,7 +74,7 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
         num_writers=settled.num_writers(1),
         storage_timeout=config.storage_timeout_s,
         slow_storage=config.slow_storage,
-        where=settled.destination.where,
+        description=settled.destination.description,
         check_finite=config.check_finite,
     )
 

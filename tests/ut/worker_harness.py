@@ -72,7 +72,7 @@ class Engine:
             num_writers=num_writers,
             storage_timeout=storage_timeout,
             slow_storage=slow_storage,
-            where=str(directory),
+            description=str(directory),
             check_finite=check_finite,
         )
         self.values: dict[tuple[str, int], float] = {}  # of rows that are to hold something else
@@ -185,7 +185,7 @@ def answer(engine: Engine, storage: threading.Event) -> None:
 
 
 def fill_ring(engine: Engine, storage: threading.Event) -> None:
-    """Silence the storage until the worker takes it for stuck."""
+    """Silence the storage until the worker takes it for unresponsive."""
     engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
     silence(engine, storage)
     fill_up(engine)

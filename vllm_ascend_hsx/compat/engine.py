@@ -106,16 +106,16 @@ class _Limited:
         return getattr(self._request, name)
 
 
-def limit_prefix_cache(request: Any, rows_at_hand: Callable[[Any, int], int]) -> None:
+def limit_prefix_cache(request: Any, reusable_rows: Callable[[Any, int], int]) -> None:
     """Let an extracted request read only those tokens from the prefix cache that have rows.
 
     Args:
         request: vllm.v1.request.Request.
-        rows_at_hand: called with the request and the tokens of a block of `request.block_hashes`
+        reusable_rows: called with the request and the tokens of a block of `request.block_hashes`
             each time that the request could start or resume. Returns how many first tokens may be
             read.
     """
-    request.hsx_rows_at_hand = rows_at_hand
+    request.hsx_reusable_rows = reusable_rows
 
 
 @patch(KV_CACHE, "KVCacheManager.get_computed_blocks", SINCE_0_23, why=_REUSES)
@@ -128,10 +128,10 @@ def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
     0.23.0). In the statistics of the prefix cache such a request counts with the tokens that it
     may read.
     """
-    rows_at_hand = getattr(request, "hsx_rows_at_hand", None)
-    if rows_at_hand is None or not self.enable_caching or request.skip_reading_prefix_cache:
+    reusable_rows = getattr(request, "hsx_reusable_rows", None)
+    if reusable_rows is None or not self.enable_caching or request.skip_reading_prefix_cache:
         return original(self, request)
-    num_tokens = rows_at_hand(request, self.block_pool.hash_block_size)
+    num_tokens = reusable_rows(request, self.block_pool.hash_block_size)
     return original(self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens))
 
 

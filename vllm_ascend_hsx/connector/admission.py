@@ -104,7 +104,7 @@ class RankLoad:
         row per step for a long time: only as many run as storage can follow, and at least one.
         """
         state = self.state
-        if state.quiet or (state.opens_slowly and (self._unreported or self._promised)):
+        if state.paused or (state.opens_slowly and (self._unreported or self._promised)):
             return False
         share = self._unwritten_share(state.prompt_rate)
         if cost.output and self._generating:
@@ -126,16 +126,16 @@ class Admission:
     Args:
         num_ranks: tensor-parallel ranks.
         ring_bytes, row_bytes: as for RankLoad.
-        where: description of the storage.
+        description: of the storage.
         recorder: records how many requests are held.
 
     Attributes:
         loads: what each rank has yet to write.
     """
 
-    def __init__(self, num_ranks: int, ring_bytes: int, row_bytes: int, where: str, recorder: SchedulerRecorder) -> None:
+    def __init__(self, num_ranks: int, ring_bytes: int, row_bytes: int, description: str, recorder: SchedulerRecorder) -> None:
         self.loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
-        self._where = where
+        self._description = description
         self._recorder = recorder
         self._promised: dict[str, tuple[int, Cost]] = {}  # requests admitted since the last step
         self._held: list[_Place] = []  # sorted
@@ -159,12 +159,12 @@ class Admission:
         # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
         # asks about new requests before held ones.
         first = not self._held or place <= self._held[0]
-        # Ranks share the storage. While one of them rests because it was silent, another one would
-        # make the next step wait for the same silence.
-        rests = any(each.state.quiet and not each.state.stuck for each in self.loads)
-        # A rank whose storage is stuck refuses the request at once, so that it does not wait
+        # Ranks share the storage. While one is paused after a stall, a request on another one would
+        # stall the next step, too.
+        is_paused = any(other.state.paused and not other.state.unresponsive for other in self.loads)
+        # A rank whose storage is unresponsive refuses the request at once, so that it does not wait
         # indefinitely.
-        if load.state.stuck or (first and not rests and load.admits(cost)):
+        if load.state.unresponsive or (first and not is_paused and load.admits(cost)):
             self.stop_holding(request.request_id)
             self.promise(request.request_id, rank, cost)
             return True
@@ -209,13 +209,13 @@ class Admission:
         self.loads[rank].end(cost)
 
     @property
-    def stuck(self) -> frozenset[int]:
-        """Ranks whose storage is stuck."""
-        return frozenset(rank for rank, load in enumerate(self.loads) if load.state.stuck)
+    def unresponsive(self) -> frozenset[int]:
+        """Ranks whose storage is unresponsive."""
+        return frozenset(rank for rank, load in enumerate(self.loads) if load.state.unresponsive)
 
     def least_loaded(self) -> int:
         """Return the rank with least unfinished bytes, of those whose storage answers if any."""
-        keys = [(load.state.stuck, load.state.quiet, load.unfinished) for load in self.loads]
+        keys = [(load.state.unresponsive, load.state.paused, load.unfinished) for load in self.loads]
         return keys.index(min(keys))
 
     def _warn(self) -> None:
@@ -227,7 +227,7 @@ class Admission:
             "extract fewer layers.",
             self._reminder.seconds,
             len(self._held),
-            self._where,
+            self._description,
             (load.state.backlog + load.coming) / _MIB,
             load.state.backlog / _MIB,
             (load.state.write_rate or 0) / _MIB,
@@ -312,16 +312,16 @@ class RefusalLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._silent_until = float("-inf")
+        self._quiet_until = float("-inf")
         self._unlogged = 0
 
     def add(self, request_id: str, reason: str) -> None:
         """Log or count a request, by vLLM's internal id, and the reason why it is refused."""
         now = self._clock()
-        if now < self._silent_until:
+        if now < self._quiet_until:
             self._unlogged += 1
             return
-        self._silent_until = now + _LOG_SECONDS
+        self._quiet_until = now + _LOG_SECONDS
         others = f" ({self._unlogged} others were refused since the last log line)" if self._unlogged else ""
         self._unlogged = 0
         logger.warning("request %s is not extracted: %s%s", shown(request_id), reason, others)

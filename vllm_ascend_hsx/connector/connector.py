@@ -97,7 +97,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             num_writers=settings.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
             storage_timeout=config.storage_timeout_s,
             slow_storage=config.slow_storage,
-            where=settings.destination.where,
+            description=settings.destination.description,
             check_finite=config.check_finite,
         )
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.compat.adapters import adapter_of
-from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.lane import Lane
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import Job, SpanSet, ThreadPool, describe_missing
 from vllm_ascend_hsx.drafter.spans import Span
@@ -57,7 +57,7 @@ class Extraction:
         on_decided: called once, with the error, or None for a file that is complete or was
             discarded after an abort.
         on_ended: called once, when readers can see the outcome, or the file could not be opened.
-        kept_files: gets its published file, if others may copy its rows.
+        open_sources: gets its published file, if others may copy its rows.
         stats: records writes and outcomes.
     """
 
@@ -69,7 +69,7 @@ class Extraction:
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
         on_ended: Callable[[Extraction], None],
-        kept_files: KeptFiles,
+        open_sources: OpenSources,
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
@@ -84,12 +84,12 @@ class Extraction:
         self._placeholders = start.placeholders
         self._keeps_source = start.keeps_source
         self.number = start.number
-        self.is_kept = False  # whether its file was given to `kept_files`
+        self.has_open_source = False  # whether its file was given to `open_sources`
         self.include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._on_ended = on_ended
-        self._kept_files = kept_files
+        self._open_sources = open_sources
         self._stats = stats
         self._entered = SpanSet()  # rows whose writes have entered the lane; for the lander
         self._mutex = threading.Lock()  # guards everything below
@@ -296,8 +296,8 @@ class Extraction:
             self._fail_file(file, error)
             return
         if file.source is not None:
-            self._kept_files.add(self.number, file.source)
-            self.is_kept = True
+            self._open_sources.add(self.number, file.source)
+            self.has_open_source = True
         self._on_ended(self)
         seconds = time.perf_counter() - self._landed_at
         self._stats.published(len(token_ids) * self._stored_row_bytes, seconds)
@@ -305,7 +305,7 @@ class Extraction:
 
     def _report(self, reason: str, kind: str) -> None:
         self._stats.failed(kind)
-        self._kept_files.failed(kind)
+        self._open_sources.failed(kind)
         logger.error("request %r, %s: %s", self.request_id, self.path, reason)
         self._on_decided(self, reason)
 

@@ -99,14 +99,14 @@ class HsxConnectorMetadata(KVConnectorMetadata):
         stats_wanted: whether the workers send stats with this step even if they counted nothing.
             vLLM asks the scheduler's side for stats only if workers have sent some
             (v1/core/sched/scheduler.py:1352 in 0.23.0).
-        stuck: ranks whose storage is stuck.
+        unresponsive: ranks whose storage is unresponsive.
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     started: list[RequestStart] = field(default_factory=list)
     stats_wanted: bool = False
-    stuck: frozenset[int] = frozenset()
+    unresponsive: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class RankState:
         write_rate: bytes per second that storage takes.
         prompt_rate: bytes per second that the engine makes while it computes prompts.
         step_rate: steps per second.
-        quiet: whether storage has been silent for so long that no new request should start.
-        stuck: whether it has been silent for so long that the rank refuses new requests.
+        paused: whether storage has not answered for so long that no new request should start.
+        unresponsive: whether it has not answered for so long that the rank refuses new requests.
         opens_slowly: whether a step had to wait for the files of its new requests.
-        needs_space: whether the files that it keeps open should be released; see KeptFiles.
+        needs_space: whether the files that it keeps open should be released; see OpenSources.
     """
 
     backlog: int = 0
@@ -135,8 +135,8 @@ class RankState:
     write_rate: float | None = field(default=None, compare=False)
     prompt_rate: float | None = field(default=None, compare=False)
     step_rate: float | None = field(default=None, compare=False)
-    quiet: bool = False
-    stuck: bool = False
+    paused: bool = False
+    unresponsive: bool = False
     opens_slowly: bool = False
     needs_space: bool = False
 

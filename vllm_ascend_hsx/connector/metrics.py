@@ -48,8 +48,8 @@ BY_RANK = (
         "write_rate",
         "Bytes that storage takes per second while all writers are busy, by tensor-parallel rank.",
     ),
-    _Series("kept_files", "kept_files", "Files kept open for later requests with the same first tokens, by tensor-parallel rank."),
-    _Series("kept_bytes", "kept_bytes", "Bytes of those kept files that consumers have removed, by tensor-parallel rank."),
+    _Series("open_sources", "open_sources", "Files kept open for later requests with the same first tokens, by tensor-parallel rank."),
+    _Series("open_source_bytes", "open_source_bytes", "Bytes of those files that consumers have removed, by tensor-parallel rank."),
 )
 LATENCIES = (
     _Series("copy_seconds", "copy", "Time from the issue of a device copy to its completion."),

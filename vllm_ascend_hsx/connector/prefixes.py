@@ -163,7 +163,7 @@ class Reuse:
     _hashes: Sequence[BlockHash] = ()
     _num_blocks: int = 0  # that `source` has
     _generation: int = -1  # of the prefix cache
-    _patience_ends: float | None = None
+    _waits_until: float | None = None
     _request: Any = None  # vllm.v1.request.Request, until it starts
     _computing: Source | None = None
 
@@ -171,7 +171,7 @@ class Reuse:
 class PrefixReuse:
     """Decide which rows a request has from another one, and which it computes.
 
-    A request may read the prefix cache as far as the rows of the cached tokens are at hand: in the
+    A request may read the prefix cache as far as the rows of the cached tokens are reusable: in the
     file of a published request that its owner rank keeps open. If another request is computing
     them, it waits if they are published sooner than it could compute them. Requests with an adapter
     (LoRA) compute all rows: vLLM 0.23.0 hashes a block with the adapter's name alone
@@ -201,7 +201,7 @@ class PrefixReuse:
         return Reuse(next(self._numbers))
 
     def offer(self, reuse: Reuse, request: Any, num_tokens: int, block_size: int) -> int:
-        """Return how many first tokens of a request that has not started have their rows at hand.
+        """Return how many first tokens of a request that has not started have reusable rows.
 
         Args:
             reuse: of the request.
@@ -242,7 +242,7 @@ class PrefixReuse:
         return Prefix(source.number, num_computed)
 
     def resume(self, reuse: Reuse) -> int:
-        """Return how many first tokens of a preempted request have their rows at hand.
+        """Return how many first tokens of a preempted request have reusable rows.
 
         These are the ones that it started with. After a reset the prefix cache may have values of
         other weights, so then there are none.
@@ -258,21 +258,21 @@ class PrefixReuse:
         if self._block_size:
             reuse._hashes = request.block_hashes[: num_rows // self._block_size]
 
-    def decide(self, reuse: Reuse, owner: int, num_rows: int, is_kept: bool) -> None:
+    def decide(self, reuse: Reuse, owner: int, num_rows: int, has_open_source: bool) -> None:
         """Record that a request is published or has failed.
 
         Args:
             reuse: of the request.
             owner: the rank that owns it.
             num_rows: number of its rows.
-            is_kept: whether its file is kept open.
+            has_open_source: whether its file is kept open.
         """
         if reuse._computing is not None:
             self._index.end(reuse._computing)
             reuse._computing = None
-        if is_kept and reuse._generation == self._generation:
+        if has_open_source and reuse._generation == self._generation:
             self._index.publish(Source(reuse.number, owner, reuse._hashes, num_rows))
-        elif is_kept:
+        elif has_open_source:
             self._index.refuse(reuse.number)
 
     def fail(self, reuse: Reuse) -> None:
@@ -306,7 +306,7 @@ class PrefixReuse:
 
     def _answers(self, rank: int) -> bool:
         state = self._loads[rank].state
-        return not state.stuck and not state.quiet
+        return not state.unresponsive and not state.paused
 
     def _is_sooner_at_hand(self, reuse: Reuse, hashes: Sequence[BlockHash]) -> bool:
         """Return whether another request publishes more rows before this one could compute them."""
@@ -323,6 +323,6 @@ class PrefixReuse:
         elif left:
             return False
         now = self._clock()
-        if reuse._patience_ends is None:
-            reuse._patience_ends = now + compute
-        return wait < compute and now < reuse._patience_ends
+        if reuse._waits_until is None:
+            reuse._waits_until = now + compute
+        return wait < compute and now < reuse._waits_until

@@ -209,7 +209,7 @@ class RankProgress:
                 self._answered_at = time.monotonic()
                 self._finishing -= 1
 
-    def silent_for(self) -> float:
+    def stalled_for(self) -> float:
         """Return the seconds since storage last made progress, or 0 if it has nothing to do."""
         return time.monotonic() - self._answered_at if self._landed_bytes or self._finishing else 0.0
 
@@ -218,14 +218,14 @@ class RankProgress:
             self._answered_at = time.monotonic()
 
     def end_step(
-        self, quiet: bool, stuck: bool, opens_slowly: bool, needs_space: bool
+        self, paused: bool, unresponsive: bool, opens_slowly: bool, needs_space: bool
     ) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
         """Return the rank's state, and which requests were decided or refused since the last call.
 
         None if nothing has changed. For the main thread only.
 
         Args:
-            quiet, stuck, opens_slowly, needs_space: as in RankState.
+            paused, unresponsive, opens_slowly, needs_space: as in RankState.
         """
         with self._mutex:
             staged, self._staged_bytes = self._staged_bytes, 0
@@ -237,8 +237,8 @@ class RankProgress:
                 write_rate=self._write_rate.value(),
                 prompt_rate=self.step_rate.bytes_per_s,
                 step_rate=self.step_rate.steps_per_s,
-                quiet=quiet,
-                stuck=stuck,
+                paused=paused,
+                unresponsive=unresponsive,
                 opens_slowly=opens_slowly,
                 needs_space=needs_space,
             )

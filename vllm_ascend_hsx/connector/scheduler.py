@@ -84,14 +84,14 @@ class ExtractionScheduler:
         self._undecided_paths: dict[str, _Request] = {}  # the same by path
         self._writing: dict[str, _Request] = {}  # by path: not ended, and not decided
         self._recorder = SchedulerRecorder()
-        where = str(destination.directory or "the Mooncake store")
-        self._admission = Admission(num_ranks, ring_bytes, row_bytes, where, self._recorder)
+        description = str(destination.directory or "the Mooncake store")
+        self._admission = Admission(num_ranks, ring_bytes, row_bytes, description, self._recorder)
         self._loads = self._admission.loads
         self._reuse = None if prefixes is None else PrefixReuse(prefixes, self._loads, row_bytes)
         self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether the request is extracted. If so, have it compute all rows not at hand.
+        """Decide whether to extract the request. It must compute all rows that are not reusable.
 
         Args:
             request: vllm.v1.request.Request, which has just entered the waiting queue.
@@ -128,7 +128,7 @@ class ExtractionScheduler:
             if reuse is None:
                 request.skip_reading_prefix_cache = True
             else:
-                limit_prefix_cache(request, self.rows_at_hand)
+                limit_prefix_cache(request, self.reusable_rows)
 
     def _refusal(self, request: Any, params: RequestParams, path: str, num_rows: int) -> str | None:
         if request.prompt_token_ids is None:
@@ -153,7 +153,7 @@ class ExtractionScheduler:
         """Return whether the request is extracted."""
         return request_id in self._requests
 
-    def rows_at_hand(self, request: Any, block_size: int) -> int:
+    def reusable_rows(self, request: Any, block_size: int) -> int:
         """Return how many first tokens of a request may be read from the prefix cache.
 
         vLLM asks for each request that could start or resume, before `must_wait`.
@@ -178,7 +178,7 @@ class ExtractionScheduler:
 
         Args:
             request: vllm.v1.request.Request, which is in the waiting queue.
-            num_computed_tokens: number of its first tokens in the prefix cache; see `rows_at_hand`.
+            num_computed_tokens: its first tokens in the prefix cache; see `reusable_rows`.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.owner is not None or self._admission.is_promised(request.request_id):
@@ -188,7 +188,7 @@ class ExtractionScheduler:
         # this id, and a name that is free by then would be refused.
         if (before := self._undecided.get(request.request_id) or self._undecided_paths.get(state.path)) is not None:
             assert before.owner is not None
-            if not self._loads[before.owner].state.stuck:
+            if not self._loads[before.owner].state.unresponsive:
                 return True
             self._admission.stop_holding(request.request_id)
             self._release_name(self._requests.pop(request.request_id))
@@ -205,7 +205,7 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news, stuck=self._admission.stuck)
+        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news, unresponsive=self._admission.unresponsive)
         self._ended = []
         if self._reuse is not None:
             metadata.released = self._reuse.take_released()
@@ -272,8 +272,8 @@ class ExtractionScheduler:
                 self._admission.end(request.owner, request.cost)
                 self._release_name(request)
                 if self._reuse is not None and request.reuse is not None:
-                    is_kept = request.reuse.number in report.sources
-                    self._reuse.decide(request.reuse, request.owner, request.num_rows, is_kept)
+                    has_open_source = request.reuse.number in report.sources
+                    self._reuse.decide(request.reuse, request.owner, request.num_rows, has_open_source)
                     if error is not None:
                         self._reuse.fail(request.reuse)
 

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.connector.histogram import NUM_BUCKETS, bucket_of, quantile
 from vllm_ascend_hsx.sinks.base import REFUSED, SinkError
 
 # Kinds of failures that no errno names.
-SILENT_STORAGE = "silent_storage"  # storage did not answer for storage_timeout_s
+UNRESPONSIVE_STORAGE = "unresponsive_storage"  # storage did not answer for storage_timeout_s
 SLOW_STORAGE = "slow_storage"  # a step would have had to wait for storage, with slow_storage="fail"
 ENGINE_FAILED = "engine"  # the device has failed, or a step has raised
 NOT_FINITE = "not_finite"  # a row has a NaN or an infinity, with check_finite
@@ -60,7 +60,7 @@ class HsxStats(KVConnectorStats):
         """Return a gauge by rank, for the ranks that reported one.
 
         Names: "ring_fill" (0 to 1), "backlog_bytes", "batch_bytes", "write_rate" (bytes per
-        second), "requests_held", "kept_files", "kept_bytes".
+        second), "requests_held", "open_sources", "open_source_bytes".
         """
         keys = ((*key.split(), value) for key, value in self._part("gauges").items())
         return {rank: value for gauge, rank, value in keys if gauge == name}

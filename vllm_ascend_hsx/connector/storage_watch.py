@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import Literal
 
 from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.stats import SILENT_STORAGE, SLOW_STORAGE, StatsRecorder
+from vllm_ascend_hsx.connector.stats import SLOW_STORAGE, UNRESPONSIVE_STORAGE, StatsRecorder
 from vllm_ascend_hsx.connector.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
 _STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
-_QUIET_S = 1.0  # seconds without an answer, after which no new request starts
-_HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
-_PEER_STUCK_S = 1.0  # seconds that a step waits if the same storage is stuck for another rank
+_PAUSE_AFTER_S = 1.0  # seconds without an answer, after which no new request starts
+_UNRESPONSIVE_S = 2.0  # ... after which new requests are refused if no step waits for storage
+_PEER_UNRESPONSIVE_S = 1.0  # seconds that a step waits if the same storage is unresponsive for another rank
 _OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
 # Pause between a step that waited for files and the next new request, as a multiple of that wait,
 # but at most storage_timeout: no step waits for longer, so steps wait for at most half of the time.
-_REST = 3.0
+_PAUSE = 3.0
 _REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
 _TOO_SLOW = (
@@ -83,12 +83,12 @@ class StorageWatch:
     Args:
         storage_timeout: seconds that a step waits for storage that makes no progress.
         slow_storage: see HsxConfig.
-        where: description of the storage.
+        description: of the storage.
         progress: progress of the worker.
         stats: records stalls.
 
     Attributes:
-        peer_is_stuck: whether storage, which ranks share, is stuck for another one. Otherwise its
+        peer_is_unresponsive: whether storage is unresponsive for another rank. Ranks share it, so
             steps would wait for each rank in turn.
         opens_slowly: whether a step had to wait for its files, and none has been opened at once
             since. Then one new request starts at a time.
@@ -98,57 +98,57 @@ class StorageWatch:
         self,
         storage_timeout: float,
         slow_storage: Literal["wait", "fail"],
-        where: str,
+        description: str,
         progress: RankProgress,
         stats: StatsRecorder,
     ) -> None:
         self.storage_timeout = storage_timeout
         self.steps_wait = slow_storage == "wait"
-        self._where = where
+        self._description = description
         self._progress = progress
         self._stats = stats
         self._stall = Reminder(_STALLED_S)
-        self._rest_until = 0.0
-        self.peer_is_stuck = False
+        self._paused_until = 0.0
+        self.peer_is_unresponsive = False
         self.opens_slowly = False
-        self._hung_opener: ThreadPool | None = None  # no step has been answered by it in time
+        self._stalled_opener: ThreadPool | None = None  # no step has been answered by it in time
 
     @property
-    def is_quiet(self) -> bool:
+    def is_paused(self) -> bool:
         """True while no new request should start."""
-        return time.monotonic() < self._rest_until or self._progress.silent_for() >= min(_QUIET_S, self._limit)
+        return time.monotonic() < self._paused_until or self._progress.stalled_for() >= min(_PAUSE_AFTER_S, self._limit)
 
     @property
-    def is_stuck(self) -> bool:
+    def is_unresponsive(self) -> bool:
         """True while new requests are refused.
 
-        With 'fail', that begins when a step has waited for its files in vain: the next step would
+        With 'fail', that begins when the files of a step were not open in time: the next step would
         do so, too. It ends when all of them have been opened or have failed.
         """
-        return self._is_silent or (not self.steps_wait and self._hung_opener is not None and self._hung_opener.pending > 0)
+        return self._is_stalled or (not self.steps_wait and self._stalled_opener is not None and self._stalled_opener.pending > 0)
 
     @property
-    def _is_silent(self) -> bool:
-        opener = self._hung_opener
-        return self._progress.silent_for() >= self._limit or (opener is not None and opener.silent_for() >= self._limit)
+    def _is_stalled(self) -> bool:
+        opener = self._stalled_opener
+        return self._progress.stalled_for() >= self._limit or (opener is not None and opener.stalled_for() >= self._limit)
 
     @property
-    def silence(self) -> str:
-        """Reason for which a request fails if storage is stuck."""
+    def stall_reason(self) -> str:
+        """Reason for which a request fails if storage is unresponsive."""
         return f"the storage did not answer for {self._limit:g} s"
 
     @property
     def failure(self) -> tuple[str, str]:
         """Reason and kind of failure of a request that is refused, or that no step waits for."""
-        return (self.silence, SILENT_STORAGE) if self.steps_wait or self._is_silent else (_TOO_SLOW, SLOW_STORAGE)
+        return (self.stall_reason, UNRESPONSIVE_STORAGE) if self.steps_wait or self._is_stalled else (_TOO_SLOW, SLOW_STORAGE)
 
     @property
     def _limit(self) -> float:
-        return self._patience if self.steps_wait else min(self.storage_timeout, _HUNG_S)
+        return self._step_limit if self.steps_wait else min(self.storage_timeout, _UNRESPONSIVE_S)
 
     @property
-    def _patience(self) -> float:
-        return min(self.storage_timeout, _PEER_STUCK_S) if self.peer_is_stuck else self.storage_timeout
+    def _step_limit(self) -> float:
+        return min(self.storage_timeout, _PEER_UNRESPONSIVE_S) if self.peer_is_unresponsive else self.storage_timeout
 
     def wait_for_files(self, opener: ThreadPool) -> bool:
         """Make the step wait until the files of its new requests are open.
@@ -162,37 +162,37 @@ class StorageWatch:
         """
         since = time.monotonic()
         if opener.wait(_OPENS_S):
-            self.opens_slowly, self._hung_opener = False, None
+            self.opens_slowly, self._stalled_opener = False, None
             return True
         if self.steps_wait:
             since = time.monotonic()
-            done = self.wait(opener.wait, opener.silent_for)
+            done = self.wait(opener.wait, opener.stalled_for)
         else:
             done = opener.wait(max(0.0, self._progress.step_rate.longest - _OPENS_S))
             self._waited(time.monotonic() - since)
         now = time.monotonic()
-        self._hung_opener = None if done else opener
+        self._stalled_opener = None if done else opener
         if self.steps_wait or not done:
-            self._rest_until = now + min(_REST * (now - since), self.storage_timeout)
+            self._paused_until = now + min(_PAUSE * (now - since), self.storage_timeout)
         self.opens_slowly = self.steps_wait
         return done
 
-    def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:
+    def wait(self, done: Callable[[float], bool], stalled_for: Callable[[], float]) -> bool:
         """Make the step wait for storage, count the time, and log it.
 
         Args:
             done: waits for at most the given number of seconds; returns True if there is nothing
                 left to wait for.
-            silent_for: returns the seconds since storage last answered.
+            stalled_for: returns the seconds since storage last answered.
 
         Returns:
-            False if storage was silent for `storage_timeout` seconds; for a second, if it is stuck
-            for another rank.
+            False if storage did not answer for `storage_timeout` seconds, or for a second if it is
+            unresponsive for another rank.
         """
         self._stall.begin()
         try:
-            while not done(min(self._stall.due_in(), max(0.0, self._patience - silent_for()))):
-                if silent_for() >= self._patience:
+            while not done(min(self._stall.due_in(), max(0.0, self._step_limit - stalled_for()))):
+                if stalled_for() >= self._step_limit:
                     return False
                 if self._stall.due_in() == 0:
                     self._warn()
@@ -211,7 +211,7 @@ class StorageWatch:
             "storage, raise pinned_ring_bytes to absorb bursts, or set slow_storage to 'fail' to "
             "fail extracted requests instead.",
             self._stall.seconds,
-            self._where,
+            self._description,
             self._progress.backlog / _MIB,
             (self._progress.write_rate() or 0) / _MIB,
         )

@@ -25,7 +25,7 @@ class ThreadPool:
 
     A job must not raise; if one does, this is logged and its thread takes the next. It may return
     jobs that can start now that it has ended; its thread runs them. Daemon threads, unlike those of
-    concurrent.futures, do not keep a process alive that waits for storage in vain.
+    concurrent.futures, do not keep a process alive that waits for storage.
 
     Args:
         num_threads: number of threads.
@@ -73,7 +73,7 @@ class ThreadPool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
-    def silent_for(self) -> float:
+    def stalled_for(self) -> float:
         """Return the seconds since the last job ended, or 0 if no job is pending."""
         with self._changed:
             return time.monotonic() - self._last_end if self._pending else 0.0

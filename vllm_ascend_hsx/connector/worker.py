@@ -17,8 +17,8 @@ from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.batches import Batch, Batches
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.failure import WorkerFailure
-from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 NAME_IN_USE = "another request of this name has not ended, because the storage is slow"
 
-_MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
+_MAX_REASONS = 10_000  # reasons of refused requests that wait for unresponsive storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
 
 
@@ -53,7 +53,7 @@ class ExtractionWorker:
         num_writers: returns how many threads write them. It is called for the first time here, and
             again in the first step: vllm-ascend binds the process to CPUs at the end of the
             warm-up (bind_cpus, worker/worker.py:781 in 0.23.0).
-        storage_timeout, slow_storage, where: as for StorageWatch.
+        storage_timeout, slow_storage, description: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
     """
@@ -69,7 +69,7 @@ class ExtractionWorker:
         num_writers: Callable[[], int],
         storage_timeout: float = 30.0,
         slow_storage: Literal["wait", "fail"] = "wait",
-        where: str = "the storage",
+        description: str = "the storage",
         check_finite: bool = False,
         stored_row_bytes: int | None = None,
     ) -> None:
@@ -83,12 +83,12 @@ class ExtractionWorker:
         self._owned: dict[str, Extraction] = {}
         self._weights: dict[int, str] = {}  # of adapters, in the step before
         self._opening: list[Extraction] = []
-        self._reasons = ThreadPool(1, "hsx-reasons")  # also does what may wait for storage while nobody waits for it
-        self._kept_files = KeptFiles(self._reasons.submit)
+        self._background = ThreadPool(1, "hsx-background")  # also does what may wait for storage while nobody waits for it
+        self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers())
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
-        self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
+        self._watch = StorageWatch(storage_timeout, slow_storage, description, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
         self._ended = threading.Condition()  # guards the former and `_failure`; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
@@ -102,13 +102,13 @@ class ExtractionWorker:
     # Main thread
 
     def _gauges(self, ring: PinnedRing) -> dict[str, float]:
-        kept_files, kept_bytes = self._kept_files.space()
+        open_sources, open_source_bytes = self._open_sources.space()
         return {
             "ring_fill": ring.take_peak_fill(),
             "backlog_bytes": self._progress.backlog,
             "batch_bytes": self._batches.num_rows * self._row_bytes,
-            "kept_files": kept_files,
-            "kept_bytes": kept_bytes,
+            "open_sources": open_sources,
+            "open_source_bytes": open_source_bytes,
         }
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
@@ -123,9 +123,9 @@ class ExtractionWorker:
             self._count_writers = None
         if metadata.stats_wanted:
             self._stats.send()
-        self._watch.peer_is_stuck = not metadata.stuck <= {self._rank}
+        self._watch.peer_is_unresponsive = not metadata.unresponsive <= {self._rank}
         for number in metadata.released:
-            self._kept_files.release(number)
+            self._open_sources.release(number)
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
             extraction = self._owned.pop(ended.request_id, None)
@@ -145,21 +145,21 @@ class ExtractionWorker:
         if start.request_id in self._owned:
             self._refuse(start, "another request of this id is under way", REFUSED)
             return None
-        if self._watch.is_stuck:
+        if self._watch.is_unresponsive:
             self._refuse(start, *self._watch.failure)
             return None
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, REFUSED)
             return None
-        row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files)
-        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *told, self._stats)
+        row_bytes, callbacks = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._open_sources)
+        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *callbacks, self._stats)
         self._owned[start.request_id] = extraction
         with self._ended:
             self._not_ended[start.path] = extraction
         copied_rows = start.prefix.num_rows if start.prefix else 0
         self._progress.begin(extraction, len(start.token_ids) - copied_rows)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
-        if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
+        if start.prefix and (source := self._open_sources.retain(start.prefix.source)):
             extraction.enter((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
         if self._failure.reason is not None:  # since this step began
             extraction.fail(self._failure.reason, ENGINE_FAILED)
@@ -171,10 +171,10 @@ class ExtractionWorker:
         self._progress.refuse(start.request_id, reason)
         if kind == REFUSED:  # the other request of this id or name leaves what is to be found there
             return
-        if self._reasons.pending >= _MAX_REASONS:
+        if self._background.pending >= _MAX_REASONS:
             logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
             return
-        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason))
+        self._background.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason))
 
     def save(self) -> None:
         """Pass on the slot that this step filled last, if it filled one.
@@ -264,12 +264,12 @@ class ExtractionWorker:
         self.raise_failure()
         if self._opening:
             self._wait_until_open()
-        watch, needs_space = self._watch, self._kept_files.needs_space()
-        if (news := self._progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, needs_space)) is None:
+        watch, needs_space = self._watch, self._open_sources.needs_space()
+        if (news := self._progress.end_step(watch.is_paused, watch.is_unresponsive, watch.opens_slowly, needs_space)) is None:
             return None
         state, decided, refused = news
         report = WorkerReport(refused, {self._rank: state})
-        report.sources = frozenset(extraction.number for extraction, _ in decided if extraction.is_kept)
+        report.sources = frozenset(extraction.number for extraction, _ in decided if extraction.has_open_source)
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
@@ -303,13 +303,13 @@ class ExtractionWorker:
             self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)
-            if self._lander.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
+            if self._lander.close(left()) and self._writers.join(left()) and self._background.close(left()):
                 why = "they were not complete"
             elif self._lander.waits_for_device:
                 why = f"the device did not complete the copies of their rows within {timeout:g} s"
             else:
                 why = f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
-        finally:  # also if a signal handler raises: readers must not wait in vain
+        finally:  # also if a signal handler raises: readers wait for the outcome
             self._give_up(why, None if timeout is None else (left() or 0.0) + FAILURE_REPORT_TIMEOUT_S)
 
     def _give_up(self, why: str, timeout: float | None) -> None:
@@ -320,18 +320,18 @@ class ExtractionWorker:
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
             logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, names)
-        self._reasons.close(0)
+        self._background.close(0)
         self._opener.submit(partial(self._end_files, not_ended))
         if not self._opener.close(timeout):
             logger.error("the storage does not answer: some of these files may have no reason in their place")
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:
-        self._kept_files.close()
+        self._open_sources.close()
         for extraction in extractions:
             extraction.stop()
         with self._ended:
             self._ended.wait_for(lambda: not self._not_ended)  # other threads publish some
-        self._reasons.close()
+        self._background.close()
         self._sink.close()
 
     def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
@@ -339,7 +339,7 @@ class ExtractionWorker:
         slot.settled.wait()
         if slot.issued.is_set():
             return True
-        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._progress.silent_for):
+        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._progress.stalled_for):
             slot.settled.wait()  # follows at once
             return True
         for span in spans:

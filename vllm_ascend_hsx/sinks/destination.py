@@ -43,7 +43,7 @@ class InDirectory:
     random_ids: bool = True
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """The destination, for log lines."""
         return str(self.directory)
 
@@ -105,7 +105,7 @@ class InStore:
     directory = None  # a request cannot choose a file
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         return f"the Mooncake store at {self.options.master_server_address}"
 
     @property

@@ -306,8 +306,8 @@ class Driver:
 
         halves = {} if self.engine is None else self._halves()
         if halves:
-            assert halves["worker"]._reasons.wait(30), "it closes kept files that were released"
-        kept = halves["worker"]._kept_files._sources if halves else {}
+            assert halves["worker"]._background.wait(30), "it closes kept files that were released"
+        kept = halves["worker"]._open_sources._sources if halves else {}
         fds = set(os.listdir("/proc/self/fd")) - {str(source._fd) for source in kept.values()}
         found: dict[str, Any] = {
             "fds": sorted(filter(None, map(_descriptor, fds))),
@@ -327,7 +327,7 @@ class Driver:
         }
         if (reuse := halves["scheduler"]._reuse) is not None:
             index = reuse._index
-            found["busy"]["kept_files"] = len(kept.keys() ^ {*index._kept, *index._released})
+            found["busy"]["open_sources"] = len(kept.keys() ^ {*index._kept, *index._released})
             found["busy"]["computing"] = len(index._computing)
         for name, half in halves.items():
             held = vars(half) | vars(worker._progress if half is worker else half._admission)

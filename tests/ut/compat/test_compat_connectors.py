@@ -261,10 +261,10 @@ def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
     request = make_request("one", num_tokens=20, block_hashes="hashes")
     request.num_tokens = 20
     for at_hand in (None, 0, 8, 20):
-        request.hsx_rows_at_hand = None if at_hand is None else lambda _, block_size, at_hand=at_hand: at_hand * block_size // block
+        request.hsx_reusable_rows = None if at_hand is None else lambda _, block_size, at_hand=at_hand: at_hand * block_size // block
         assert engine.read_where_rows_are(original, manager, request) == "blocks"
     assert seen == [(20, False, "hashes"), (1, True, "hashes"), (9, False, "hashes"), (20, False, "hashes")]
     request.skip_reading_prefix_cache = True  # as with prompt_logprobs
-    request.hsx_rows_at_hand = None  # not asked
+    request.hsx_reusable_rows = None  # not asked
     engine.read_where_rows_are(original, manager, request)
     assert seen[-1] == (20, True, "hashes")

@@ -82,7 +82,7 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
         (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(61, 0), False),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=100), Cost(1000, 0), True),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=101), Cost(1, 0), False),
-        (RankState(quiet=True), Cost(1, 0), False),
+        (RankState(paused=True), Cost(1, 0), False),
     ],
 )
 def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answers(
@@ -125,7 +125,7 @@ def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() 
     progress.begin(two, 7)  # type: ignore[arg-type]
 
     def coming() -> int:
-        news = progress.end_step(quiet=False, stuck=False, opens_slowly=False, needs_space=False)
+        news = progress.end_step(paused=False, unresponsive=False, opens_slowly=False, needs_space=False)
         assert news is not None
         return news[0].coming
 

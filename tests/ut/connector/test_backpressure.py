@@ -114,8 +114,10 @@ def test_an_urgent_request_is_let_through_first() -> None:
 def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() -> None:
     scheduler, request = make_scheduler(num_ranks=1), make_request("r")
     scheduler.on_new_request(request)
-    quiet, full = {"backlog": 1, "quiet": True}, {"backlog": 2000}
-    for state, waits in ((quiet, True), (quiet | {"stuck": True}, False), (full, True), (full | {"stuck": True}, False), (full, True)):
+    paused, full = {"backlog": 1, "paused": True}, {"backlog": 2000}
+    unresponsive = {"unresponsive": True}
+    states = ((paused, True), (paused | unresponsive, False), (full, True), (full | unresponsive, False), (full, True))
+    for state, waits in states:
         report(scheduler, **state)
         assert scheduler.must_wait(request) == waits, state
         schedule(scheduler)
@@ -200,7 +202,7 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
         scheduler.on_new_request(other)
         assert scheduler.must_wait(other)
         assert scheduler.on_finished(other) is None
-    report(scheduler, started=1, backlog=1, stuck=True)
+    report(scheduler, started=1, backlog=1, unresponsive=True)
     scheduler.on_new_request(others[2])
     assert not scheduler.must_wait(others[2])
     assert "has not ended" in scheduler.on_finished(others[2])["hidden_states_error"]
@@ -244,7 +246,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     scheduler.on_finished(first)
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
-    report(scheduler, rank=start.owner, started=1, backlog=1, stuck=True)
+    report(scheduler, rank=start.owner, started=1, backlog=1, unresponsive=True)
     assert not scheduler.must_wait(second)
     assert schedule(scheduler, second).started == []
     scheduler.on_worker_report(WorkerReport({"r": None}, {start.owner: RankState(started=1)}))
@@ -257,7 +259,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
 
 def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:
     scheduler = make_scheduler()
-    report(scheduler, rank=0, backlog=1, quiet=True, stuck=True)
+    report(scheduler, rank=0, backlog=1, paused=True, unresponsive=True)
     for request in (make_request(f"r{index}", 1, arrival_time=index) for index in range(3)):
         scheduler.on_new_request(request)
         assert not scheduler.must_wait(request)
@@ -276,9 +278,9 @@ def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> Non
             assert not scheduler.must_wait(request)
         return [start.owner for start in schedule(scheduler, *some).started]
 
-    report(scheduler, rank=0, backlog=1, quiet=True, stuck=True)
+    report(scheduler, rank=0, backlog=1, paused=True, unresponsive=True)
     assert owners(requests[:3]) == [1, 1, 1]
-    report(scheduler, rank=1, started=3, backlog=1, quiet=True, stuck=True)
+    report(scheduler, rank=1, started=3, backlog=1, paused=True, unresponsive=True)
     assert owners(requests[3:5]) == [0, 0]
     report(scheduler, rank=1, started=3)
     assert owners(requests[5:]) == [1]
@@ -288,12 +290,12 @@ def test_while_a_rank_rests_no_other_one_starts_a_request_and_all_are_told_of_a_
     """They share the storage: the next step would wait for the same silence."""
     scheduler, request = make_scheduler(num_ranks=2), make_request("one")
     scheduler.on_new_request(request)
-    report(scheduler, 0, quiet=True)
+    report(scheduler, 0, paused=True)
     assert scheduler.must_wait(request)
-    report(scheduler, 0, quiet=True, stuck=True)  # perhaps of this rank alone
+    report(scheduler, 0, paused=True, unresponsive=True)  # perhaps of this rank alone
     assert not scheduler.must_wait(request)
     metadata = schedule(scheduler, request)
     assert [start.owner for start in metadata.started] == [1]
-    assert metadata.stuck == {0}
+    assert metadata.unresponsive == {0}
     report(scheduler, 0)
-    assert not schedule(scheduler).stuck
+    assert not schedule(scheduler).unresponsive

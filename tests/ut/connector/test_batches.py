@@ -103,7 +103,7 @@ def test_collected_rows_are_not_work_of_the_storage(engine: Engine) -> None:
     settle(engine)
     progress = engine.worker._progress
     assert progress.backlog == 2 * FORMAT.row_bytes
-    assert progress.silent_for() == 0.0
+    assert progress.stalled_for() == 0.0
     stats = engine.worker.take_stats()
     assert stats is not None
     assert stats.gauge("batch_bytes") == {"0": 2 * FORMAT.row_bytes}

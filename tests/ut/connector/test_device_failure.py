@@ -140,7 +140,7 @@ def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(engine: Engine, c
     """An event that the device has dropped never completes."""
     engine.worker._lander._has_landed = lambda batch: False  # type: ignore[method-assign]
     engine.step(started(engine.start("a", 4)), [("a", 0, 4)])
-    assert engine.worker._progress.silent_for() == 0.0
+    assert engine.worker._progress.stalled_for() == 0.0
     with caplog.at_level(logging.ERROR, worker.logger.name):
         engine.worker.close(0.2)
     engine.worker._lander.abandon()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from vllm_ascend_hsx.connector.extraction import Extraction
-from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
@@ -105,8 +105,8 @@ class Life:
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
         stats = StatsRecorder(0)
-        told = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), KeptFiles(lambda _: None)
-        self.extraction = Extraction(start, writers, True, (ROW, ROW), *told, stats)
+        callbacks = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), OpenSources(lambda _: None)
+        self.extraction = Extraction(start, writers, True, (ROW, ROW), *callbacks, stats)
 
     def open(self) -> Life:
         self.extraction.open(StrictSink(self.file))

@@ -49,7 +49,7 @@ def take(recorder: StatsRecorder) -> HsxStats:
 def busy(rank: int) -> HsxStats:
     """Stats of a rank that did a bit of everything."""
     gauges = {"ring_fill": 0.25 * (rank + 1), "backlog_bytes": 100 * (rank + 1), "batch_bytes": 10 * (rank + 1)}
-    recorder = StatsRecorder(rank, lambda: {**gauges, "kept_files": 3, "kept_bytes": 30}, lambda: 1e6 * (rank + 1))
+    recorder = StatsRecorder(rank, lambda: {**gauges, "open_sources": 3, "open_source_bytes": 30}, lambda: 1e6 * (rank + 1))
     recorder.copied(1000, 0.002)
     recorder.wrote(900, 0.004)
     recorder.published(1100, 0.0007)
@@ -104,10 +104,10 @@ EXPECTED = {
     "batch_bytes tp_rank=1": 20,
     "storage_bytes_per_second tp_rank=0": 1e6,
     "storage_bytes_per_second tp_rank=1": 2e6,
-    "kept_files tp_rank=0": 3,
-    "kept_files tp_rank=1": 3,
-    "kept_bytes tp_rank=0": 30,
-    "kept_bytes tp_rank=1": 30,
+    "open_sources tp_rank=0": 3,
+    "open_sources tp_rank=1": 3,
+    "open_source_bytes tp_rank=0": 30,
+    "open_source_bytes tp_rank=1": 30,
     "copy_seconds_count": 2,
     "copy_seconds_sum": 0.004,
     "write_seconds_count": 2,

@@ -94,7 +94,7 @@ class Engine:
     def tries(self, request_id: str, cached: int = 99) -> int | None:
         """Return how many blocks it reads of the `cached` ones in the cache; None: it waits."""
         request = self.requests[request_id]
-        allowed = request.hsx_rows_at_hand(request, BLOCK)
+        allowed = request.hsx_reusable_rows(request, BLOCK)
         computed = min(cached * BLOCK, allowed, len(request.block_hashes) * BLOCK)
         if self.scheduler.must_wait(request, computed):
             return None
@@ -183,7 +183,7 @@ def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
 def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -> None:
     engine = Engine()
     first = engine.serve("first", "ab")
-    engine.rank(first.owner, stuck=True, started=1)  # so that another rank owns the next one
+    engine.rank(first.owner, unresponsive=True, started=1)  # so that another rank owns the next one
     other = engine.serve("other", "cd")
     engine.rank(first.owner, needs_space=True, started=1)
     engine.add("again", "ab")
@@ -219,7 +219,7 @@ def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is
 def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
-    engine.rank(first.owner, stuck=True, started=1)
+    engine.rank(first.owner, unresponsive=True, started=1)
     engine.add("second", "abc")
     second = engine.start("second")
     assert (second.prefix, second.owner) == (None, 1 - first.owner)
@@ -242,7 +242,7 @@ def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
     engine.serve("longer", "abc")
     assert engine.tries("second") == 2
     engine.publish("second")
-    assert engine.requests["second"].hsx_rows_at_hand(engine.requests["second"], BLOCK) == 3 * BLOCK + 1  # it needs no more rows
+    assert engine.requests["second"].hsx_reusable_rows(engine.requests["second"], BLOCK) == 3 * BLOCK + 1  # it needs no more rows
 
 
 def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
@@ -308,7 +308,7 @@ RATES = {"prompt_rate": 10.0 * ROW_BYTES, "write_rate": 1000.0 * ROW_BYTES, "ste
     ("left", "state", "waits"),
     [
         (0, {}, True),  # it is being published
-        (0, {"quiet": True, "stuck": True}, False),
+        (0, {"paused": True, "unresponsive": True}, False),
         (1, {}, False),  # nobody knows how long that takes
         (1, RATES, True),  # 0.1 s and two steps, against 1.2 s
         (9, RATES, True),
@@ -325,7 +325,7 @@ def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_the
     engine.add("second", "abcd")
     assert engine.tries("second") == (None if waits else 0)
     engine.publish("twin")
-    assert engine.tries("second") == (0 if state.get("stuck") else 3)
+    assert engine.tries("second") == (0 if state.get("unresponsive") else 3)
 
 
 def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:

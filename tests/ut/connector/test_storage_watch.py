@@ -28,7 +28,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
             now, open_after = now + passed, open_after - passed
             return open_after == 0
 
-        def silent_for(self) -> float:
+        def stalled_for(self) -> float:
             return 0.0
 
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
@@ -36,7 +36,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
     load, cost = RankLoad(1000, 10), Cost(20, 0)
 
     def admitted() -> int:
-        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, False)
+        news = progress.end_step(watch.is_paused, watch.is_unresponsive, watch.opens_slowly, False)
         if news is not None:
             load.report(news[0])
         load.start([])
@@ -65,28 +65,28 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
     now = 100.0
-    assert progress.silent_for() == 0.0, "nobody has asked it for anything"
+    assert progress.stalled_for() == 0.0, "nobody has asked it for anything"
     progress.staged(2)
     now = 100.1
-    assert progress.silent_for() == 0.0, "the device has not copied these rows yet"
+    assert progress.stalled_for() == 0.0, "the device has not copied these rows yet"
     now = 100.0
     progress.landed(1)
     now = 100.5
     progress.landed(1)
     now = 100.75
-    assert progress.silent_for() == 0.75, "more work is no answer"
-    assert [watch.is_quiet for watch in (waits, fails)] == [False, False]
+    assert progress.stalled_for() == 0.75, "more work is no answer"
+    assert [watch.is_paused for watch in (waits, fails)] == [False, False]
     now = 101.0
-    assert [(watch.is_quiet, watch.is_stuck) for watch in (waits, fails)] == [(True, False), (True, False)]
+    assert [(watch.is_paused, watch.is_unresponsive) for watch in (waits, fails)] == [(True, False), (True, False)]
     now = 102.0
-    assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
-    assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
+    assert [watch.is_unresponsive for watch in (waits, fails)] == [False, True]
+    assert fails.failure == ("the storage did not answer for 2 s", "unresponsive_storage")
     progress.begin_write(1)
     progress.end_write(1, 1)
     now = 131.75
-    assert not waits.is_stuck
+    assert not waits.is_unresponsive
     now = 132.0
-    assert waits.is_stuck
+    assert waits.is_unresponsive
 
 
 def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
@@ -96,7 +96,7 @@ def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
     for _ in range(6):
         progress.staged(3)
         progress.staged(2)
-        progress.end_step(quiet=False, stuck=False, opens_slowly=False, needs_space=False)
+        progress.end_step(paused=False, unresponsive=False, opens_slowly=False, needs_space=False)
         now += 1.0
     assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 
@@ -111,7 +111,7 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pyte
         nonlocal now
         with progress.finishing():
             now = 103.0
-            assert progress.silent_for() == 3.0
+            assert progress.stalled_for() == 3.0
 
     def write() -> None:
         progress.begin_write(1)
@@ -121,16 +121,16 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pyte
         now = 101.0
         progress.staged(1)
         other_writer.submit(finish).result()
-        assert progress.silent_for() == 0.0, "it has answered"
+        assert progress.stalled_for() == 0.0, "it has answered"
         now = 104.0
         other_writer.submit(write).result()
         now = 106.0
-        assert progress.silent_for() == 2.0
-    assert progress.silent_for() == 0.0
+        assert progress.stalled_for() == 2.0
+    assert progress.stalled_for() == 0.0
 
 
-@pytest.mark.parametrize(("peer_is_stuck", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("peer_is_unresponsive", "seconds"), [(False, 30.0), (True, 1.0)])
+def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_unresponsive: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
 
@@ -140,10 +140,10 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds
         return False
 
     watch = StorageWatch(30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0))
-    watch.peer_is_stuck = peer_is_stuck
+    watch.peer_is_unresponsive = peer_is_unresponsive
     assert not watch.wait(never, lambda: now)
     assert now == seconds
-    assert watch.silence == f"the storage did not answer for {seconds:g} s"
+    assert watch.stall_reason == f"the storage did not answer for {seconds:g} s"
 
 
 @pytest.mark.parametrize(("slow_storage", "waits"), [("wait", 4.0), ("fail", 1.0)])
@@ -154,15 +154,15 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
     opener = HungOpener(monkeypatch, until=100.0)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
-    assert not watch.is_stuck
+    assert not watch.is_unresponsive
     assert not watch.wait_for_files(opener)  # type: ignore[arg-type]
     assert opener.now == pytest.approx(waits, abs=0.051)
-    assert watch.is_stuck, "the next step does not have to find out"
-    assert watch.is_quiet, "after a short hang, no new request makes the very next step wait as well"
+    assert watch.is_unresponsive, "the next step does not have to find out"
+    assert watch.is_paused, "after a short hang, no new request makes the very next step wait as well"
     opener.now = 50.0  # long after the rest that follows
-    assert watch.is_stuck
+    assert watch.is_unresponsive
     opener.now = 100.0
-    assert not watch.is_stuck
+    assert not watch.is_unresponsive
 
 
 def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ class HungOpener:
         self.now = min(self.now + timeout, max(self.now, self._until))
         return not self.pending
 
-    def silent_for(self) -> float:
+    def stalled_for(self) -> float:
         return self.now if self.pending else 0.0
 
 
@@ -213,6 +213,6 @@ def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(hang: float, re
     watch.wait_for_files(opener)  # type: ignore[arg-type]
     ended = opener.now
     opener.now = ended + rest - 0.1
-    assert watch.is_quiet
+    assert watch.is_paused
     opener.now = ended + rest + 0.1
-    assert not watch.is_quiet
+    assert not watch.is_paused

@@ -45,6 +45,6 @@ def test_a_job_that_raises_is_logged_and_stops_no_other(caplog: pytest.LogCaptur
 
     pool.submit(fail, lambda: ran.append("next"))
     assert pool.wait(10)
-    assert (ran, pool.pending, pool.silent_for()) == (["next"], 0, 0.0)
+    assert (ran, pool.pending, pool.stalled_for()) == (["next"], 0, 0.0)
     assert "a bug" in caplog.text
     assert pool.close(10)

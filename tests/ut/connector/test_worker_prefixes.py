@@ -15,8 +15,8 @@ import pytest
 from sink_harness import FORMAT, finite_rows, make_rows, open_request, put, reason_of, rows_of, token_ids
 from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
 
-from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
+from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -91,7 +91,7 @@ def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine
     assert engine.outcomes["next"] is None
     assert_right(engine, "next", 5)
     assert engine.last_report is not None and engine.last_report.ranks[0].coming == 0
-    assert engine.worker.take_stats().gauge("kept_files") == {"0": 1}  # type: ignore[union-attr]
+    assert engine.worker.take_stats().gauge("open_sources") == {"0": 1}  # type: ignore[union-attr]
 
 
 def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(engine: En
     with copies_wait(monkeypatch):
         engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
         engine.step(HsxConnectorMetadata(released=[7]), [])
-        assert engine.worker.take_stats().gauge("kept_files") == {"0": 0}  # type: ignore[union-attr]
+        assert engine.worker.take_stats().gauge("open_sources") == {"0": 0}  # type: ignore[union-attr]
         assert not engine.path("next").exists()
     engine.wait_until_decided("next")
     assert_right(engine, "next", 5)
@@ -173,7 +173,7 @@ def test_a_copy_that_hangs_counts_as_silent_storage(tmp_path: Path, monkeypatch:
     with copies_wait(monkeypatch):
         engine.step(started(continuing(engine, "next", 5)), [])
         deadline = threading.Event()
-        while not engine.worker._watch.is_stuck:
+        while not engine.worker._watch.is_unresponsive:
             deadline.wait(0.01)
         engine.step(started(engine.start("refused", 3)), [("refused", 0, 3)])
     engine.collect()
@@ -213,7 +213,7 @@ def is_open(source: RowSource) -> bool:
 
 
 def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> None:
-    kept = KeptFiles(run_at_once)
+    kept = OpenSources(run_at_once)
     source, path = kept_source(tmp_path)
     kept.add(7, source)
     path.unlink()
@@ -233,7 +233,7 @@ def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> No
 
 
 def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
-    kept = KeptFiles(run_at_once)
+    kept = OpenSources(run_at_once)
     first, _ = kept_source(tmp_path / "first")
     late, _ = kept_source(tmp_path / "late")
     kept.add(1, first)
@@ -245,7 +245,7 @@ def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -
 
 def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
     now = 0.0
-    kept = KeptFiles(run_at_once, lambda: now)
+    kept = OpenSources(run_at_once, lambda: now)
     sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
     for number, (source, _) in enumerate(sources):
         kept.add(number, source)
@@ -267,7 +267,7 @@ def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, needs: bool
 ) -> None:
     now = 1.0
-    kept = KeptFiles(run_at_once, lambda: now)
+    kept = OpenSources(run_at_once, lambda: now)
     for number in (0, 1):
         source, path = kept_source(tmp_path / str(number), 1000)
         kept.add(number, source)
@@ -303,7 +303,7 @@ def raise_error(number: int) -> None:
 def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     now = 1.0
-    kept = KeptFiles(jobs.append, lambda: now)
+    kept = OpenSources(jobs.append, lambda: now)
     first, path = kept_source(tmp_path, 1000)
     kept.add(1, first)
     size = os.stat(path).st_blocks * 512

@@ -33,7 +33,7 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": None}
     engine.assert_file_is_right("c", 5)
     assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
-    assert failures(engine) == {"silent_storage": 2}
+    assert failures(engine) == {"unresponsive_storage": 2}
     assert engine.worker._progress.backlog == 0
 
 
@@ -56,13 +56,13 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     # The storage is still silent. New requests are refused at once, and others are not concerned.
     engine.step(started(engine.start("c", 3)), [("c", 0, 3)])
     assert engine.outcomes["c"] == SILENT
-    assert engine.last_report.ranks[0].stuck
+    assert engine.last_report.ranks[0].unresponsive
     engine.step(ended("c"), [("not extracted", 0, 16)])
     answer(engine, storage)
     engine.worker.drain_copies()
     engine.step(NOTHING, [])
     engine.step(started(engine.start("d", 20)), [("d", 0, 16)])
-    assert not engine.last_report.ranks[0].stuck
+    assert not engine.last_report.ranks[0].unresponsive
     engine.step(NOTHING, [("d", 16, 4)])
     engine.close()
     assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT, "c": SILENT, "d": None}
@@ -99,7 +99,7 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     refused = [f"c{index}" for index in range(9)]
     for name in refused:
         engine.step(started(engine.start(name, 3)), [])
-    assert engine.worker._reasons.pending == 3
+    assert engine.worker._background.pending == 3
     assert caplog.text.count(SILENT) >= 9
     dropped = caplog.text.count(".safetensors.error will not be there: 3 others wait")
     assert dropped == 6
@@ -152,7 +152,7 @@ TOO_SLOW = (
 def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_watch, "_HUNG_S", 30.0)  # it is slow here, not silent
+    monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)  # it is slow here, not silent
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)  # this is not about opening
     engine = make_engine(ring_rows=24, slow_storage="fail")
     engine.step(started(engine.start("a", 40), engine.start("b", 60)), [])
@@ -185,7 +185,7 @@ def test_where_nobody_waits_only_those_rows_of_a_step_fail_that_find_no_slot(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two slots of four rows and a ring of six: the first twelve rows of a step have a place."""
-    monkeypatch.setattr(storage_watch, "_HUNG_S", 30.0)
+    monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)
     engine = make_engine(slow_storage="fail", slot_rows=4)
     engine.step(started(*(engine.start(name, 4) for name in "abc"), engine.start("d", 6)), [])
@@ -233,28 +233,28 @@ def test_where_nobody_waits_one_step_finds_out_that_files_do_not_open_and_later_
     locks.clear()
     engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
     assert engine.outcomes == {"a": TOO_SLOW}
-    assert engine.last_report.ranks[0].stuck
+    assert engine.last_report.ranks[0].unresponsive
     with monkeypatch.context() as stopped:
         stopped.setattr(engine.worker._opener, "wait", lambda timeout: pytest.fail("a later step waited for files"))
         for name in "bc":
             engine.step(started(engine.start(name, 3)), [(name, 0, 3)])
             assert engine.outcomes[name] == TOO_SLOW, "the response that is sent now has the reason"
-        stopped.setattr(storage_watch, "_HUNG_S", 0.0)
+        stopped.setattr(storage_watch, "_UNRESPONSIVE_S", 0.0)
         engine.step(started(engine.start("d", 3)), [])
         assert engine.outcomes["d"] == "the storage did not answer for 0 s", "by now it is no longer merely slow"
     locks.set()
     assert engine.worker._opener.wait(30.0)
-    assert not engine.worker._watch.is_stuck
+    assert not engine.worker._watch.is_unresponsive
     with monkeypatch.context() as patient:
         patient.setattr(storage_watch, "_OPENS_S", 30.0)
         engine.step(started(engine.start("after", 5)), [("before", 8, 8), ("after", 0, 5)])
-    assert not engine.last_report.ranks[0].stuck
+    assert not engine.last_report.ranks[0].unresponsive
     engine.step(NOTHING, [("before", 16, 4)])
     engine.close()
     assert engine.outcomes["before"] is None and engine.outcomes["after"] is None
     engine.assert_file_is_right("after", 5)
     assert [reason(engine.path(name)) for name in "abc"] == [TOO_SLOW] * 3
-    assert failures(engine) == {"slow_storage": 3, "silent_storage": 1}
+    assert failures(engine) == {"slow_storage": 3, "unresponsive_storage": 1}
 
 
 def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(

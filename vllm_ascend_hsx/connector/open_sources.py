@@ -15,7 +15,7 @@ _PART_OF_FREE = 4  # removed files may hold this part of the space that is free,
 _FULL = ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE")  # of space, or of descriptors
 
 
-class KeptFiles:
+class OpenSources:
     """The files of one rank, by the number of their request. Thread-safe.
 
     System calls on the files run in a thread of the caller's: storage that hangs must not stop a
@@ -46,7 +46,7 @@ class KeptFiles:
         source.release()
 
     def retain(self, number: int) -> RowSource | None:
-        """Return a file that the caller must release, or None if it is not kept."""
+        """Return a file that the caller must release, or None if it is not open."""
         with self._mutex:
             source = self._sources.get(number)
             if source is not None:
