@@ -1,4 +1,4 @@
-"""Admission: what one API request may store, and what a rank can take without a step that waits."""
+"""Admission: limit files per API request, and hold requests that would make steps wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_ascend_hsx.protocol.request_ids import split_id
 FILES_OPTION = "kv_connector_extra_config.max_files_per_request"
 BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
 
-# API requests: at most this many others may arrive between two prompts or samples of one
+# Most other API requests that may arrive between two prompts or samples of one API request.
 _REMEMBERED = 1024
 _LOG_SECONDS = 10.0
 _MIB = 1 << 20
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
-    """Most bytes of rows that a request makes.
+    """Upper bounds of a request's row bytes.
 
     Attributes:
-        prompt, output: bytes of its prompt's rows, and of those of generated tokens.
+        prompt, output: bytes of the rows of the prompt, and of generated tokens.
     """
 
     prompt: int
@@ -44,9 +44,10 @@ class Cost(NamedTuple):
 class RankLoad:
     """The debt of one rank. New requests are held while it would exceed the ring.
 
-    The debt is the computed rows that are not written, and a share of the prompt rows to come:
-    1 - W / P, where storage takes W bytes per second and prompts make P. Storage writes the rest
-    while they come. The share is 1 until both rates are known, and 0 if storage is fast enough.
+    The debt is the bytes of computed rows that are not written, plus a share of the prompt rows
+    that are not computed. The share is 1 - W / P, where storage takes W bytes per second and
+    prompts make P. Storage writes the remaining rows while prompts are computed. The share is 1
+    until both rates are known, and 0 if storage is fast enough.
 
     Args:
         ring_bytes: memory for rows that wait to be written.
@@ -54,7 +55,7 @@ class RankLoad:
 
     Attributes:
         state: the rank's last report.
-        unfinished: bytes of the requests that are not decided, written or not.
+        unfinished: bytes of all rows of the undecided requests, including written rows.
     """
 
     def __init__(self, ring_bytes: int, row_bytes: int) -> None:
@@ -73,21 +74,18 @@ class RankLoad:
         self.state = state
 
     def promise(self, cost: Cost) -> None:
-        """Add a request that was admitted.
-
-        Only `start` makes it certain that the request begins.
-        """
+        """Add an admitted request. It has not started until `start` lists it."""
         self._promised.append(cost)
         self._generating += cost.output > 0
         self.unfinished += sum(cost)
 
     def start(self, costs: list[Cost]) -> None:
-        """Record which admitted requests begin. `end` removes the others."""
+        """Record the admitted requests that start. The caller removes all others with `end`."""
         self._promised = []
         self._unreported.extend(costs)
 
     def end(self, cost: Cost) -> None:
-        """Remove a request that was admitted and makes no more rows."""
+        """Remove an admitted request that makes no more rows."""
         self._generating -= cost.output > 0
         self.unfinished -= sum(cost)
 
@@ -97,11 +95,12 @@ class RankLoad:
         return self.state.coming + sum(cost.prompt for cost in (*self._unreported, *self._promised))
 
     def admits(self, cost: Cost) -> bool:
-        """Return whether a request may begin.
+        """Return whether a request may start.
 
-        A request larger than the ring begins when half of the ring is free. To wait until all of it
-        is free would leave storage idle until the first rows arrive. Requests that generate make a
-        row per step for a long time: only as many run as storage can follow, and at least one.
+        A request larger than the ring starts when half of the ring is free. Waiting for an empty
+        ring would leave storage idle until the first rows arrive. A request that generates makes a
+        row per step for a long time. At least one of them runs, and no more than storage can keep
+        up with.
         """
         state = self.state
         if state.paused or (state.opens_slowly and (self._unreported or self._promised)):
@@ -116,21 +115,21 @@ class RankLoad:
         return debt + (own if own <= self._ring_bytes else self._ring_bytes / 2) <= self._ring_bytes
 
     def _unwritten_share(self, rate: float | None) -> float:
-        """Return the share of rows that storage cannot write while they come at `rate`."""
+        """Return the share of rows that storage cannot write if rows arrive at `rate`."""
         return max(0.0, 1 - (self.state.write_rate or 0.0) / rate) if rate else 1.0
 
 
 class Admission:
-    """Admit new requests to ranks, in order; hold back those that storage could not take in time.
+    """Admit new requests to ranks in order, and hold them back while storage is behind.
 
     Args:
         num_ranks: tensor-parallel ranks.
         ring_bytes, row_bytes: as for RankLoad.
-        description: of the storage.
-        recorder: records how many requests are held.
+        description: name of the storage in log lines.
+        recorder: records the number of held requests.
 
     Attributes:
-        loads: what each rank has yet to write.
+        loads: load of each rank.
     """
 
     def __init__(self, num_ranks: int, ring_bytes: int, row_bytes: int, description: str, recorder: SchedulerRecorder) -> None:
@@ -150,20 +149,23 @@ class Admission:
         """Admit a request to a rank, or hold it back.
 
         Args:
-            request: vllm.v1.request.Request, which is in the waiting queue.
-            rank: the rank that would own it.
-            cost: bytes of its rows.
+            request: vllm.v1.request.Request in the waiting queue.
+            rank: the rank that would own the request.
+            cost: bytes of the rows.
+
+        Returns:
+            False if the request is held back.
         """
         place = (request.priority, request.arrival_time, request.request_id)
         load = self.loads[rank]
-        # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
-        # asks about new requests before held ones.
+        # Requests start in order. If small requests could overtake, large requests would wait
+        # forever. vLLM asks about new requests before held ones.
         first = not self._held or place <= self._held[0]
-        # Ranks share the storage. While one is paused after a stall, a request on another one would
-        # stall the next step, too.
+        # Ranks share the storage. While a rank is paused after a stall, a request on another rank
+        # would stall the next step, too.
         is_paused = any(other.state.paused and not other.state.unresponsive for other in self.loads)
-        # A rank whose storage is unresponsive refuses the request at once, so that it does not wait
-        # indefinitely.
+        # A rank with unresponsive storage refuses the request at once. Otherwise the request would
+        # wait indefinitely.
         if load.state.unresponsive or (first and not is_paused and load.admits(cost)):
             self.stop_holding(request.request_id)
             self.promise(request.request_id, rank, cost)
@@ -176,7 +178,7 @@ class Admission:
         return False
 
     def stop_holding(self, request_id: str) -> None:
-        """Forget a request that is admitted or has ended."""
+        """Remove a request that is admitted or has ended from the held requests."""
         place = self._places.pop(request_id, None)
         if place is not None:
             del self._held[bisect_left(self._held, place)]
@@ -185,14 +187,14 @@ class Admission:
                 self._reminder.end()
 
     def promise(self, request_id: str, rank: int, cost: Cost) -> None:
-        """Admit a request without asking."""
+        """Admit a request unconditionally."""
         self.loads[rank].promise(cost)
         self._promised[request_id] = rank, cost
 
     def start(self, started: Collection[str]) -> dict[str, tuple[int, Cost]]:
-        """Record which admitted requests start in this step; return their ranks and costs.
+        """Record the admitted requests that start in this step. Return their ranks and costs.
 
-        The others did not fit into the KV cache.
+        All other admitted requests did not fit into the KV cache.
         """
         if self._held and self._reminder.due_in() == 0:
             self._warn()
@@ -205,7 +207,7 @@ class Admission:
         return starts
 
     def end(self, rank: int, cost: Cost) -> None:
-        """Record that a request that was admitted or has started makes no more rows."""
+        """Record that an admitted or started request makes no more rows."""
         self.loads[rank].end(cost)
 
     @property
@@ -214,7 +216,7 @@ class Admission:
         return frozenset(rank for rank, load in enumerate(self.loads) if load.state.unresponsive)
 
     def least_loaded(self) -> int:
-        """Return the rank with least unfinished bytes, of those whose storage answers if any."""
+        """Return the rank with least unfinished bytes. Prefer ranks with responsive storage."""
         keys = [(load.state.unresponsive, load.state.paused, load.unfinished) for load in self.loads]
         return keys.index(min(keys))
 
@@ -239,8 +241,8 @@ class Admission:
 class _Account:
     """Stored files and bytes of an API request.
 
-    `first_child` is its first prompt and sample. If that arrives again, it is a later request with
-    the same id.
+    `first_child` is a hash of the first prompt and sample. If it arrives again, a later API request
+    has the same id.
     """
 
     first_child: int
@@ -249,9 +251,7 @@ class _Account:
 
 
 class RequestLimits:
-    """Count files and bytes by API request, in this engine.
-
-    Each data-parallel rank counts its own requests.
+    """Count files and bytes of each API request. Data-parallel ranks count separately.
 
     Args:
         max_files: most files of an API request.
@@ -263,11 +263,11 @@ class RequestLimits:
         self._max_files = max_files
         self._max_bytes = max_bytes
         self._row_bytes = row_bytes
-        # keys are hashes: a client's id can be megabytes long
+        # The keys are hashes, because a client's id can be megabytes long.
         self._accounts: OrderedDict[int, _Account] = OrderedDict()
 
     def refusal(self, request_id: str, num_rows: int) -> str | None:
-        """Count a file, or return the reason why the API request may store no more.
+        """Count a file, or return the reason that the API request may store no more.
 
         Args:
             request_id: vLLM's internal id.
@@ -304,7 +304,7 @@ class RequestLimits:
 
 
 class RefusalLog:
-    """Log a refused request, and in the ten seconds after that only count others.
+    """Log at most one refused request in ten seconds, and count the others.
 
     Args:
         clock: monotonic clock in seconds.
@@ -316,7 +316,7 @@ class RefusalLog:
         self._unlogged = 0
 
     def add(self, request_id: str, reason: str) -> None:
-        """Log or count a request, by vLLM's internal id, and the reason why it is refused."""
+        """Log or count a refused request, by vLLM's internal id, with the reason."""
         now = self._clock()
         if now < self._quiet_until:
             self._unlogged += 1

@@ -1,4 +1,4 @@
-"""Batches: rows that come one per step are collected, so that one write stores many of them."""
+"""Batches: collect rows that arrive one per step, and store many of them with one write."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vllm_ascend_hsx.drafter.landing import HostChunk
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
 
-BATCH_BYTES = 256 << 10  # of a file: from here on a larger write is hardly faster
-_PART = 4  # batches that are not written hold at most this part of the ring
+BATCH_BYTES = 256 << 10  # per file; larger writes are hardly faster
+_PART = 4  # unwritten batches hold at most 1 / _PART of the ring
 
 
 class Batch:
-    """Consecutive rows of one request, each anywhere in the ring. Writers use it like a HostChunk.
+    """Consecutive rows of one request, scattered over the ring. Writers use it like a HostChunk.
 
-    It keeps no object per row, because the garbage collector would visit them in each step.
+    A batch keeps no tracked object per row, because the garbage collector would visit each in
+    every step.
 
     Args:
         extraction: the request.
@@ -27,7 +28,7 @@ class Batch:
         ring: holds the rows.
 
     Attributes:
-        landed_at: when the last row arrived in host memory, by time.perf_counter.
+        landed_at: arrival time of the last row in host memory, by time.perf_counter.
     """
 
     def __init__(self, extraction: Extraction, first: int, ring: PinnedRing) -> None:
@@ -50,12 +51,12 @@ class Batch:
 
     @property
     def span(self) -> Span:
-        """All its rows."""
+        """Span of all rows."""
         return Span(self.extraction.request_id, self._first, len(self._rows), 0)
 
     @property
     def rows(self) -> torch.Tensor:
-        """The rows [rows, layers, hidden], copied."""
+        """A copy of all rows [rows, layers, hidden]."""
         return self._ring.as_rows(self.read(self.span))
 
     def append(self, chunk: HostChunk, span: Span) -> None:
@@ -66,7 +67,7 @@ class Batch:
         self.landed_at = chunk.landed_at
 
     def read(self, span: Span) -> memoryview:
-        """Return the bytes of its rows, copied."""
+        """Return a copy of all rows as bytes."""
         assert span.first == self._first
         size = self._ring.row_bytes
         return memoryview(b"".join([data[row * size : (row + 1) * size] for data, row in zip(self._data, self._rows, strict=True)]))
@@ -82,13 +83,13 @@ class Batches:
     A decode adds one row per request and step. A write for each row takes several times the CPU
     time of a joined write. The last row of a prompt is not collected if the request needs no more.
 
-    A batch is written when it has `BATCH_BYTES`, and when its request ends. All batches are written
-    when they hold a quarter of the ring, and when the lander finds no room in it.
+    A batch is written when it has `BATCH_BYTES`, and when the request ends. All batches are written
+    when they hold more than a quarter of the ring, and when the lander finds no room in the ring.
 
     Args:
-        progress: learns of rows that are to be written.
+        progress: counts rows that are ready to be written.
         ring: holds the rows.
-        enter: has a batch written, behind all earlier rows of its request.
+        enter: has a batch written, after all earlier rows of the same request.
 
     Attributes:
         num_rows: rows that wait to be written together.
@@ -104,7 +105,7 @@ class Batches:
         self.num_rows = 0
 
     def collect(self, chunk: HostChunk) -> list[Span]:
-        """Collect single rows of a chunk, and return the spans that the caller must write itself.
+        """Collect single rows of a chunk, and return all other spans for the caller to write.
 
         A request's batch is written before rows that do not follow it.
         """

@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     """Write the hidden states of each request to a file while it runs.
 
-    It loads nothing and holds no KV block.
+    The connector loads nothing and holds no KV block.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
-        role: scheduler or worker. Only that side is created.
+        role: scheduler or worker; selects the side to create.
         kv_cache_config: unused: the rows are not in the KV cache.
 
     Raises:
@@ -72,8 +72,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = self._build_worker(settings)
             # An engine in the user's own process is not shut down when it is deleted or the process
-            # ends (v1/engine/llm_engine.py:422). torch_npu is already imported, so its exit
-            # handlers run after this one.
+            # ends (v1/engine/llm_engine.py:422). Exit handlers run in reverse order, so this
+            # handler runs before the handlers of torch_npu.
             atexit.register(self.shutdown)
 
     def _build_worker(self, settings: ServerSettings) -> ExtractionWorker:
@@ -81,7 +81,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
-        # The target is loaded, so its checkpoint is on this machine.
+        # The target is loaded, so the checkpoint is on this machine.
         config, row_format = settings.config, replace(settings.row_format, weights=weights_of(self._vllm_config))
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
@@ -105,7 +105,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no KV block is handed on, so requests may be preempted (vLLM 0.26 and later)."""
+        """False: no KV block is delivered, so requests may be preempted (vLLM 0.26 and later)."""
         return False
 
     def on_new_request(self, request: Any) -> None:
@@ -159,8 +159,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request)
 
-    # Stats are recorded on both sides. vLLM adds those of the scheduler's side only if workers sent
-    # some.
+    # Stats are recorded on both sides. vLLM asks the scheduler's side only if workers sent stats.
 
     def get_kv_connector_stats(self) -> HsxStats | None:
         side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
@@ -183,8 +182,10 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Start the step. vLLM calls this before the forward pass, and `start_load_kv` after it in
-        0.30 (v1/worker/kv_connector_model_runner_mixin.py:86).
+        """Start the step.
+
+        vLLM calls this before the forward pass. vLLM 0.30 calls `start_load_kv` after the forward
+        pass (v1/worker/kv_connector_model_runner_mixin.py:86).
         """
         super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None
@@ -198,13 +199,13 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pass the filled slot on. Ignore the target's layers, for which vLLM calls this too."""
+        """Pass the filled slot on. Ignore the target's layers: vLLM calls this for every layer."""
         if layer_name == self._layer_name:
             assert self._worker is not None
             self._worker.save()
 
     def wait_for_save(self) -> None:
-        """Do nothing: the rows are in a staging slot, which the engine does not overwrite."""
+        """Do nothing: the rows are in a staging slot, and the engine does not overwrite it."""
 
     def before_sleep(self) -> None:
         """Keep nothing in device memory; see compat.engine.copy_before_sleep."""
@@ -228,7 +229,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Write all computed rows, for at most drain_timeout_s, and end every thread."""
         worker, self._worker = self._worker, None
-        # A forked child has a copy of this object, but owns neither its threads nor its files.
+        # A forked child has a copy of this object, but owns neither the threads nor the files.
         if worker is not None and os.getpid() == self._process:
             atexit.unregister(self.shutdown)
             worker.close(self._drain_timeout)

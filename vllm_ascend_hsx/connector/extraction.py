@@ -1,4 +1,4 @@
-"""One owned request: its file, its rows, and the one decision about it."""
+"""Extraction: the file, the rows and the outcome of a request that this rank owns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """The state of a request. It is decided once: it then is ENDING or FAILED."""
+    """The state of a request. Once a request is decided, the state is ENDING or FAILED."""
 
     OPENING = "its file is not open"
     OPEN = "its file is open"
@@ -36,14 +36,14 @@ class State(Enum):
 
 
 class Extraction:
-    """An owned request. It keeps what SinkFile demands of its caller.
+    """An owned request. Keeps the contract of SinkFile.
 
-    All work on its file passes through a lane: the opening, the copy of a prefix, writes, and the
+    All work on the file passes through a lane: the opening, the copy of a prefix, writes, and the
     end. The opening holds the lane until the file is open, or the request has failed. The first
     write, a write of recomputed rows, the copy and the end run alone. The end enters the lane
     behind the last row, so no thread has to count writes.
 
-    A failure does not wait in the lane, because storage may hang in a write. Its reason is
+    A failure does not wait in the lane, because storage may hang in a write. The reason is
     published at once. Only the closing of the file enters the lane.
 
     The opener calls `open`. The lander calls `enter` and `enter_end`. Writers run the jobs that
@@ -51,13 +51,13 @@ class Extraction:
 
     Args:
         start: the scheduler's message.
-        writers: threads that work on its file.
-        shares: whether several of them may write at the same time.
+        writers: threads that work on the file.
+        shares: whether several writers may write at the same time.
         row_bytes: bytes of one token, in memory and as stored.
-        on_decided: called once, with the error, or None for a file that is complete or was
-            discarded after an abort.
+        on_decided: called with the error, or None for a file that is complete or was discarded
+            after an abort. Called once, but never after `give_up` decides the request.
         on_ended: called once, when readers can see the outcome, or the file could not be opened.
-        open_sources: gets its published file, if others may copy its rows.
+        open_sources: keeps the published file open if others may copy from it.
         stats: records writes and outcomes.
     """
 
@@ -80,11 +80,11 @@ class Extraction:
         self._prompt = start.token_ids
         self._arrived_ns = start.arrived_ns
         self._lora = start.lora
-        self._adapter = adapter_of(start.lora)  # the runner loads it before the connector is given the step
+        self._adapter = adapter_of(start.lora)  # the runner has loaded it before this step
         self._placeholders = start.placeholders
         self._keeps_source = start.keeps_source
         self.number = start.number
-        self.has_open_source = False  # whether its file was given to `open_sources`
+        self.has_open_source = False  # whether `open_sources` has the file
         self.include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
@@ -95,28 +95,28 @@ class Extraction:
         self._mutex = threading.Lock()  # guards everything below
         self._landed_at = time.perf_counter()
         self._state = State.OPENING
-        self._failure = ""  # published in place of the file by the thread that takes the file
+        self._failure = ""  # the thread that takes the file publishes it instead
         self._file: SinkFile | None = None  # open, and not being ended
 
     @property
     def is_decided(self) -> bool:
-        """True if it is complete, failed or aborted, though its file may not have ended yet."""
+        """True if the request is complete, failed or aborted. The file may not have ended yet."""
         return self._state in (State.ENDING, State.FAILED)
 
     @property
     def is_opening(self) -> bool:
-        """True if its file is not open, and it has not failed."""
+        """True if the file is not open and the request has not failed."""
         return self._state is State.OPENING
 
     def open(self, sink: Sink) -> None:
-        """Open the file. If the request has failed meanwhile, leave the reason in its place."""
+        """Open the file. If the request has failed meanwhile, publish the reason instead."""
         if self.is_decided:
             leave_reason(sink, self.request_id, self.path, self._failure)
             self._on_ended(self)
             return
         try:
             file = sink.open(self.request_id, self.path, len(self._prompt), self._arrived_ns, self._adapter)
-        except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
+        except Exception as error:  # noqa: BLE001 - any error fails this request alone
             if self._set_failed(_reason_of(error)):
                 self._report(_reason_of(error), failure_kind(error))
             self._on_ended(self)
@@ -132,23 +132,23 @@ class Extraction:
             self.stop()
 
     def enter(self, positions: tuple[int, int], job: Job) -> bool:
-        """Have a job write or copy rows of these positions. True: the caller may run it now."""
+        """Enter a job that stores these positions. Return True if the caller may run it now."""
         first, end = positions
         spans = self._entered.spans
-        alone = not spans or first < spans[-1][1]  # the first one, or rows that were recomputed
+        alone = not spans or first < spans[-1][1]  # the first job, or recomputed rows
         self._entered.add(first, end)
         return self._lane.enter(job, alone)
 
     def completes(self, span: Span) -> bool:
-        """Return True if no rows come after those of the span."""
+        """Return True if the span ends with the last row of the file."""
         return not self.include_output and span.first + span.num_rows == len(self._prompt)
 
     def is_complete(self) -> bool:
-        """Return True if the file needs no more rows than those that have entered the lane."""
+        """Return True if all rows of the file have entered the lane."""
         return not self.include_output and not self._entered.missing(len(self._prompt))
 
     def enter_end(self, job: Job) -> bool:
-        """Have a job end the file, after all others. True: the caller may run it now."""
+        """Enter the job that ends the file. Return True if the caller may run it now."""
         return self._lane.enter(job, alone=True)
 
     def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> tuple[int, list[Job]]:
@@ -157,12 +157,12 @@ class Extraction:
         Args:
             first: token position of the first row.
             rows: bytes of the rows.
-            landed_at: when they arrived in host memory, by time.perf_counter.
+            landed_at: arrival time of the rows in host memory, by time.perf_counter.
             check: the same rows [rows, layers, hidden] if they must be finite.
 
         Returns:
-            Number of rows written: 0 if the request is decided or the write failed. Jobs that the
-            caller must run now.
+            The number of rows written, 0 if the request is decided or the write failed; and the
+            jobs that the caller must run now.
         """
         count = len(rows) // self._row_bytes
 
@@ -197,13 +197,13 @@ class Extraction:
         return True, self._lane.leave()
 
     def complete(self) -> list[Job]:
-        """Publish the rows of the prompt, alone in the lane, and leave it; see `write`."""
+        """Publish the rows of the prompt, alone in the lane. Leave the lane as `write` does."""
         if (file := self._take_to_end()) is not None:
             self._commit(file, self._prompt)
         return self._lane.leave()
 
     def end(self, end: RequestEnd) -> list[Job]:
-        """End the file, alone in the lane, because no more rows come; leave it; see `write`."""
+        """End the file after the last row, alone in the lane. Leave the lane as `write` does."""
         if (file := self._take_to_end()) is not None:
             token_ids = np.concatenate([self._prompt, end.output_token_ids])
             missing = self._entered.missing(len(token_ids))
@@ -221,40 +221,40 @@ class Extraction:
         return self._lane.leave()
 
     def fail(self, reason: str, kind: str) -> None:
-        """Decide that the request failed; a writer leaves the reason in place of the file."""
+        """Fail the request. A writer publishes the reason in place of the file."""
         if self._set_failed(reason):
             self._report(reason, kind)
             self._writers.submit(self._publish_failure)
 
     def fail_if_reloaded(self) -> None:
-        """Fail if its adapter has other weights than when it began. Its last row is yet to come."""
+        """Fail the request if its adapter was reloaded with other weights before the last row."""
         if adapter_of(self._lora) != self._adapter:
             self.fail(f"its adapter {self._adapter.name!r} was loaded again, with other weights, before its last row", RELOADED)
 
     def give_up(self) -> bool:
-        """Write no more rows, because the server stops. False: the request was decided before."""
+        """Fail the request because the server stops. Return False if it was already decided."""
         return self._set_failed(SERVER_STOPPED)
 
     def stop(self) -> None:
-        """Leave the reason in place of the file, unless another thread ends it.
+        """Publish the reason in place of the file, unless another thread ends the file.
 
         Call `fail` or `give_up` first.
         """
         self._writers.submit(*self._publish_failure())
 
     def _set_failed(self, reason: str) -> bool:
-        """Decide that the request failed. False: it was decided before."""
+        """Record the failure. Return False if the request was already decided."""
         with self._mutex:
             before = self._state
             if self.is_decided:
                 return False
             self._state, self._failure = State.FAILED, reason
         if before is State.OPENING:
-            self._writers.submit(*self._lane.leave())  # they free the memory of its rows
+            self._writers.submit(*self._lane.leave())  # these jobs free the rows' memory
         return True
 
     def _take_to_end(self) -> SinkFile | None:
-        """Decide, and take the file. None: it was decided before."""
+        """Decide the request and return the file, or None if the request was already decided."""
         with self._mutex:
             if self._state is not State.OPEN:
                 return None
@@ -262,7 +262,7 @@ class Extraction:
             return file
 
     def _publish_failure(self) -> list[Job]:
-        """Leave the reason of a failure in place of the file, once. Writes may hang meanwhile."""
+        """Publish the reason in place of the file, once, without waiting for writes that hang."""
         with self._mutex:
             file = self._file if self._state is State.FAILED else None
             if file is None:
@@ -315,9 +315,9 @@ def _reason_of(error: Exception) -> str:
 
 
 def leave_reason(sink: Sink, request_id: str, path: str, reason: str) -> None:
-    """Leave the reason for readers of a request whose file was never opened. Blocks on storage.
+    """Publish the reason for a request whose file was never opened. Blocks on storage.
 
-    Rows that are there by now stay.
+    Rows that already have this name stay.
     """
     try:
         sink.open(request_id, path).fail(reason)
@@ -326,7 +326,7 @@ def leave_reason(sink: Sink, request_id: str, path: str, reason: str) -> None:
 
 
 def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
-    """Name the first row with a NaN or an infinity. Return None if all are finite.
+    """Describe the first row with a NaN or an infinity. Return None if all rows are finite.
 
     Args:
         first: token position of the first row.

@@ -1,4 +1,4 @@
-"""The one failure that ends a worker: an error of the device, or the exception of a step."""
+"""The failure that ends a worker: an error of the device, or the exception of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _GRACE_S = 5.0  # time for vLLM to end the process, and for reasons to reach the
 class WorkerFailure:
     """Keep the reason of the first failure, and end a process that vLLM does not end.
 
-    The main thread, or the one that waits for sampled tokens, may wait for an event that the
-    device has dropped. vLLM would notice after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS (300). A process
-    of the user is not ended.
+    The device may have dropped an event for which the main thread, or the thread that waits for
+    sampled tokens, waits. vLLM would notice after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS (300). The
+    user's own process is not ended.
 
     Attributes:
-        reason: why no request can complete anymore, or None.
+        reason: reason that no request can complete anymore, or None.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class WorkerFailure:
         self._end_of_grace.daemon = True
 
     def set(self, reason: str) -> None:
-        """Record the first failure. The caller lets no other thread do so at the same time."""
+        """Record the first failure. The caller must hold a lock."""
         assert self.reason is None
         self.reason = reason
         logger.critical("no file can be completed: %s", reason)
@@ -37,7 +37,7 @@ class WorkerFailure:
             self._end_of_grace.start()
 
     def vllm_ends_worker(self) -> None:
-        """Leave the end of the process to vLLM, which has begun with it."""
+        """Leave the end of the process to vLLM, because vLLM has started to end it."""
         self._end_of_grace.cancel()
 
 

@@ -1,14 +1,11 @@
-"""Latency histograms with fixed buckets, so that their size does not grow with traffic.
-
-Needs no vLLM.
-"""
+"""Latency histograms of constant size: the buckets are fixed. Needs no vLLM."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Upper bounds of the buckets in seconds; one more bucket takes longer observations.
+# Upper bounds of the buckets in seconds. One more bucket counts longer observations.
 BUCKETS = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2,
     2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -23,9 +20,9 @@ def bucket_of(nanoseconds: int) -> int:
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Return the seconds below which `share` of the observations lie, or 0 without any.
+    """Return the seconds below which `share` of the observations lie, or 0 without observations.
 
-    It is computed like histogram_quantile of Prometheus.
+    Interpolates like histogram_quantile of Prometheus.
 
     Args:
         counts: observations in each bucket.

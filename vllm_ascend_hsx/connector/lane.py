@@ -1,4 +1,4 @@
-"""A lane: the order in which work on one file is done."""
+"""Lane: order the work on one file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_ascend_hsx.connector.threads import Job
 class Lane:
     """Order the jobs of one file. Thread-safe.
 
-    Jobs run in the order in which they enter. Jobs that share the lane may run at the same time. A
-    job that runs alone waits for all earlier ones, and all later ones wait for it. Whoever has run
-    a job calls `leave`.
+    Jobs start in the order in which they enter. Jobs that share the lane may run at the same time.
+    A job that runs alone waits for all earlier jobs, and all later jobs wait for it. The thread
+    that has run a job calls `leave`.
 
     Args:
         shares: False if every job runs alone.
@@ -30,15 +30,15 @@ class Lane:
         """Return True if the caller may run `job` now. Otherwise a later `leave` returns it.
 
         Args:
-            job: calls `leave` at its end.
-            alone: no other job may run at the same time.
+            job: must end with a call of `leave`.
+            alone: whether no other job may run at the same time.
         """
         with self._mutex:
             self._waiting.append((job, alone or not self._shares))
             return job in self._start_ready()
 
     def enter_if_empty(self) -> bool:
-        """Return True if no job was in the lane. Then the caller runs alone until it leaves."""
+        """Return True if no job was in the lane. The caller then runs alone until it leaves."""
         with self._mutex:
             if self._running:
                 return False
@@ -46,7 +46,7 @@ class Lane:
             return True
 
     def leave(self) -> list[Job]:
-        """Record that a job has ended. Return the jobs that the caller must run or submit now."""
+        """Record the end of a job. Return the jobs that the caller must run or submit now."""
         with self._mutex:
             self._running -= 1
             self._is_alone = False

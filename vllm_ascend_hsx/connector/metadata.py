@@ -15,10 +15,10 @@ from vllm_ascend_hsx.protocol.placeholders import Placeholder
 
 
 class Prefix(NamedTuple):
-    """The first rows of a request, which are copied instead of computed.
+    """The first rows of a request, copied from another request instead of computed.
 
     Attributes:
-        source: number of the request whose file has them; see RequestStart.
+        source: number of the request with these rows; see RequestStart.
         num_rows: number of rows.
     """
 
@@ -32,16 +32,15 @@ class RequestStart:
 
     Attributes:
         request_id: vLLM's internal id.
-        path: the file that receives its rows.
-        owner: tensor-parallel rank that copies and writes them.
-        token_ids: int64 [rows], the prompt: one row for each.
+        path: file that receives the rows.
+        owner: tensor-parallel rank that copies and writes the rows.
+        token_ids: int64 [rows], the prompt: one row per token.
         include_output: whether rows of generated tokens are extracted too.
-        arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
-            not known.
-        lora: vllm.lora.request.LoRARequest of its adapter; None without one.
-        placeholders: of the images in the prompt.
-        number: of the request; no other one of this engine has it. The owner keeps its file open
-            for other requests, until `HsxConnectorMetadata.released` has the number.
+        arrived_ns: arrival time at the API server, in nanoseconds since the epoch; None if unknown.
+        lora: vllm.lora.request.LoRARequest of the adapter; None without an adapter.
+        placeholders: placeholders of the images in the prompt.
+        number: number of the request, unique in this engine. The owner keeps the file open for
+            other requests until `HsxConnectorMetadata.released` has the number.
         prefix: rows that are copied; None if all are computed.
         keeps_source: whether the owner keeps the file open.
     """
@@ -60,12 +59,13 @@ class RequestStart:
 
 
 def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
-    """Return where the images of a request are in its prompt, whose tokens vLLM has expanded.
+    """Return the token positions of a request's images in the expanded prompt.
 
-    A range has all tokens of an image, also those that a model puts among its features.
+    A placeholder covers all tokens of an image, including tokens that a model inserts between
+    image features.
 
     Args:
-        request: vllm.v1.request.Request; `mm_features` describes its images.
+        request: vllm.v1.request.Request; `mm_features` describes the images.
     """
     places = [(item.modality, item.mm_position) for item in request.mm_features]
     return tuple(sorted((Placeholder(modality, place.offset, place.length) for modality, place in places), key=lambda each: each.start))
@@ -73,11 +73,11 @@ def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """A request that the scheduler has removed. No later step computes rows of it.
+    """A request that the scheduler has removed. No later step computes rows for this request.
 
     Attributes:
         request_id: vLLM's internal id.
-        aborted: whether the file is to be discarded.
+        aborted: whether to discard the file.
         output_token_ids: int64 [generated - 1], the generated tokens that were an input of the
             model: all but the last. Empty if rows of generated tokens are not extracted.
     """
@@ -94,7 +94,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     Attributes:
         ended: requests that have ended since the last step.
         released: numbers of requests whose files are no longer kept open. No request that starts in
-            this step or later has one of them as its prefix.
+            this step or later copies from these files.
         started: requests that start in this step.
         stats_wanted: whether the workers send stats with this step even if they counted nothing.
             vLLM asks the scheduler's side for stats only if workers have sent some
@@ -118,15 +118,16 @@ class RankState:
     Attributes:
         backlog: rows that were computed but are not yet in their files.
         coming: rows of the running requests' prompts that are not computed.
-        started: number of requests that the rank has been given. The other numbers cover exactly
-            these.
+        started: number of requests that the rank has received. All other numbers cover exactly
+            these requests.
         write_rate: bytes per second that storage takes.
         prompt_rate: bytes per second that the engine makes while it computes prompts.
         step_rate: steps per second.
         paused: whether storage has not answered for so long that no new request should start.
-        unresponsive: whether it has not answered for so long that the rank refuses new requests.
-        opens_slowly: whether a step had to wait for the files of its new requests.
-        needs_space: whether the files that it keeps open should be released; see OpenSources.
+        unresponsive: whether storage has not answered for so long that the rank refuses new
+            requests.
+        opens_slowly: whether a step had to wait for new files; see StorageWatch.
+        needs_space: whether the rank's open sources should be released; see OpenSources.
     """
 
     backlog: int = 0
@@ -146,10 +147,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
     Attributes:
-        outcomes: requests whose file was finished since the last report. None for a complete file
-            or one discarded after an abort, else the reason of the failure.
+        outcomes: requests that were decided or refused since the last report. None if the file is
+            complete or was discarded after an abort, else the reason of the failure.
         ranks: progress of the ranks.
-        sources: numbers of those requests whose files are kept open.
+        sources: numbers of the requests among `outcomes` whose files are kept open.
     """
 
     outcomes: dict[str, str | None] = field(default_factory=dict)

@@ -17,9 +17,9 @@ OUTCOMES = ("published", "failed", "aborted")
 
 
 class _Series(NamedTuple):
-    """A metric's name, without PREFIX and the suffix _total, and its field in HsxStats.
+    """A metric's name, without PREFIX and the suffix _total, and the field `of` of HsxStats.
 
-    `unit` is what one in Prometheus is in HsxStats.
+    The field divided by `unit` is the value in Prometheus.
     """
 
     name: str
@@ -61,14 +61,14 @@ LATENCIES = (
 class HsxPromMetrics(KVConnectorPromMetrics):
     """All metrics of the connector, with one child of each per engine (DP rank).
 
-    Children exist from the start, so that rates are right from the first event on. Only the
-    reasons of failures are not known before they occur.
+    Children exist from the start, because rates must be right from the first event on. Only the
+    children of FAILURES are created by the first failure with their reason.
 
     Args:
-        vllm_config: vllm.config.VllmConfig; its tensor-parallel size is read.
-        metric_types: maps prometheus_client's classes to those to use instead, such as Ray's.
-        labelnames: vLLM's labels, which identify the engine.
-        per_engine_labelvalues: their values, by engine.
+        vllm_config: vllm.config.VllmConfig; the tensor-parallel size is read.
+        metric_types: maps prometheus_client's classes to replacements, for example Ray's.
+        labelnames: vLLM's labels that identify the engine.
+        per_engine_labelvalues: values of the labels, by engine.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class HsxPromMetrics(KVConnectorPromMetrics):
         """Add the stats of one engine.
 
         Histogram classes accept single values only. Each observation is passed on as the mean of
-        its bucket, which keeps counts and sums exact. There is one for each chunk and file since
-        the last step.
+        the bucket. This keeps counts and sums exact. The observations are the chunks, writes and
+        files since the last step.
         """
         stats = HsxStats(data=transfer_stats_data)
 
@@ -123,7 +123,7 @@ class HsxPromMetrics(KVConnectorPromMetrics):
                     histogram.observe(sum_ns / count / 1e9)
 
     def _register(self, metric_class: Callable[..., Any], series: _Series, label: str | None = None, values: Iterable[str] = ()) -> None:
-        """Make a metric with its children: one per engine, or per engine and value of `label`."""
+        """Make a metric with one child per engine, or per engine and value of `label`."""
         labelnames = self._labelnames if label is None else [*self._labelnames, label]
         metric = metric_class(name=PREFIX + series.name, documentation=series.documentation, labelnames=labelnames)
         self._metrics[series.of] = metric

@@ -1,4 +1,4 @@
-"""Worker side: published files that are kept open, for requests that begin with the same tokens."""
+"""Worker side: keep published files open for requests with the same first tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
 _SPACE_IS_KNOWN_S = 1.0
-_PART_OF_FREE = 4  # removed files may hold this part of the space that is free, for files of a second
-_FULL = ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE")  # of space, or of descriptors
+# Removed files may hold 1 / _PART_OF_FREE of the free space. New files need the rest.
+_PART_OF_FREE = 4
+_FULL = ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE")  # no space, or no descriptors
 
 
 class OpenSources:
-    """The files of one rank, by the number of their request. Thread-safe.
+    """The open sources of one rank, by request number. Thread-safe.
 
-    System calls on the files run in a thread of the caller's: storage that hangs must not stop a
+    System calls on the files run in another thread, because storage that hangs must not stop a
     step.
 
     Args:
@@ -38,7 +39,7 @@ class OpenSources:
         self._counted_at = 0.0
 
     def add(self, number: int, source: RowSource) -> None:
-        """Keep a file, which is released with this object at the latest."""
+        """Keep a file open until `release` or `close`."""
         with self._mutex:
             if not self._closed:
                 self._sources[number] = source
@@ -46,7 +47,7 @@ class OpenSources:
         source.release()
 
     def retain(self, number: int) -> RowSource | None:
-        """Return a file that the caller must release, or None if it is not open."""
+        """Return a file that the caller must release, or None if the file is not open."""
         with self._mutex:
             source = self._sources.get(number)
             if source is not None:
@@ -54,14 +55,14 @@ class OpenSources:
             return source
 
     def release(self, number: int) -> None:
-        """Keep a file no longer."""
+        """Release a file."""
         with self._mutex:
             source = self._sources.pop(number, None)
         if source is not None:
             self._submit(source.release)
 
     def close(self) -> None:
-        """Release all files, also those that are added later."""
+        """Release all files, including files that are added later."""
         with self._mutex:
             self._closed = True
             sources, self._sources = self._sources, {}
@@ -69,23 +70,23 @@ class OpenSources:
             source.release()
 
     def space(self) -> tuple[int, int]:
-        """Return how many files are kept, and the bytes of those that consumers have removed.
+        """Return the number of open files, and the bytes of files that consumers have removed.
 
-        The bytes are those of the last count; see `needs_space`.
+        The bytes are as of the last count; see `needs_space`.
         """
         with self._mutex:
             return len(self._sources), self._removed_bytes if self._sources else 0
 
     def failed(self, kind: str) -> None:
-        """Record that a request has failed; if storage was full, no removed file is to be kept."""
+        """Record that a request has failed. If storage was full, removed files must be released."""
         with self._mutex:
             self._needs_space |= kind in _FULL
 
     def needs_space(self) -> bool:
-        """Return, once, whether removed files may hold space that new ones need.
+        """Return, once, whether removed files may hold space that new files need.
 
-        Each step asks. A count begins if there are files, and the last one was a second ago and has
-        ended.
+        Each step calls this. A count starts if there are files and the last count has ended and
+        began at least a second ago.
         """
         with self._mutex:
             now = self._clock()
@@ -102,10 +103,10 @@ class OpenSources:
             sources = list(self._sources.values())
             for source in sources:
                 source.retain()
-        removed: dict[tuple[int, int], int] = {}  # several members of a shard are in one file
+        removed: dict[tuple[int, int], int] = {}  # by device and inode: members of a shard share a file
         free: dict[int, int] = {}
         for source in sources:
-            with suppress(OSError):  # what does not answer is not known to hold space
+            with suppress(OSError):  # skip files of unknown size
                 file, num_bytes = source.space
                 removed[file] = num_bytes
                 if num_bytes and file[0] not in free:

@@ -1,4 +1,4 @@
-"""Scheduler side: requests copy the first rows that another one has, and read the prefix cache."""
+"""Scheduler side: let requests read the prefix cache and copy the rows of cached tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vllm_ascend_hsx.connector.metadata import Prefix
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN_S = 0.1  # how long a request waits for rows that are computed while rates are unknown
+_UNKNOWN_S = 0.1  # longest wait for rows under computation while rates are unknown
 _UNTIL_RESET = "extracted requests compute all of their rows until the prefix cache is reset"
-BlockHash = Hashable  # vllm.v1.core.kv_cache_utils.BlockHash: of a block and all tokens before it
+BlockHash = Hashable  # vllm.v1.core.kv_cache_utils.BlockHash: a block and all tokens before it
 
 
 @dataclass(eq=False)
 class Source:
-    """A request whose rows other requests may begin with.
+    """A request from which other requests may copy their first rows.
 
     Attributes:
         number: as in RequestStart.
-        rank: the rank that owns it.
-        hashes: of its whole blocks that have rows.
-        num_tokens: number of its rows.
-        request: vllm.v1.request.Request, while its prompt is computed.
+        rank: owner of the request.
+        hashes: hashes of the whole blocks that have rows.
+        num_tokens: number of rows.
+        request: vllm.v1.request.Request while the prompt is computed.
     """
 
     number: int
@@ -40,16 +40,16 @@ class Source:
 
 
 class PrefixIndex:
-    """The published requests of this engine that are kept open, and those that are being computed.
+    """Index of this engine's requests with open files, and of requests under computation.
 
-    A block's hash names all tokens up to its end, and the adapter, images and salt that they were
-    computed with (v1/core/kv_cache_utils.py:537 in vLLM 0.23.0). Of several requests with the same
-    tokens the latest counts. The least recently used one is released first. That loses no prefix
-    that a request used after it: this request has the same prefix, and has become its source.
+    A block's hash identifies all tokens up to the end of the block, and their adapter, images and
+    salt (v1/core/kv_cache_utils.py:537 in vLLM 0.23.0). If several requests have the same tokens,
+    the latest is used. The least recently used request is released first. This loses no prefix in
+    use: a later request with the same prefix has become the source of that prefix.
 
     Args:
         max_files: most files that are kept open.
-        max_bytes: most bytes of their rows.
+        max_bytes: most bytes of rows in these files.
         row_bytes: stored bytes of one token's rows.
     """
 
@@ -64,31 +64,31 @@ class PrefixIndex:
         self._released: list[int] = []
 
     def find(self, hashes: Sequence[BlockHash]) -> tuple[Source, int] | None:
-        """Return the published request that has most of the prefix, and how many blocks it has.
+        """Return the published request with the longest part of a prefix, and the blocks in common.
 
         Args:
-            hashes: of the whole blocks of the prefix.
+            hashes: hashes of the whole blocks of the prefix.
         """
         return _longest(self._published, hashes)
 
     def find_computing(self, hashes: Sequence[BlockHash]) -> tuple[Source, int] | None:
-        """Return the same of the requests that are being computed."""
+        """Search the requests under computation as `find` searches published requests."""
         return _longest(self._computing, hashes)
 
     def use(self, source: Source) -> None:
-        """Record that a request begins with rows of a published one."""
+        """Record that a request copies rows of a published request."""
         self._kept.move_to_end(source.number)
 
     def begin(self, source: Source) -> None:
-        """Add a request that is being computed."""
+        """Add a request under computation."""
         self._computing.update(dict.fromkeys(source.hashes, source))
 
     def end(self, source: Source) -> None:
-        """Remove a request that is no longer being computed."""
+        """Remove a request that is no longer under computation."""
         _remove(self._computing, source)
 
     def publish(self, source: Source) -> None:
-        """Add a request whose file is kept open. Release others, or this one if it is too large."""
+        """Add a request with an open file. Release older files, or this file if it is too large."""
         num_bytes = source.num_tokens * self._row_bytes
         if not source.hashes or num_bytes > self._max_bytes:
             self.refuse(source.number)
@@ -100,11 +100,11 @@ class PrefixIndex:
             self._release(next(iter(self._kept.values())))
 
     def refuse(self, number: int) -> None:
-        """Release a file that was kept open but is not to be used."""
+        """Release an open file that no request may use."""
         self._released.append(number)
 
     def drop(self, source: Source) -> None:
-        """Release a file from which no other request is to copy."""
+        """Release a published file if it is still kept open."""
         if source.number in self._kept:
             self._release(source)
 
@@ -114,7 +114,7 @@ class PrefixIndex:
             self._release(source)
 
     def clear(self) -> None:
-        """Release all files, and forget what is being computed."""
+        """Release all files, and forget all requests under computation."""
         self._computing.clear()
         for source in list(self._kept.values()):
             self._release(source)
@@ -147,13 +147,13 @@ def _remove(entries: dict[BlockHash, Source], source: Source) -> None:
 
 @dataclass
 class Reuse:
-    """What one request reuses, and what others may reuse of it.
+    """State of prefix reuse for one request.
 
     Attributes:
         number: as in RequestStart.
-        tokens: number of first tokens whose rows it has from another request. Set when it starts.
-        source: the request that has rows of its first tokens. Until it starts, this may change.
-        waits: whether it waits for rows that another request is computing.
+        tokens: number of first tokens with copied rows. Set when the request starts.
+        source: another request with rows of the first tokens. May change until the start.
+        waits: whether the request waits for rows that another request is computing.
     """
 
     number: int
@@ -161,25 +161,25 @@ class Reuse:
     source: Source | None = None
     waits: bool = False
     _hashes: Sequence[BlockHash] = ()
-    _num_blocks: int = 0  # that `source` has
+    _num_blocks: int = 0  # blocks of `source` in common
     _generation: int = -1  # of the prefix cache
     _waits_until: float | None = None
-    _request: Any = None  # vllm.v1.request.Request, until it starts
+    _request: Any = None  # vllm.v1.request.Request, until the start
     _computing: Source | None = None
 
 
 class PrefixReuse:
-    """Decide which rows a request has from another one, and which it computes.
+    """Decide which rows a request copies from another request, and which rows it computes.
 
     A request may read the prefix cache as far as the rows of the cached tokens are reusable: in the
-    file of a published request that its owner rank keeps open. If another request is computing
-    them, it waits if they are published sooner than it could compute them. Requests with an adapter
-    (LoRA) compute all rows: vLLM 0.23.0 hashes a block with the adapter's name alone
-    (v1/core/kv_cache_utils.py:484), so the cache may have blocks of its earlier weights.
+    file of a published request that the owner rank keeps open. If another request is computing the
+    rows, the request waits if they are published sooner than it could compute them. Requests with
+    an adapter (LoRA) compute all rows. vLLM 0.23.0 hashes a block with the adapter's name alone
+    (v1/core/kv_cache_utils.py:484), so the cache may have blocks of earlier weights.
 
     Args:
-        index: the requests that have rows.
-        loads: the ranks, by rank.
+        index: index of the requests that have rows.
+        loads: load of each rank.
         row_bytes: bytes of one token's rows in memory.
         clock: monotonic clock in seconds.
     """
@@ -193,20 +193,20 @@ class PrefixReuse:
         self._clock = clock
         self._numbers = itertools.count()
         self._generation = 0
-        self._is_stale = False  # the prefix cache has values that other weights may have computed
-        self._block_size = 0  # tokens of a hashed block; 0 until vLLM has looked into its prefix cache
+        self._is_stale = False  # the prefix cache may have values of other weights
+        self._block_size = 0  # tokens of a hashed block; 0 before the first prefix cache lookup
 
     def new(self) -> Reuse:
-        """Return the state of a request that has arrived."""
+        """Return the state of a new request."""
         return Reuse(next(self._numbers))
 
     def offer(self, reuse: Reuse, request: Any, num_tokens: int, block_size: int) -> int:
-        """Return how many first tokens of a request that has not started have reusable rows.
+        """Return the number of first tokens with reusable rows for a request that has not started.
 
         Args:
-            reuse: of the request.
+            reuse: state of the request.
             request: vllm.v1.request.Request.
-            num_tokens: number of its prompt tokens.
+            num_tokens: number of prompt tokens.
             block_size: tokens of a hashed block.
         """
         self._block_size = block_size
@@ -220,14 +220,14 @@ class PrefixReuse:
         return reuse._num_blocks * block_size
 
     def start(self, reuse: Reuse, owner: int, num_computed: int, include_output: bool) -> Prefix | None:
-        """Record that a request starts, and return the rows that it has from another one.
+        """Record that a request starts. Return the rows to copy from another request.
 
         Args:
-            reuse: as in `offer`, which was called in the same step.
-            owner: the rank that owns it; that of its source if it has one.
-            num_computed: number of tokens that it has read from the prefix cache.
-            include_output: whether rows of generated tokens are extracted too; these are published
-                with those of the prompt.
+            reuse: state of the request. `offer` was called in the same step.
+            owner: owner of the request: the rank of the source if there is a source.
+            num_computed: number of tokens that the request has read from the prefix cache.
+            include_output: whether rows of generated tokens are extracted too. If so, prompt rows
+                are not published before the request ends.
         """
         reuse._generation = self._generation
         request, reuse._request = reuse._request, None
@@ -242,19 +242,19 @@ class PrefixReuse:
         return Prefix(source.number, num_computed)
 
     def resume(self, reuse: Reuse) -> int:
-        """Return how many first tokens of a preempted request have reusable rows.
+        """Return the number of first tokens with reusable rows for a preempted request.
 
-        These are the ones that it started with. After a reset the prefix cache may have values of
-        other weights, so then there are none.
+        This is the number at the start. After a reset it is 0, because the prefix cache may have
+        values of other weights.
         """
         return reuse.tokens if reuse._generation == self._generation else 0
 
     def keeps_source(self, reuse: Reuse, include_output: bool) -> bool:
-        """Return whether the file of a request that starts is to be kept open for others."""
+        """Return whether to keep the file of a request that starts open for other requests."""
         return bool(self._block_size and (reuse._hashes or include_output))
 
     def end(self, reuse: Reuse, request: Any, num_rows: int) -> None:
-        """Record that a request has ended that has rows of generated tokens, `num_rows` in all."""
+        """Record the end of a request with rows of generated tokens and `num_rows` rows in all."""
         if self._block_size:
             reuse._hashes = request.block_hashes[: num_rows // self._block_size]
 
@@ -262,10 +262,10 @@ class PrefixReuse:
         """Record that a request is published or has failed.
 
         Args:
-            reuse: of the request.
-            owner: the rank that owns it.
-            num_rows: number of its rows.
-            has_open_source: whether its file is kept open.
+            reuse: state of the request.
+            owner: owner of the request.
+            num_rows: number of rows.
+            has_open_source: whether the file is kept open.
         """
         if reuse._computing is not None:
             self._index.end(reuse._computing)
@@ -276,12 +276,12 @@ class PrefixReuse:
             self._index.refuse(reuse.number)
 
     def fail(self, reuse: Reuse) -> None:
-        """Record that a request has failed, perhaps because its source was truncated."""
+        """Record that a request has failed. Drop the source, because it may be truncated."""
         if reuse.tokens and reuse.source is not None:
             self._index.drop(reuse.source)
 
     def release_files_of(self, rank: int) -> None:
-        """Keep no file of a rank open any longer, because they may hold space that it needs."""
+        """Release all files of a rank, because they may hold space that the rank needs."""
         self._index.drop_files_of(rank)
 
     def reset(self) -> None:
@@ -290,18 +290,18 @@ class PrefixReuse:
         self._index.clear()
 
     def weights_may_change(self) -> None:
-        """Forget all rows, and reuse none before the prefix cache is empty. Log that once."""
+        """Forget all rows, and reuse none before the prefix cache is empty. Log this once."""
         self.reset()
         if not self._is_stale:
             logger.info("a client has called the workers, which may change weights: %s", _UNTIL_RESET)
         self._is_stale = True
 
     def prefix_cache_is_empty(self) -> None:
-        """Reuse rows again: all values of the prefix cache will be of the present weights."""
+        """Reuse rows again: the prefix cache will only have values of the current weights."""
         self._is_stale = False
 
     def take_released(self) -> list[int]:
-        """Return the numbers of the files that need no longer be kept open, since the last call."""
+        """Return the numbers of the files that were released since the last call."""
         return self._index.take_released()
 
     def _answers(self, rank: int) -> bool:
@@ -309,7 +309,7 @@ class PrefixReuse:
         return not state.unresponsive and not state.paused
 
     def _is_sooner_at_hand(self, reuse: Reuse, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether another request publishes more rows before this one could compute them."""
+        """Return True if another request publishes rows sooner than this request computes them."""
         twin = self._index.find_computing(hashes)
         if twin is None or twin[1] <= reuse._num_blocks or not self._answers(twin[0].rank):
             return False

@@ -1,4 +1,4 @@
-"""Rows that a rank has yet to write, how fast storage takes them, and how fast more are made."""
+"""Progress of a rank: unwritten rows, and the rates of storage and engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import RankState
 from vllm_ascend_hsx.drafter.spans import Span
 
-_FORGET_S = 1.0  # time constant, in seconds of full load, with which old writes fade
-_WINDOW = 4  # steps of a moving average; an engine launches one or two steps ahead of its device
+_FORGET_S = 1.0  # time constant of the write rate, in seconds of full load
+_WINDOW = 4  # steps of a moving average; engines launch one or two steps ahead of the device
 _DECAY = 0.999  # factor by which a peak decays with each step
 _REMEMBERED = 16  # steps
-_LONGEST_S = 1.0
+_LONGEST_S = 1.0  # upper bound of StepRate.longest
 
 
 class WriteRate:
     """Bytes per second that storage takes while all writers are busy. Not thread-safe.
 
-    It is the rate of one thread, added up over all threads, so a light load does not make storage
-    look slow.
+    The rate is that of a thread while it writes, times the number of threads. So a light load does
+    not make storage look slow.
 
     Args:
         num_writers: number of writing threads. The attribute may be set before the first write.
@@ -51,7 +51,7 @@ class WriteRate:
         self._busy = self._busy * keep + seconds
 
     def value(self) -> float | None:
-        """Return the rate, or None before the first write. A long-running write lowers it."""
+        """Return the rate, or None before the first write. Long-running writes lower the rate."""
         if not self._bytes:
             return None
         usual = self._bytes / max(self._busy, 1e-9)
@@ -61,7 +61,7 @@ class WriteRate:
 
 
 class StepRate:
-    """Peak rates, which decay, of rows and steps, without the time that steps wait for storage.
+    """Decaying peak rates of rows and steps. Time that steps wait for storage does not count.
 
     For the main thread only.
 
@@ -102,7 +102,7 @@ class StepRate:
 
     @property
     def longest(self) -> float:
-        """Seconds of the second-longest recent step. An idle engine makes one step look long."""
+        """Seconds of the second-longest recent step, because an idle engine makes one look long."""
         return min(sorted(self._lengths)[-2], _LONGEST_S) if len(self._lengths) > 1 else _LONGEST_S
 
 
@@ -111,7 +111,7 @@ def _peak(known: float | None, seen: float) -> float:
 
 
 class RankProgress:
-    """Progress of one rank, as its scheduler needs it. Thread-safe.
+    """Progress of one rank, for the scheduler. Thread-safe.
 
     Args:
         row_bytes: bytes of one token's rows in memory.
@@ -126,38 +126,38 @@ class RankProgress:
         self.backlog = 0
         self.step_rate = StepRate()
         self._row_bytes = row_bytes
-        self._mutex = threading.Lock()  # guards what follows, and `backlog`
+        self._mutex = threading.Lock()  # guards `backlog` and everything below
         self._write_rate = WriteRate(num_writers)
         self._coming: dict[Extraction, int] = {}  # prompt rows that are not computed
         self._decided: list[tuple[Extraction, str | None]] = []
         self._refused: dict[str, str] = {}
         self._num_started = 0
-        self._staged_bytes = 0  # by the current step
-        self._landed_bytes = 0  # of the backlog, those that the storage has to take
-        self._finishing = 0  # files that are being finished after all their rows were written
+        self._staged_bytes = 0  # in the current step
+        self._landed_bytes = 0  # bytes of the backlog that wait for storage
+        self._finishing = 0  # copies of prefixes and ends of files in progress
         self._answered_at = 0.0
         self._reported = RankState()
 
     def begin(self, request: Extraction, prompt_rows: int) -> None:
-        """Record a request that starts, and the rows of its prompt that will be computed."""
+        """Record a request that starts, and the number of prompt rows to compute."""
         with self._mutex:
             self._num_started += 1
             self._coming[request] = prompt_rows
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """Record a request that was refused when it should have started."""
+        """Record a request that was refused at the start."""
         with self._mutex:
             self._num_started += 1
             self._refused[request_id] = reason
 
     def decide(self, request: Extraction, error: str | None) -> None:
-        """Record that a request is complete or aborted (None), or why it failed."""
+        """Record that a request is decided: complete or aborted (None), or failed with `error`."""
         with self._mutex:
             self._coming.pop(request, None)
             self._decided.append((request, error))
 
     def staged(self, num_rows: int, parts: Iterable[tuple[Extraction, Span]] = ()) -> None:
-        """Record rows of a step. Those of `parts` are no longer to come."""
+        """Record rows of a step. The prompt rows in `parts` are computed now."""
         num_bytes = num_rows * self._row_bytes
         with self._mutex:
             for request, span in parts if self._coming else ():
@@ -167,18 +167,18 @@ class RankProgress:
             self.backlog += num_bytes
 
     def landed(self, num_rows: int) -> None:
-        """Record rows in host memory that are to be written. The storage delays them now."""
+        """Record rows in host memory that wait for storage."""
         with self._mutex:
             self._occupy()
             self._landed_bytes += num_rows * self._row_bytes
 
     def begin_write(self, num_rows: int) -> None:
-        """Record that the calling thread writes landed rows."""
+        """Record that the calling thread starts to write landed rows."""
         with self._mutex:
             self._write_rate.begin(num_rows * self._row_bytes)
 
     def end_write(self, num_rows: int, written: int) -> None:
-        """Record that the rows have left the memory; `written` of them were written."""
+        """Record that the rows have left host memory, and that `written` rows were written."""
         with self._mutex:
             self._answered_at = time.monotonic()
             self._write_rate.end(written * self._row_bytes)
@@ -196,7 +196,7 @@ class RankProgress:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Count the block as work of the storage, which may hang in it."""
+        """Count the block as work of the storage, because storage may hang in the block."""
         with self._mutex:
             self._occupy()
             self._finishing += 1
@@ -214,15 +214,15 @@ class RankProgress:
         return time.monotonic() - self._answered_at if self._landed_bytes or self._finishing else 0.0
 
     def _occupy(self) -> None:
-        if not self._landed_bytes and not self._finishing:  # storage gets its first work after it was idle
+        if not self._landed_bytes and not self._finishing:  # storage was idle
             self._answered_at = time.monotonic()
 
     def end_step(
         self, paused: bool, unresponsive: bool, opens_slowly: bool, needs_space: bool
     ) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
-        """Return the rank's state, and which requests were decided or refused since the last call.
+        """Return the rank's state, and the requests decided and refused since the last call.
 
-        None if nothing has changed. For the main thread only.
+        Return None if nothing has changed. For the main thread only.
 
         Args:
             paused, unresponsive, opens_slowly, needs_space: as in RankState.

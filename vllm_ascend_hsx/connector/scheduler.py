@@ -1,4 +1,4 @@
-"""Scheduler side: choose the requests to extract, their owner rank and file, and their start."""
+"""Scheduler side: choose the requests to extract, and their owner, file and start."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class _Request:
     error: str | None = None
     decided: bool = False
     reuse: Reuse | None = None  # None if rows are not reused
-    num_rows: int = 0  # known once it has ended, or only its prompt is extracted
+    num_rows: int = 0  # rows of the prompt; the end adds rows of generated tokens
 
 
 class ExtractionScheduler:
-    """The state of every extracted request, from its arrival to its end.
+    """State of all extracted requests, from arrival to end.
 
     Args:
         destination: destination of the rows.
         row_bytes: bytes of one token's rows, all layers.
         num_ranks: tensor-parallel ranks; each can own requests.
-        ring_bytes: a rank's memory for rows that wait to be written.
+        ring_bytes: memory of a rank for rows that wait to be written.
         include_output: whether rows of generated tokens are extracted by default.
-        allow_path: whether a request may choose its file.
+        allow_path: whether a request may choose the file.
         extract_all: whether requests are extracted by default.
-        limits: limits on what one API request may store; None for no limits.
-        prefixes: files that are kept open for requests with the same first tokens; None if each
-            request computes all of its rows.
+        limits: limits of one API request; None for no limits.
+        prefixes: index of files that are kept open for requests with the same first tokens; None
+            if each request computes all rows.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class ExtractionScheduler:
         self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether to extract the request. It must compute all rows that are not reusable.
+        """Decide whether to extract the request. If so, make it compute all rows it cannot reuse.
 
         Args:
-            request: vllm.v1.request.Request, which has just entered the waiting queue.
+            request: vllm.v1.request.Request that has just entered the waiting queue.
         """
         if request.pooling_params is not None:
             return
@@ -111,7 +111,7 @@ class ExtractionScheduler:
         if reason := self._refusal(request, params, path, prompt_tokens + output_rows):
             self._refuse(request.request_id, reason)
         else:
-            # Cached blocks tell an adapter's name, but not which weights it had; see PrefixReuse.
+            # Hashes of cached blocks have an adapter's name, but not the weights; see PrefixReuse.
             reuse = None if self._reuse is None or request.lora_request is not None else self._reuse.new()
             self._requests[request.request_id] = self._writing[path] = _Request(
                 path,
@@ -123,8 +123,8 @@ class ExtractionScheduler:
                 reuse=reuse,
                 num_rows=prompt_tokens,
             )
-            # Tokens that are read from the prefix cache are not computed and make no rows. Other
-            # requests read all of it.
+            # Tokens that are read from the prefix cache are not computed and make no rows.
+            # Requests that are not extracted read the cache without limits.
             if reuse is None:
                 request.skip_reading_prefix_cache = True
             else:
@@ -139,8 +139,8 @@ class ExtractionScheduler:
             return "streaming input is not supported; send the whole prompt at once"
         if params.path is not None and not set(split_id(request.request_id)[1]) <= {"", "0"}:
             return one_file_for_all(path)
-        # The worker would detect this by the lock, if locks are enabled. Here it is known before
-        # anything is computed.
+        # The worker would detect this by the lock, if locks are enabled. The scheduler refuses
+        # the request before anything is computed.
         if path in self._writing:
             return path_in_use(path)
         return None if self._limits is None else self._limits.refusal(request.request_id, num_rows)
@@ -154,16 +154,16 @@ class ExtractionScheduler:
         return request_id in self._requests
 
     def reusable_rows(self, request: Any, block_size: int) -> int:
-        """Return how many first tokens of a request may be read from the prefix cache.
+        """Return the number of first tokens that a request may read from the prefix cache.
 
-        vLLM asks for each request that could start or resume, before `must_wait`.
+        vLLM calls this for each request that could start or resume, before `must_wait`.
 
         Args:
-            request: vllm.v1.request.Request, which is extracted.
-            block_size: tokens of each of its `block_hashes`.
+            request: vllm.v1.request.Request that is extracted.
+            block_size: tokens of each block in `request.block_hashes`.
         """
         state = self._requests.get(request.request_id)
-        if state is None or state.decided:  # it needs no more rows
+        if state is None or state.decided:  # no more rows are needed
             return int(request.num_tokens)
         assert self._reuse is not None and state.reuse is not None
         if state.owner is not None:
@@ -171,21 +171,21 @@ class ExtractionScheduler:
         return self._reuse.offer(state.reuse, request, state.prompt_tokens, block_size)
 
     def must_wait(self, request: Any, num_computed_tokens: int = 0) -> bool:
-        """Return whether the request must wait because storage could not take its rows in time.
+        """Return whether the request must wait because storage could not take the rows in time.
 
-        It also waits if an earlier extracted request waits, and for rows that another request is
-        computing.
+        The request also waits behind an earlier extracted request that waits, and for rows that
+        another request is computing.
 
         Args:
-            request: vllm.v1.request.Request, which is in the waiting queue.
-            num_computed_tokens: its first tokens in the prefix cache; see `reusable_rows`.
+            request: vllm.v1.request.Request in the waiting queue.
+            num_computed_tokens: first tokens in the prefix cache; see `reusable_rows`.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.owner is not None or self._admission.is_promised(request.request_id):
             return False
         # Workers report with steps, so a file may have been finished while the engine was idle. The
-        # next step reports it. Until then an outcome could be attributed to the wrong request of
-        # this id, and a name that is free by then would be refused.
+        # next step reports this. Until then, an outcome could be attributed to the wrong request of
+        # this id, and a worker could refuse a name that is about to be free.
         if (before := self._undecided.get(request.request_id) or self._undecided_paths.get(state.path)) is not None:
             assert before.owner is not None
             if not self._loads[before.owner].state.unresponsive:
@@ -243,17 +243,17 @@ class ExtractionScheduler:
         return replace(start, number=request.reuse.number, prefix=prefix, keeps_source=keeps_source)
 
     def reset_prefixes(self) -> None:
-        """Reuse no rows that were computed before: the prefix cache is reset."""
+        """Forget all rows computed so far, because the prefix cache is reset."""
         if self._reuse is not None:
             self._reuse.reset()
 
     def prefix_cache_is_empty(self) -> None:
-        """Record that the reset has succeeded."""
+        """Record that the prefix cache was reset."""
         if self._reuse is not None:
             self._reuse.prefix_cache_is_empty()
 
     def weights_may_change(self) -> None:
-        """Reuse no rows until the prefix cache is reset: both may be of other weights."""
+        """Reuse no rows until the prefix cache is reset: both may come from other weights."""
         if self._reuse is not None:
             self._reuse.weights_may_change()
 
@@ -278,21 +278,22 @@ class ExtractionScheduler:
                         self._reuse.fail(request.reuse)
 
     def take_stats(self) -> HsxStats | None:
-        """Return held time and refused requests since the last call, or None if there are none."""
+        """Return the scheduler's statistics since the last call, or None if there are none."""
         return self._recorder.take()
 
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop, not by clients.
 
-        Workers do not learn of these. When closed, they leave a reason for each unfinished request.
+        Workers do not learn of these aborts. At `close`, they publish a reason for each unfinished
+        request.
         """
         self._stopping = True
 
     def on_finished(self, request: Any) -> dict[str, Any] | None:
-        """Process the end of the request, for whatever reason, scheduled or not.
+        """Process the end of the request, scheduled or not.
 
         Returns:
-            The response's `kv_transfer_params`: where the rows are, and the error if it is already
+            The response's `kv_transfer_params`: the location of the rows, and the error if already
             known. None if there is nothing to report, and for a request that has ended before.
         """
         request_id = request.request_id
@@ -330,7 +331,7 @@ class ExtractionScheduler:
             del self._writing[request.path]
 
     def _rank_for(self, request: _Request, num_computed_tokens: int) -> int:
-        """Return the rank that has the file of the first rows, or else the one that owes least."""
+        """Return the rank with the source of the first rows, else the least loaded rank."""
         source = None if request.reuse is None else request.reuse.source
         return source.rank if source is not None and num_computed_tokens else self._admission.least_loaded()
 

@@ -15,18 +15,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm_ascend_hsx.connector.histogram import NUM_BUCKETS, bucket_of, quantile
 from vllm_ascend_hsx.sinks.base import REFUSED, SinkError
 
-# Kinds of failures that no errno names.
+# Kinds of failures without an errno.
 UNRESPONSIVE_STORAGE = "unresponsive_storage"  # storage did not answer for storage_timeout_s
-SLOW_STORAGE = "slow_storage"  # a step would have had to wait for storage, with slow_storage="fail"
+SLOW_STORAGE = "slow_storage"  # rows would have made a step wait, with slow_storage="fail"
 ENGINE_FAILED = "engine"  # the device has failed, or a step has raised
 NOT_FINITE = "not_finite"  # a row has a NaN or an infinity, with check_finite
-RELOADED = "reloaded_adapter"  # other weights were loaded under the adapter of a request under way
-MISSING_ROWS = "missing_rows"  # the request ended without some of its rows
+RELOADED = "reloaded_adapter"  # the adapter of a running request was reloaded with other weights
+MISSING_ROWS = "missing_rows"  # the request ended without some rows
 OTHER_FAILURE = "other"
 
 _HELD_KEY = "requests_held scheduler"
 
-# The parts of HsxStats.data, and how two values of one key are combined.
+# The parts of HsxStats.data, and the function that combines two values of a key.
 _SUMS = ("counters", "failures", "observations", "nanoseconds")
 _PARTS: dict[str, Callable[[Any, Any], Any]] = {**dict.fromkeys(_SUMS, add), "gauges": max}
 
@@ -34,8 +34,8 @@ _PARTS: dict[str, Callable[[Any, Any], Any]] = {**dict.fromkeys(_SUMS, add), "ga
 class HsxStats(KVConnectorStats):
     """Counters, gauges and latency histograms of one or more ranks.
 
-    `data` is what is sent (by pickle to the scheduler, by msgpack to the API server). It has five
-    parts {key: number} of builtin types:
+    `data` is sent by pickle to the scheduler and by msgpack to the API server. It has five parts
+    {key: number} of builtin types:
     * counters: by name. Times are in nanoseconds, because sums of integers do not depend on their
       order.
     * failures: by kind; see `failure_kind`.
@@ -75,7 +75,7 @@ class HsxStats(KVConnectorStats):
         return [counts.get(key, 0) for key in keys], [sums.get(key, 0) for key in keys]
 
     def aggregate(self, other: KVConnectorStats) -> HsxStats:
-        """Return the sum of both, which may be of different ranks or times.
+        """Return the sum of both. Ranks and times may differ.
 
         Keeps the larger of two gauges. Neither operand is changed.
         """
@@ -88,7 +88,7 @@ class HsxStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers for vLLM's log line.
 
-        Latencies are interpolated within their bucket.
+        Latencies are interpolated within a bucket.
         """
         counts, _ = self.histogram("publish")
         write_ns = sum(self.histogram("write")[1])
@@ -113,8 +113,8 @@ class HsxStats(KVConnectorStats):
     def __getitem__(self, field: str) -> dict[str, Any]:
         """Return a field as if the object had been through msgpack.
 
-        MultiConnector's metrics assume that (multi_connector.py:125, 0.23.0), but it does not
-        happen if engine and front end share a process.
+        MultiConnector's metrics assume msgpack (multi_connector.py:125, 0.23.0), but an engine and
+        a front end in one process do not use it.
         """
         return {"data": self.data}[field]
 
@@ -128,7 +128,7 @@ class StatsRecorder:
 
     Args:
         rank: tensor-parallel rank.
-        gauges: returns gauges by name. `take` returns stats when one has changed from 0.
+        gauges: returns gauges by name. `take` returns stats whenever a gauge has changed.
         write_rate: returns the bytes per second that storage takes, None if unknown.
     """
 
@@ -147,7 +147,7 @@ class StatsRecorder:
         self._taken_gauges: Mapping[str, float] = {}
 
     def copied(self, num_bytes: int, seconds: float) -> None:
-        """Record a chunk that reached pinned memory `seconds` after its copy was issued."""
+        """Record a chunk that reached pinned memory `seconds` after the copy was issued."""
         self._observe("copy", seconds, copied_bytes=num_bytes)
 
     def wrote(self, num_bytes: int, seconds: float) -> None:
@@ -155,7 +155,7 @@ class StatsRecorder:
         self._observe("write", seconds, written_bytes=num_bytes)
 
     def published(self, num_bytes: int, seconds: float) -> None:
-        """Record a published file, `seconds` after its last row was on the host."""
+        """Record a file published `seconds` after the last row was on the host."""
         self._observe("publish", seconds, published_bytes=num_bytes, published=1)
 
     def failed(self, kind: str = OTHER_FAILURE) -> None:
@@ -165,12 +165,12 @@ class StatsRecorder:
             self._sums["failures"][kind] += 1
 
     def aborted(self) -> None:
-        """Record a file that was discarded because its request was aborted."""
+        """Record a file that was discarded after an abort."""
         with self._lock:
             self._sums["counters"]["aborted"] += 1
 
     def stalled(self, seconds: float) -> None:
-        """Record that the main thread waited for a staging slot."""
+        """Record that a step waited for storage."""
         with self._lock:
             self._sums["counters"]["stall_ns"] += int(seconds * 1e9)
 
@@ -180,9 +180,9 @@ class StatsRecorder:
             self._must_send = True
 
     def take(self) -> HsxStats | None:
-        """Return the stats since the last call with the current gauges.
+        """Return the stats since the last call and the current gauges.
 
-        None if nothing has changed.
+        Return None if nothing has changed.
         """
         gauges = self._gauges()
         not_zero = {name: value for name, value in gauges.items() if value}
@@ -191,7 +191,7 @@ class StatsRecorder:
                 return None
             taken, self._sums = self._sums, {part: Counter() for part in _SUMS}
             self._must_send, self._taken_gauges = False, not_zero
-        # msgpack does not accept other integer types, such as numpy's.
+        # msgpack accepts only builtin integers, not numpy's.
         data: dict[str, Any] = {part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()}
         shown = {**gauges, "write_rate": self._write_rate()}
         data["gauges"] = {f"{name} {self._rank}": value for name, value in shown.items() if value is not None}
@@ -224,7 +224,7 @@ class SchedulerRecorder:
         self._reused = 0
 
     def reused(self, num_tokens: int) -> None:
-        """Record tokens whose rows a request has from another one."""
+        """Record tokens with rows copied from another request."""
         self._reused += num_tokens
 
     def refused(self) -> None:
@@ -232,7 +232,7 @@ class SchedulerRecorder:
         self._refused += 1
 
     def held(self, number: int) -> None:
-        """Record how many requests wait from now on."""
+        """Record the number of requests that wait from now on."""
         self._settle()
         self._held = number
 
@@ -242,7 +242,7 @@ class SchedulerRecorder:
         return bool(self._held or self._seconds or self._taken_held or self._refused or self._reused)
 
     def take(self) -> HsxStats | None:
-        """Return the stats since the last call. None if nothing was recorded."""
+        """Return the stats since the last call, or None if nothing was recorded."""
         if not self.has_news:
             return None
         self._settle()
@@ -265,8 +265,8 @@ class SchedulerRecorder:
 def failure_kind(error: BaseException | None) -> str:
     """Return the kind of a failure, as the value of a metric's label.
 
-    It is the kind of a SinkError, else the name of the errno, such as "ENOSPC", of the exception or
-    one of its causes, else "other".
+    Follow the exception and its causes to the first SinkError with a kind or OSError with an errno.
+    Return this kind, the name of the errno (for example "ENOSPC"), or "other" without either.
     """
     while error is not None:
         if isinstance(error, SinkError) and error.kind is not None:

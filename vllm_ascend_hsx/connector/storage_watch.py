@@ -1,4 +1,4 @@
-"""Slow storage: limit how long a step waits for it, and limit log lines about it."""
+"""Slow storage: limit the time that steps wait for storage, and the log lines about it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 _STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
 _PAUSE_AFTER_S = 1.0  # seconds without an answer, after which no new request starts
-_UNRESPONSIVE_S = 2.0  # ... after which new requests are refused if no step waits for storage
-_PEER_UNRESPONSIVE_S = 1.0  # seconds that a step waits if the same storage is unresponsive for another rank
-_OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
-# Pause between a step that waited for files and the next new request, as a multiple of that wait,
-# but at most storage_timeout: no step waits for longer, so steps wait for at most half of the time.
+_UNRESPONSIVE_S = 2.0  # ... after which new requests are refused, with slow_storage="fail"
+_PEER_UNRESPONSIVE_S = 1.0  # seconds that a step waits if storage is unresponsive for another rank
+_OPENS_S = 0.05  # seconds for new files to open before the step counts as waiting for storage
+# A step that waited for files delays the next new request by this multiple of the wait, but at most
+# by storage_timeout. No step waits longer than that, so steps wait at most half of the time.
 _PAUSE = 3.0
 _REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
@@ -35,27 +35,27 @@ class Reminder:
     A problem that returns within ten seconds counts as the same problem. For one thread only.
 
     Args:
-        first: seconds of trouble until the first line is due.
+        first: seconds of a problem until the first line is due.
         clock: monotonic clock in seconds.
     """
 
     def __init__(self, first: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._first = first
         self._clock = clock
-        self._before = 0.0  # seconds of earlier spells of the same problem
+        self._before = 0.0  # seconds of earlier occurrences of the same problem
         self._began: float | None = None
         self._ended = -_REMIND_S
         self._told = -_REMIND_S
 
     def begin(self) -> None:
-        """Record the beginning of a problem. Does nothing if one has begun."""
+        """Record the beginning of a problem, unless it has begun already."""
         if self._began is None:
             self._began = self._clock()
             if self._began - self._ended >= _REMIND_S:
                 self._before = 0.0
 
     def end(self) -> float:
-        """Record the end of the problem. Return its seconds, or 0 if there was none."""
+        """Record the end of the problem. Return the duration in seconds, 0 without a problem."""
         if self._began is None:
             return 0.0
         self._ended = self._clock()
@@ -65,7 +65,7 @@ class Reminder:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the problem so far, earlier spells included."""
+        """Seconds of the problem so far, including earlier occurrences."""
         return self._before + (0.0 if self._began is None else self._clock() - self._began)
 
     def due_in(self) -> float:
@@ -83,15 +83,15 @@ class StorageWatch:
     Args:
         storage_timeout: seconds that a step waits for storage that makes no progress.
         slow_storage: see HsxConfig.
-        description: of the storage.
+        description: name of the storage in log lines.
         progress: progress of the worker.
         stats: records stalls.
 
     Attributes:
-        peer_is_unresponsive: whether storage is unresponsive for another rank. Ranks share it, so
-            steps would wait for each rank in turn.
-        opens_slowly: whether a step had to wait for its files, and none has been opened at once
-            since. Then one new request starts at a time.
+        peer_is_unresponsive: whether storage is unresponsive for another rank. Ranks share the
+            storage, so steps would wait for each rank in turn.
+        opens_slowly: whether the last step with new files had to wait for them, with
+            slow_storage="wait". If so, new requests start one at a time.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StorageWatch:
         self._paused_until = 0.0
         self.peer_is_unresponsive = False
         self.opens_slowly = False
-        self._stalled_opener: ThreadPool | None = None  # no step has been answered by it in time
+        self._stalled_opener: ThreadPool | None = None  # set while files do not open in time
 
     @property
     def is_paused(self) -> bool:
@@ -122,8 +122,8 @@ class StorageWatch:
     def is_unresponsive(self) -> bool:
         """True while new requests are refused.
 
-        With 'fail', that begins when the files of a step were not open in time: the next step would
-        do so, too. It ends when all of them have been opened or have failed.
+        With 'fail', this begins when the files of a step are not open in time, because the files of
+        the next step would be late, too. It ends when all late files are open or have failed.
         """
         return self._is_stalled or (not self.steps_wait and self._stalled_opener is not None and self._stalled_opener.pending > 0)
 
@@ -134,12 +134,12 @@ class StorageWatch:
 
     @property
     def stall_reason(self) -> str:
-        """Reason for which a request fails if storage is unresponsive."""
+        """Reason of a request that fails because storage is unresponsive."""
         return f"the storage did not answer for {self._limit:g} s"
 
     @property
     def failure(self) -> tuple[str, str]:
-        """Reason and kind of failure of a request that is refused, or that no step waits for."""
+        """Failure reason and kind of requests that are refused or that steps do not wait for."""
         return (self.stall_reason, UNRESPONSIVE_STORAGE) if self.steps_wait or self._is_stalled else (_TOO_SLOW, SLOW_STORAGE)
 
     @property
@@ -151,14 +151,15 @@ class StorageWatch:
         return min(self.storage_timeout, _PEER_UNRESPONSIVE_S) if self.peer_is_unresponsive else self.storage_timeout
 
     def wait_for_files(self, opener: ThreadPool) -> bool:
-        """Make the step wait until the files of its new requests are open.
+        """Make the step wait until the files of new requests are open.
 
-        A step that waited for long is followed by a rest, in which only other requests run: their
-        tokens are late by the time of one file, not of all that wait. With 'fail', it waits no
-        longer than a step takes, and the rest follows only if they are not open by then.
+        After a step that waited, no new request starts for a while, and running requests continue.
+        Their tokens are late by the time of one file, not of all files that wait. With 'fail', the
+        step waits no longer than a step takes, and new requests pause only if files are not open by
+        then.
 
         Returns:
-            False if they are not open in time.
+            False if the files are not open in time.
         """
         since = time.monotonic()
         if opener.wait(_OPENS_S):
@@ -181,13 +182,13 @@ class StorageWatch:
         """Make the step wait for storage, count the time, and log it.
 
         Args:
-            done: waits for at most the given number of seconds; returns True if there is nothing
-                left to wait for.
+            done: waits for at most the given number of seconds; returns True if nothing is left to
+                wait for.
             stalled_for: returns the seconds since storage last answered.
 
         Returns:
-            False if storage did not answer for `storage_timeout` seconds, or for a second if it is
-            unresponsive for another rank.
+            False if storage did not answer for `storage_timeout` seconds, or for at most a second
+            if it is unresponsive for another rank.
         """
         self._stall.begin()
         try:
@@ -202,7 +203,7 @@ class StorageWatch:
 
     def _waited(self, seconds: float) -> None:
         self._stats.stalled(seconds)
-        self._progress.step_rate.waited(seconds)  # not part of the step's own length
+        self._progress.step_rate.waited(seconds)  # this time is no part of the step's length
 
     def _warn(self) -> None:
         logger.warning(

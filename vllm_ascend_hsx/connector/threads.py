@@ -1,4 +1,4 @@
-"""Threads that open and write files, so that slow storage delays neither a step nor the exit.
+"""Threads that open and write files: slow storage must delay neither a step nor the exit.
 
 Also the set of a file's token positions (`SpanSet`).
 """
@@ -17,19 +17,19 @@ from typing import TypeAlias
 logger = logging.getLogger(__name__)
 
 Job: TypeAlias = "Callable[[], Iterable[Job] | None]"
-_NAMED = 8  # missing spans that an error names; it counts the others
+_NAMED = 8  # missing spans that an error lists; others are counted
 
 
 class ThreadPool:
     """Daemon threads that take jobs in order of their submission.
 
-    A job must not raise; if one does, this is logged and its thread takes the next. It may return
-    jobs that can start now that it has ended; its thread runs them. Daemon threads, unlike those of
-    concurrent.futures, do not keep a process alive that waits for storage.
+    A job must not raise. If a job raises, the exception is logged and the thread takes the next
+    job. A job may return jobs that can start after it; the same thread runs them. Daemon threads,
+    unlike the threads of concurrent.futures, do not keep a process alive that waits for storage.
 
     Args:
         num_threads: number of threads.
-        name: name of the first thread. The others have their number appended.
+        name: name of the first thread. Other threads have a number appended.
 
     Attributes:
         num_threads: number of threads that take jobs.
@@ -37,16 +37,16 @@ class ThreadPool:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # guards the next two
+        self._changed = threading.Condition()  # guards the next two attributes
         self._pending = 0  # submitted jobs that have not ended
         self._last_end = 0.0
         self._name = name
-        self._threads: list[threading.Thread] = []  # also those that have ended
+        self._threads: list[threading.Thread] = []  # including threads that have ended
         self.num_threads = 0
         self.resize(num_threads)
 
     def resize(self, num_threads: int) -> None:
-        """Start threads, or let some end after their present job. For one thread only."""
+        """Start threads, or let some end after all jobs submitted so far. For one thread only."""
         for _ in range(num_threads - self.num_threads):
             name = f"{self._name}-{len(self._threads)}" if self._threads else self._name
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
@@ -106,7 +106,7 @@ class ThreadPool:
             while ready:
                 try:
                     ready.extend(ready.popleft()() or ())
-                except Exception:  # a bug, which must not stop what others have submitted
+                except Exception:  # a bug must not stop other jobs
                     logger.exception("a job has failed; please report this")
             with self._changed:
                 self._pending -= 1
@@ -119,7 +119,7 @@ class SpanSet:
     """Token positions that have been written.
 
     Attributes:
-        spans: sorted spans [first, end) that do not touch. Writing in order keeps it at one.
+        spans: sorted spans [first, end) that do not touch. Writes in order make a single span.
     """
 
     def __init__(self) -> None:

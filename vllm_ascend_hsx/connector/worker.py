@@ -1,4 +1,4 @@
-"""Worker side: bring each row of an owned request from its staging slot to its file."""
+"""Worker side: move the rows of owned requests from staging slots to files."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ logger = logging.getLogger(__name__)
 
 NAME_IN_USE = "another request of this name has not ended, because the storage is slow"
 
-_MAX_REASONS = 10_000  # reasons of refused requests that wait for unresponsive storage
-_JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
+_MAX_REASONS = 10_000  # most reasons of refused requests that wait for unresponsive storage
+_JOB_BYTES = 1 << 20  # bytes that a write job collects, to outweigh the hand-over
 
 
 class ExtractionWorker:
-    """One rank's part of the extraction.
+    """Extraction on one rank.
 
     The main thread stages rows and passes slots on, an opener opens files, the lander copies rows
     to the host, and writers write and finish files. Threads exchange work through queues. Only the
     main thread and the lander use the device.
 
     Args:
-        rank: tensor-parallel rank; requests of other owners are ignored.
+        rank: tensor-parallel rank. Requests with other owners are ignored.
         staging, ring, device: slots of the cache-only layer, pinned memory, the worker's NPU.
         sink: makes files.
-        num_writers: returns how many threads write them. It is called for the first time here, and
-            again in the first step: vllm-ascend binds the process to CPUs at the end of the
-            warm-up (bind_cpus, worker/worker.py:781 in 0.23.0).
+        num_writers: returns the number of writer threads. Called here, and again in the first
+            step, because vllm-ascend binds the process to CPUs at the end of the warm-up
+            (bind_cpus, worker/worker.py:781 in 0.23.0).
         storage_timeout, slow_storage, description: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
-        stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
+        stored_row_bytes: bytes of one token in the sink; None if equal to a row of the ring.
     """
 
     def __init__(
@@ -81,16 +81,18 @@ class ExtractionWorker:
         self._stored_row_bytes = stored_row_bytes or ring.row_bytes
         # For the main thread only.
         self._owned: dict[str, Extraction] = {}
-        self._weights: dict[int, str] = {}  # of adapters, in the step before
+        self._weights: dict[int, str] = {}  # weights of adapters in the last step
         self._opening: list[Extraction] = []
-        self._background = ThreadPool(1, "hsx-background")  # also does what may wait for storage while nobody waits for it
+        # Runs jobs that may wait for storage and that nothing waits for.
+        self._background = ThreadPool(1, "hsx-background")
         self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers())
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
         self._watch = StorageWatch(storage_timeout, slow_storage, description, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
-        self._ended = threading.Condition()  # guards the former and `_failure`; notified when a file has ended
+        # Guards `_not_ended` and `_failure`. Notified when a file has ended.
+        self._ended = threading.Condition()
         self._opener = ThreadPool(1, "hsx-opener")
         self._writers = ThreadPool(num_writers(), "hsx-writer")
         self._failure = WorkerFailure()
@@ -136,12 +138,12 @@ class ExtractionWorker:
             for request_id in self._staging.wanted:
                 self._owned[request_id].fail_if_reloaded()
         begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
-        if begun:  # at once: a lock and a queue for each would cost as much as the rest
+        if begun:  # one call: a lock and a queue per request would cost as much as the rest
             self._opening += begun
             self._opener.submit(*(partial(each.open, self._sink) for each in begun))
 
     def _start(self, start: RequestStart) -> Extraction | None:
-        """Return the request, whose file is yet to be opened. None: it was refused."""
+        """Return the request with a file to open, or None if the request was refused."""
         if start.request_id in self._owned:
             self._refuse(start, "another request of this id is under way", REFUSED)
             return None
@@ -169,7 +171,7 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
-        if kind == REFUSED:  # the other request of this id or name leaves what is to be found there
+        if kind == REFUSED:  # the other request of this id or name publishes the outcome
             return
         if self._background.pending >= _MAX_REASONS:
             logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
@@ -177,7 +179,7 @@ class ExtractionWorker:
         self._background.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason))
 
     def save(self) -> None:
-        """Pass on the slot that this step filled last, if it filled one.
+        """Pass on the slot that this step filled last, if any.
 
         Raises:
             DeviceError: see raise_failure.
@@ -189,7 +191,7 @@ class ExtractionWorker:
     def _pass_on(self, slot: StagingSlot) -> None:
         slot.requests = {span.request_id: self._owned[span.request_id] for span in slot.spans}
         for span in slot.spans:
-            # The request has all its rows. From here on it costs nothing.
+            # The request has all rows. Later steps need no work for this request.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
         self._progress.staged(slot.num_rows, ((slot.requests[span.request_id], span) for span in slot.spans))
@@ -207,8 +209,9 @@ class ExtractionWorker:
     def raise_failure(self) -> None:
         """Raise if the device has failed: this process must compute no more answers.
 
-        The device reports a failure once, to one thread. If that is the lander, the main thread
-        learns it here. An answer of work before this call was computed before the failure.
+        The device reports a failure once, to one thread. If this thread is the lander, the main
+        thread learns of the failure here. Answers to work before this call were computed before
+        the failure.
 
         Raises:
             DeviceError: with the text of the first error.
@@ -218,7 +221,7 @@ class ExtractionWorker:
             raise DeviceError(self._failure.reason)
 
     def ask_device(self) -> None:
-        """Raise if the device has failed, although no thread may know it yet.
+        """Raise if the device has failed, even if no thread has noticed the failure yet.
 
         Raises:
             DeviceError: see raise_failure.
@@ -248,15 +251,15 @@ class ExtractionWorker:
         logger.info("rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus)
 
     def before_sleep(self) -> None:
-        """Make all copies, so that device memory may be unmapped; see StagingCache.before_sleep."""
+        """Complete all copies before device memory is unmapped; see StagingCache.before_sleep."""
         self.drain_copies()
         self._staging.before_sleep()
 
     def report(self) -> WorkerReport | None:
-        """Return what has changed since the last report, or None if nothing has.
+        """Return the changes since the last report, or None without changes.
 
-        Waits for the files of this step's new requests: their locks must be held before a response
-        can leave.
+        Waits for the files of this step's new requests, because their locks must be held before a
+        response can leave.
 
         Raises:
             DeviceError: see raise_failure.
@@ -273,19 +276,19 @@ class ExtractionWorker:
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
-                self._staging.wanted.pop(extraction.request_id, None)  # its other rows are not needed
+                self._staging.wanted.pop(extraction.request_id, None)  # no more rows are needed
         return report
 
     def take_stats(self) -> HsxStats | None:
-        """Return the statistics since the last call; None if nothing has changed."""
+        """Return the statistics since the last call, or None if nothing has changed."""
         return self._stats.take()
 
     def close(self, timeout: float | None = None) -> None:
         """Write all staged rows, then end all threads. Incomplete files fail with the reason.
 
         Args:
-            timeout: most seconds for the staged rows, None for no limit. Later rows are
-                lost, and their files fail.
+            timeout: most seconds to write the staged rows, None for no limit. Rows that are not
+                written by then are lost, and their files fail.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
 
@@ -299,7 +302,7 @@ class ExtractionWorker:
         why = "it was interrupted while it wrote"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
-            # earlier, the lander would wait forever for memory that they do not release.
+            # earlier, the lander would wait forever for memory that nobody releases.
             self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)
@@ -313,7 +316,7 @@ class ExtractionWorker:
             self._give_up(why, None if timeout is None else (left() or 0.0) + FAILURE_REPORT_TIMEOUT_S)
 
     def _give_up(self, why: str, timeout: float | None) -> None:
-        """Leave a reason in place of each incomplete file, and end the opener."""
+        """Publish a reason in place of each incomplete file, and end the opener."""
         with self._ended:
             not_ended = list(self._not_ended.values())
         unfinished = [extraction for extraction in not_ended if extraction.give_up()]
@@ -330,7 +333,7 @@ class ExtractionWorker:
         for extraction in extractions:
             extraction.stop()
         with self._ended:
-            self._ended.wait_for(lambda: not self._not_ended)  # other threads publish some
+            self._ended.wait_for(lambda: not self._not_ended)  # other threads end some files
         self._background.close()
         self._sink.close()
 
@@ -340,7 +343,7 @@ class ExtractionWorker:
         if slot.issued.is_set():
             return True
         if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._progress.stalled_for):
-            slot.settled.wait()  # follows at once
+            slot.settled.wait()  # set right after `issued`
             return True
         for span in spans:
             self._staging.wanted.pop(span.request_id, None)
@@ -348,7 +351,7 @@ class ExtractionWorker:
         return False
 
     def _wait_until_open(self) -> None:
-        """Wait for this step's new files. Fail those not open in time."""
+        """Wait for this step's new files. Fail requests with files not open in time."""
         done = self._watch.wait_for_files(self._opener)
         for extraction in self._opening:
             if not done and extraction.is_opening:

@@ -1,9 +1,9 @@
 """Landing: copy filled slots into the pinned ring, and hand out the rows that have arrived.
 
-One thread issues the copies and waits for them. They run in order on one stream, so they also
-arrive in order. This thread sets its device, and only it records, queries and drops events: a
-thread without a device would open a context on NPU 0 (~NPUEvent in torch_npu 2.10.0.post4,
-csrc/core/npu/NPUEvent.cpp:65, takes the current stream of the calling thread).
+One thread issues the copies and waits for them. The copies run in order on one stream, so they
+also arrive in order. This thread sets the device, and no other thread records, queries or drops
+events. A thread without a device would open a context on NPU 0 (~NPUEvent in torch_npu
+2.10.0.post4, csrc/core/npu/NPUEvent.cpp:65, takes the current stream of the calling thread).
 
 A failed device task is reported once, to the next thread that enters the task queue. All later
 work is dropped without an error (csrc/core/npu/NPUQueue.cpp:543-592). So an error that reaches
@@ -28,9 +28,9 @@ from vllm_ascend_hsx.drafter.ring import PinnedRing, Run
 from vllm_ascend_hsx.drafter.spans import Span, merge_rows, rows_in_chunk, split_spans
 from vllm_ascend_hsx.drafter.staging import StagingSlot, npu
 
-# Event.synchronize would spin for the rest of a forward pass (NPUEvent.cpp:233).
+# Poll, because Event.synchronize would spin for the rest of a forward pass (NPUEvent.cpp:233).
 _PAUSE_S = 0.0005
-_ASK_S = 1.0  # an idle engine enters the task queue nowhere else, and would miss a failed task
+_ASK_S = 1.0  # an idle engine would miss a failed task: nothing else enters the task queue
 _WRITES_S = 0.05  # time for rows that have just landed to be written, before storage counts as slow
 _OTHERS_S = 2.0  # time for the thread that received a device error to report it
 
@@ -48,9 +48,9 @@ class HostChunk:
         data: bytes of `rows`.
         spans: contents of the chunk. `Span.row` is an index into the chunk.
         requests: the requests of the slot, by id.
-        first: index of its first row in the ring.
-        issued_at, landed_at: when the copy was issued and when it was seen to be complete, by
-            time.perf_counter.
+        first: index in the ring of the first row.
+        issued_at, landed_at: times when the copy was issued and when the lander saw that it was
+            complete, by time.perf_counter.
     """
 
     rows: torch.Tensor
@@ -87,17 +87,17 @@ Action = Callable[[], object]
 class Lander:
     """A thread that copies filled slots into the ring, and hands out chunks that have landed.
 
-    It is a thread because a full ring makes a copy wait for the disk, and the worker's main thread
-    must not.
+    A full ring makes a copy wait for storage. The worker's main thread must not wait, so copies
+    have a thread.
 
     Args:
         ring: destination of the rows.
         device: the worker's NPU.
-        deliver: called from this thread with each chunk whose rows are in host memory, in order.
-        on_failure: called once, from this thread, with the first exception of a device call or of
-            `deliver`. From then on nothing is copied.
-        make_room: called from this thread if the ring stays full: has all rows written that
-            `deliver` was given.
+        deliver: called from the lander's thread with each chunk that has landed, in order.
+        on_failure: called from the lander's thread with the first exception of a device call or of
+            `deliver`. Nothing is copied after this. Not called after `abandon`.
+        make_room: called from the lander's thread if the ring stays full: has all delivered rows
+            written.
     """
 
     def __init__(
@@ -128,32 +128,32 @@ class Lander:
     def submit(self, slot: StagingSlot) -> None:
         """Copy the rows of a slot.
 
-        It may be written again once `issued` is set and `copied` has completed.
+        The slot may be written again once `issued` is set and `copied` has completed.
         """
         slot.issued.clear()
         slot.settled.clear()
         self._jobs.put(slot)
 
     def then(self, action: Action) -> None:
-        """Call `action` from this thread after all copies submitted so far have landed."""
+        """Call `action` from the lander's thread after all copies submitted so far have landed."""
         self._jobs.put(action)
 
     def drain(self) -> None:
         """Block until all submitted copies have landed, or the device has failed.
 
-        Must not be called from this thread.
+        Must not be called from the lander's thread.
         """
         landed = threading.Event()
         self.then(landed.set)
         landed.wait()
 
     def finish_call(self) -> None:
-        """Wait for the end of a device call of this thread. Its error has been reported then."""
+        """Wait until the lander's device call, if any, has ended and an error has been reported."""
         with self._calling:
             pass
 
     def ask(self) -> None:
-        """Enter the task queue from the calling thread, which has set its device.
+        """Enter the task queue from the calling thread. The caller must have set the device.
 
         Raises:
             RuntimeError: from torch_npu, if a task has failed and no thread has received the error.
@@ -167,7 +167,7 @@ class Lander:
 
     @property
     def waits_for_device(self) -> bool:
-        """True if copies have been issued that have not landed."""
+        """True if some issued copies have not landed."""
         return bool(self._under_way)
 
     def close(self, timeout: float | None = None) -> bool:
@@ -186,7 +186,7 @@ class Lander:
         self._probe = npu().Event()
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 - reported to the worker, for which it is fatal
+        except Exception as error:  # noqa: BLE001 - reported to the worker as fatal
             self._report(error)
             self._decline()
         self._unused.clear()
@@ -207,7 +207,7 @@ class Lander:
         self._land_all()
 
     def _next_job(self) -> StagingSlot | Action | None:
-        """Return the next job. Hand out chunks that land before there is one."""
+        """Return the next job. While there is none, hand out chunks that land."""
         while True:
             self._hand_out()
             with suppress(queue.Empty):
@@ -238,7 +238,7 @@ class Lander:
             self._expect(chunks)
 
     def _expect(self, chunks: list[HostChunk]) -> None:
-        """Hand out these chunks once the copies that have been issued so far are complete."""
+        """Hand out these chunks once all copies issued so far are complete."""
         if not chunks:
             return
         event = self._unused.pop() if self._unused else npu().Event()
@@ -248,7 +248,7 @@ class Lander:
         self._asked_at = time.monotonic()
 
     def _wait_for_memory(self, slot: StagingSlot, wish: int) -> Run:
-        """Wait until writers release rows of the ring. They get all rows that can land."""
+        """Land all issued copies, and wait until writers release rows of the ring."""
         self._land_all()
         if (run := self._ring.wait(wish, _WRITES_S)) is None:
             self._make_room()
@@ -265,7 +265,7 @@ class Lander:
                 self._abandoned.wait(_PAUSE_S)
 
     def _hand_out(self) -> None:
-        """Hand out the chunks that have landed, and run the actions behind them."""
+        """Hand out the chunks that have landed, and run the actions that follow them."""
         if self._abandoned.is_set():
             raise DeviceError("the device has failed in another thread")
         while self._under_way:
@@ -303,7 +303,7 @@ class Lander:
         return True
 
     def _ask_for_error(self, at_once: bool = False) -> None:
-        """Enter the task queue, at most once per second, so that it reports a failed task."""
+        """Enter the task queue, at most once per second, to receive the error of a failed task."""
         now = time.monotonic()
         if at_once or now - self._asked_at >= _ASK_S:
             self._asked_at = now
@@ -326,7 +326,7 @@ class Lander:
             self._on_failure(error)
 
     def _decline(self) -> None:
-        """Copy nothing, so that no thread waits for a slot or an action until the end."""
+        """Release all slots without a copy and run all actions, until the end of the queue."""
         for each in self._under_way:
             if not isinstance(each, _Batch):
                 each()

@@ -1,4 +1,4 @@
-"""The pinned ring: host memory for rows in transit, allocated in runs of rows of any length."""
+"""Pinned ring: host memory for rows in transit, allocated in runs of any number of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAGE = 4096  # alignment of memory that direct I/O may require
 
 
 class FreeRows:
-    """Track which of `num_rows` rows are free. At first all are.
+    """Track the free rows of `num_rows` rows. At first all rows are free.
 
     Attributes:
         intervals: free rows as ascending intervals [first, end), no two of which touch.
@@ -31,7 +31,7 @@ class FreeRows:
         self.count = num_rows
 
     def take(self, wish: int, least: int = 1) -> tuple[int, int] | None:
-        """Take one run: the first that is long enough, else the longest.
+        """Take one run: the first run that is long enough, else the longest run.
 
         Args:
             wish: most rows to take.
@@ -90,8 +90,8 @@ class Run(NamedTuple):
 class PinnedRing:
     """A fixed amount of pinned host memory, allocated in runs of rows.
 
-    The rows begin at a page, for direct I/O. The documentation of aclrtMallocHost promises only 64
-    bytes, so the ring may have a page less for rows than it pins.
+    The rows begin at a page, for direct I/O. The documentation of aclrtMallocHost promises an
+    alignment of only 64 bytes, so up to a page of the pinned memory may not hold rows.
 
     Args:
         num_bytes: bytes to pin. torch rounds them up to a power of two; see shapes.ring_bytes.
@@ -110,7 +110,7 @@ class PinnedRing:
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        ring_shape(num_bytes, self.row_bytes)  # before a byte is pinned
+        ring_shape(num_bytes, self.row_bytes)  # raises before memory is pinned
         whole = _pin(num_bytes)
         begin = -whole.data_ptr() % _PAGE
         self.num_rows, self.rows_per_chunk = ring_shape(num_bytes - begin, self.row_bytes)
@@ -121,7 +121,7 @@ class PinnedRing:
         end = begin + self.num_rows * self.row_bytes
         self._memory = whole[begin:end].view(dtype).view(self.num_rows, *row_shape)
         self.data = whole.numpy().data[begin:end]
-        self._changed = threading.Condition()  # guards the next two
+        self._changed = threading.Condition()  # guards the next two attributes
         self._free = FreeRows(self.num_rows)
         self._least_free = self.num_rows
 
@@ -167,7 +167,7 @@ class PinnedRing:
             self._changed.notify()
 
     def as_rows(self, data: memoryview) -> torch.Tensor:
-        """Return the bytes of rows as a tensor [rows, layers, hidden], copied."""
+        """Return a copy of the bytes of rows as a tensor [rows, layers, hidden]."""
         return torch.frombuffer(bytearray(data), dtype=self._memory.dtype).view(-1, *self._memory.shape[1:])
 
 
@@ -178,7 +178,7 @@ def _pin(num_bytes: int) -> torch.Tensor:
     (csrc/core/npu/CachingHostAllocator.cpp:259).
 
     Raises:
-        UserError: if there is none.
+        UserError: if the memory cannot be allocated.
     """
     reason = "the driver has returned a null pointer and no reason"
     try:
@@ -193,7 +193,7 @@ def _pin(num_bytes: int) -> torch.Tensor:
 
 
 def ring_bytes_of(settings: ServerSettings) -> int:
-    """Return the bytes that each worker of a server pins for its ring."""
+    """Return the bytes that each worker of a server pins for the ring."""
     config, target = settings.config, settings.target
     return ring_bytes(
         config.pinned_ring_bytes,

@@ -1,4 +1,4 @@
-"""Spans: which rows of a batch, slot or chunk belong to which token positions of which request."""
+"""Spans: map rows of a batch, slot or chunk to token positions of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.compat.runner import BatchRow
 
-# As a number of wanted rows: the rows of the prompt and of all generated tokens.
+# Number of wanted rows for a prompt and all generated tokens.
 ALL_ROWS = sys.maxsize
 
 
@@ -52,7 +52,7 @@ def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Spa
 def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """Return ranges (first row, rows) that cover `spans` in order.
 
-    Neighbours are joined: one copy serves them.
+    Adjacent spans are joined, because one copy is enough for them.
     """
     ranges: list[tuple[int, int]] = []
     for span in spans:
@@ -64,9 +64,9 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]:
-    """Cut spans into groups of `most_rows` rows; the last has the rest.
+    """Cut spans into groups of `most_rows` rows; the last group has the rest.
 
-    Their `row` stays what it is.
+    `Span.row` still counts from the same row.
     """
     if 0 < sum(span.num_rows for span in spans) <= most_rows:  # as in most steps
         yield spans
@@ -87,10 +87,10 @@ def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]
 
 
 def rows_in_chunk(spans: Sequence[Span], begin: int, most: int) -> int:
-    """Return how many rows from row `begin` on a chunk of at most `most` rows should have.
+    """Return the number of rows for a chunk that begins at row `begin`, at most `most`.
 
-    It ends with the last span that ends in it, so that short requests are written in one piece,
-    unless that leaves less than half a chunk.
+    Short requests should be written in one piece. So the chunk ends where a span ends, unless that
+    leaves less than half a chunk.
     """
     ends = [span.row + span.num_rows for span in spans]
     whole = max((end - begin for end in ends if end <= begin + most), default=0)
@@ -98,9 +98,9 @@ def rows_in_chunk(spans: Sequence[Span], begin: int, most: int) -> int:
 
 
 def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """Split spans at rows `start` and `end`, and return those in between.
+    """Split spans at rows `start` and `end`, and return the spans in between.
 
-    Their `row` is counted from `start`.
+    `Span.row` is counted from `start`.
     """
     if start == 0 and spans and spans[-1].row + spans[-1].num_rows <= end:  # as in most steps
         return list(spans)

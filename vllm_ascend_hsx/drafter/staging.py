@@ -1,15 +1,15 @@
 """Staging: device slots for the rows of a step.
 
-A rank's slots hold its share of a step, one of `tensor_parallel` equal ones. A step of which the
-rank owns more takes several slots, or the same one again after its copy. `landing.py` copies the
-slots to the host. These orderings must hold:
+Each slot holds one of `tensor_parallel` equal shares of a step. If a rank owns more rows of a step,
+they take several slots, or the same slot again after the copy. `landing.py` copies the slots to the
+host. These orderings must hold:
 * the copy reads a slot after it was written           the copy stream waits for `slot.written`
 * a slot is written again after its copy was issued    the host waits for `slot.issued`
 * ... and after that copy has completed                the device waits for `slot.copied`
 * a writer reads pinned memory after the copy          the lander hands out landed rows only
 * pinned memory is reused after it was read            each reader calls `HostChunk.release`
-The host's wait for `slot.issued` exists because a full ring delays the lander; within a step it
-also waits for the lander to see the slot.
+The host waits for `slot.issued` because a full ring delays the lander. Within a step, this wait
+also lasts until the lander has taken the slot.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def npu() -> Any:
     return torch.npu  # type: ignore[attr-defined]
 
 
-# More inputs take a temporary as large as the output (SplitToStack in CANN 9.1.0, ops-math,
-# conversion/pack/op_api/aclnn_stack.cpp:157). vLLM would not have counted it. A copy into a part
-# of a slot takes none (conversion/view_copy/op_api/aclnn_copy.cpp:106).
+# A stack of more inputs needs a temporary as large as the output (SplitToStack in CANN 9.1.0,
+# ops-math, conversion/pack/op_api/aclnn_stack.cpp:157). vLLM would not have counted this memory. A
+# copy into a part of a slot needs none (conversion/view_copy/op_api/aclnn_copy.cpp:106).
 _STACKED_AT_ONCE = 32
 
 
@@ -67,8 +67,8 @@ class StagingSlot:
 class StagingCache:
     """A fixed number of staging slots, used in turn.
 
-    Slots are allocated with the drafter, before vLLM profiles the device. So their memory is
-    counted, and never taken from the KV cache later.
+    Slots are allocated with the drafter, before vLLM profiles the device. So vLLM counts their
+    memory and does not give it to the KV cache.
 
     Args:
         num_slots: number of slots.
@@ -76,7 +76,7 @@ class StagingCache:
         num_layers, hidden_size: shape of a row.
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
-        layer_order: for each layer of a row, its index in the target's list (see ExtractionTarget).
+        layer_order: index in the target's list of each layer of a row (see ExtractionTarget).
         rotation: float32 [hidden, hidden] on the host, Q of a target that returns X @ Q; rows
             become X. None for other targets.
     """
@@ -101,10 +101,11 @@ class StagingCache:
         self._filled: StagingSlot | None = None
         # The connector sets this at the start of each step. Without a connector nothing is staged.
         self.wanted: dict[str, int] = {}
-        # Wait until the slot's last copy was issued. False: it will not be in time. The rows of
-        # these spans are dropped, and later ones of their requests in this step.
+        # Waits until the slot's last copy was issued. Returns False if that takes too long. If
+        # so, the rows of these spans are dropped, and later rows of their requests in this step.
         self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
-        # Called with each slot of a step but the last, which `take` returns. Set by the connector.
+        # Set by the connector. Called with each slot of a step except the last. `take` returns the
+        # last slot.
         self.pass_on: Callable[[StagingSlot], None]
 
     @property
@@ -115,8 +116,8 @@ class StagingCache:
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """Write the rows of `spans` into the next slots, once, on the current stream.
 
-        If the slots hold less, the stream waits for the copies of the first while it writes the
-        others.
+        If the slots cannot hold all rows, slots are used again in this step, and the stream waits
+        for their copies.
 
         Args:
             target_rows: one [tokens, hidden] per extracted layer, in the target's (ascending)
@@ -124,7 +125,7 @@ class StagingCache:
             spans: the rows to write, not empty. `Span.row` is an index into `target_rows`.
 
         Raises:
-            ValueError: if the number of layers or the dtype is not that of the staging slots.
+            ValueError: if the number of layers or the dtype differs from the staging slots.
         """
         if len(target_rows) != len(self.layer_order) or target_rows[0].dtype != self.rows.dtype:
             raise ValueError(
@@ -155,7 +156,7 @@ class StagingCache:
             if self._turn_back is not None:
                 self._turn_back(layers, out)
             elif len(layers) <= _STACKED_AT_ONCE:
-                torch.stack(layers, dim=1, out=out)  # one launch and no temporary: `out` is the final place
+                torch.stack(layers, dim=1, out=out)  # one launch, no temporary
             else:
                 for index, layer in enumerate(layers):
                     out[:, index].copy_(layer)
@@ -169,14 +170,14 @@ class StagingCache:
         self._filled = slot
 
     def before_sleep(self) -> None:
-        """Copy to the host what device memory must keep. Slots hold nothing then: no step runs."""
+        """Save the rotation to the host. Slots hold no rows, because no step runs."""
         if self._turn_back is not None:
             self._turn_back.before_sleep()
 
     def take(self) -> StagingSlot | None:
-        """Return the slot that was filled last, if it was not returned before.
+        """Return the last filled slot, or None if it was returned before.
 
-        The caller owns its rows until it sets `issued`.
+        The caller owns the rows until the lander sets `issued`.
         """
         slot, self._filled = self._filled, None
         return slot
