@@ -99,14 +99,14 @@ class RankLoad:
 
         A request larger than the ring starts when half of the ring is free. Waiting for an empty
         ring would leave storage idle until the first rows arrive. A request that generates makes a
-        row per step for a long time. At least one of them runs, and no more than storage can keep
-        up with.
+        row per step, perhaps for a long time. At least one of them runs, and as many as have room
+        for all rows in the ring or as storage can keep up with.
         """
         state = self.state
         if state.paused or (state.opens_slowly and (self._unreported or self._promised)):
             return False
         share = self._unwritten_share(state.prompt_rate)
-        if cost.output and self._generating:
+        if cost.output and self._generating and self.unfinished + sum(cost) > self._ring_bytes:
             row_rate = state.step_rate and state.step_rate * self._row_bytes * (self._generating + 1)
             if self._unwritten_share(row_rate or state.prompt_rate):
                 return False

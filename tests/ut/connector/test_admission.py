@@ -139,6 +139,26 @@ def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() 
     assert coming() == 0
 
 
+@pytest.mark.parametrize(
+    ("rates", "second", "admitted"),
+    [
+        ({}, Cost(10, 50), True),  # all rows of both fit into the ring
+        ({}, Cost(10, 51), False),  # the speed of storage is not known
+        ({"prompt_rate": 100.0, "write_rate": 20.0, "step_rate": 10.0}, Cost(10, 51), True),
+        ({"prompt_rate": 100.0, "write_rate": 19.0, "step_rate": 10.0}, Cost(10, 51), False),
+    ],
+)
+def test_requests_that_generate_run_together_if_they_fit_or_storage_keeps_up(
+    rates: dict[str, float], second: Cost, admitted: bool
+) -> None:
+    load = RankLoad(100, row_bytes=1)
+    first = Cost(10, 30)
+    load.promise(first)
+    load.start([first])
+    load.report(RankState(started=1, **rates))
+    assert load.admits(second) == admitted
+
+
 # Rates
 
 
