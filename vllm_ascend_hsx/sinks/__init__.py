@@ -1,5 +1,5 @@
-"""Where extracted rows go.
+"""Sinks store extracted rows.
 
-`base` has the contract of a sink; `file`, `shard` and `mooncake` implement it. `destination` makes
-the one that the option `sink` names.
+`base` defines the contract of a sink. `file`, `shard` and `mooncake` implement it. `destination`
+creates the sink for the option `sink`.
 """

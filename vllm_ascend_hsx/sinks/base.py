@@ -15,7 +15,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 FilePath: TypeAlias = "str | os.PathLike[str]"
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
 NAME_USED = "this name already has rows: remove the file first, or name another one"
-# Published in place of every file that is incomplete when its server stops.
+# The reason for every file that is incomplete when the server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 
 
@@ -40,18 +40,20 @@ class SinkError(Exception):
 class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
-    A file keeps no record of its life. Its caller (`connector/extraction.py`) guarantees:
-    * The first write or copy is alone. Later ones that are in flight at the same time are of
-      different positions. Several threads may write.
+    A file does not track its own state. The caller (`connector/extraction.py`) guarantees:
+    * The first write or copy runs alone. Later concurrent writes are for different positions.
+      Several threads may write.
     * One call ends the file: `commit`, `fail` or `discard`.
-    * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
+    * No write is in flight when the file ends, except for `fail` with close=False: storage may hang
+      in a write.
     * Each position of the tokens has been written when `commit` is called.
 
     Attributes:
-        placeholders: of the images in the prompt, for the metadata. Set before the first write.
-        keeps_source: whether `commit` sets `source`. Set before it.
+        placeholders: rows of the images in the prompt, for the metadata. Set before the first
+            write.
+        keeps_source: whether `commit` sets `source`. Set before `commit`.
         source: the published rows, open for requests that begin with the same tokens. None if the
-            sink has none. The caller of `commit` must release it.
+            sink does not support this. The caller of `commit` must release it.
     """
 
     request_id: str
@@ -62,7 +64,7 @@ class SinkFile(ABC):
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:
-        """Store rows at their final place; return when the operating system has them.
+        """Store rows at their final position. Return when the operating system has them.
 
         Rows are copied only if they are quantised.
 
@@ -72,17 +74,17 @@ class SinkFile(ABC):
                 for positions [first, first + count).
 
         Raises:
-            SinkError: if they could not be stored.
-            ValueError: if they are not contiguous or not whole rows, or the position is negative.
+            SinkError: if the rows could not be stored.
+            ValueError: if `rows` is not contiguous or not whole rows, or `first` is negative.
         """
 
     def copy(self, source: RowSource, num_rows: int) -> None:
-        """Store the rows of positions [0, num_rows) from another request's file, as `write` does.
+        """Copy the rows of positions [0, num_rows) from another request's file, like `write`.
 
         Only for sinks whose files have a `source`.
 
         Raises:
-            SinkError: if they could not be copied.
+            SinkError: if the rows could not be copied.
         """
         raise NotImplementedError
 
@@ -97,20 +99,20 @@ class SinkFile(ABC):
             num_prompt_tokens: number of prompt tokens among them.
 
         Raises:
-            SinkError: if it could not be published, or its name has rows by now, which stay. The
-                file has ended.
+            SinkError: if the file could not be published, or the name has rows by now. Those rows
+                stay. The file has ended.
         """
 
     @abstractmethod
     def fail(self, reason: str, close: bool = True) -> None:
-        """Publish the reason in place of the data, unless there are rows of another request.
+        """Publish the reason in place of the data, unless another request has rows there.
 
         Logs errors and raises none.
 
         Args:
             reason: one sentence for the user who sent the request.
             close: free descriptors and memory. If False, writes are in flight, and the caller calls
-                `close` when they have returned.
+                `close` after they return.
         """
 
     @abstractmethod
@@ -126,9 +128,9 @@ class SinkFile(ABC):
 
 
 class Sink(ABC):
-    """Takes the rows of requests.
+    """Stores the rows of requests.
 
-    A name is used once: rows are never replaced. When they were removed, it may be used again.
+    Rows are never replaced. A name may be used again after the rows were removed.
 
     One thread calls `open` and `close`; any thread may call the methods of the files.
 
@@ -147,17 +149,17 @@ class Sink(ABC):
         arrived_ns: int | None = None,
         adapter: Adapter = NO_ADAPTER,
     ) -> SinkFile:
-        """Announce a request, so that readers of `path` wait. Cheap: moves no data.
+        """Announce a request: readers of `path` now wait. Cheap, because it moves no data.
 
-        The reason of an earlier request at the path is removed.
+        Removes the failure reason of an earlier request at the path.
 
         Args:
             request_id: the request.
-            path: path of the file to come.
+            path: path of the future file.
             expected_tokens: least number of rows; the first write reserves their space.
-            arrived_ns: when the API server received the request, in nanoseconds since the epoch,
-                for the metadata; None if it is not known.
-            adapter: that computes the rows, for the metadata.
+            arrived_ns: time at which the API server received the request, in nanoseconds since the
+                epoch, for the metadata; None if unknown.
+            adapter: the adapter that computes the rows, for the metadata.
 
         Raises:
             SinkError: if the path cannot be used, is being written, or has rows (`NAME_USED`).
@@ -165,10 +167,10 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Fail the files that have not ended with `SERVER_STOPPED`, and free everything.
+        """Fail all files that have not ended, with `SERVER_STOPPED`, and free everything.
 
-        No call of a file may be in flight, except writes of one that has failed; its `close` then
-        frees what they need. A second call does nothing.
+        No call of a file may be in flight, except writes of a failed file: `SinkFile.close` frees
+        the resources of these writes. A second call does nothing.
         """
 
     def __enter__(self) -> Sink:

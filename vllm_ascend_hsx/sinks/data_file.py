@@ -18,7 +18,7 @@ from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
-WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
+WRITEBACK = 1 << 20  # least bytes of a write for which immediate writeback pays off
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FileOptions:
         mode: permissions of data and error files, regardless of the umask. Users who can read a
             file can also lock it.
         use_lock: hold `<path>.lock` until the file has ended. Otherwise readers wait for the file.
-        durability: with "fdatasync" a visible file survives a power failure, and so does its name.
+        durability: with "fdatasync", content and name of a visible file survive a power failure.
         io: with "direct" rows bypass the page cache.
         checksum: CRC-32C of the file, or none.
     """
@@ -47,12 +47,12 @@ class FileOptions:
 
 @dataclass(frozen=True)
 class Filesystem:
-    """What is known of the filesystem of the files.
+    """Properties of the filesystem.
 
     Attributes:
-        alignment: bytes that offsets, lengths and addresses of direct I/O must be multiples of; 1
-            without direct I/O.
-        reserves: whether the space of a file is reserved before its first rows are written.
+        alignment: unit in bytes of offsets, lengths and addresses of direct I/O; 1 without direct
+            I/O.
+        reserves: whether to reserve the space of a file before the first write.
     """
 
     alignment: int = 1
@@ -60,7 +60,7 @@ class Filesystem:
 
 
 class Spare(NamedTuple):
-    """A hidden file of `size` bytes, open for buffered I/O, to be overwritten by a request."""
+    """A hidden file of `size` bytes, open for buffered I/O, for a request to overwrite."""
 
     name: str
     size: int
@@ -70,15 +70,15 @@ class Spare(NamedTuple):
 class RowSource:
     """The rows of a published request, kept open for requests that begin with the same tokens.
 
-    The file may be renamed or removed meanwhile; its space is then freed by the last `release`.
+    The file may be renamed or removed meanwhile. The last `release` then frees the space.
     Thread-safe.
 
     Args:
         fd: a descriptor of the file, closed by the last `release`.
-        offset: offset of the first row in it.
+        offset: file offset of the first row.
         scales: float32 [tokens] of quantised rows, else None. They are few bytes, and a file may be
             changed.
-        sums: checksums of the first bytes of the rows, and of all; see digest_of_beginning.
+        sums: checksums of prefixes of the rows, and of all rows; see digest_of_beginning.
     """
 
     def __init__(self, fd: int, offset: int, scales: Scales | None = None, sums: Sequence[tuple[int, int]] = ()) -> None:
@@ -86,7 +86,7 @@ class RowSource:
         self._fd = fd
         self._offset = offset
         self._sums = sums
-        self._mutex = threading.Lock()  # guards the next one
+        self._mutex = threading.Lock()  # guards _users
         self._users = 1
 
     def retain(self) -> None:
@@ -100,18 +100,18 @@ class RowSource:
         with self._mutex:
             self._users -= 1
             if not self._users:
-                with suppress(OSError):  # of writes, which DataFile.close reports
+                with suppress(OSError):  # of writes: DataFile.close reports them
                     os.close(self._fd)
 
     @property
     def space(self) -> tuple[tuple[int, int], int]:
-        """The file, and its bytes of storage if it was removed and only descriptors hold it."""
+        """(device, inode), and the bytes of storage if only descriptors hold the file, else 0."""
         status = os.fstat(self._fd)
         return (status.st_dev, status.st_ino), 0 if status.st_nlink else status.st_blocks * 512
 
     @property
     def free_space(self) -> int:
-        """Bytes that are free on its filesystem."""
+        """Free bytes of the filesystem."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
@@ -122,7 +122,7 @@ class RowSource:
     def digest(self, num_bytes: int) -> Digest:
         """Read the first bytes of the rows, and return their digest.
 
-        Raises OSError, also if they were changed after they had been published.
+        Raises OSError, also if the rows were changed after publication.
         """
         return digest_of_beginning(self._fd, self._offset, num_bytes, self._sums)
 
@@ -135,7 +135,7 @@ class DataFile:
 
     Args:
         workspace, hidden: hidden directory and name of the file, or a spare file to overwrite.
-        gid: its group, or -1; see Storage.create.
+        gid: group of the file, or -1; see Storage.create.
         layout: offsets of rows, tail and header.
         options: how to write.
         expected_tokens: rows to reserve space for. The file may get more or fewer.
@@ -143,7 +143,7 @@ class DataFile:
 
     Attributes:
         fd: descriptor for reading and writing, or -1 if closed.
-        size, checksum: of the complete file; the checksum is "" if it has none.
+        size, checksum: size and checksum of the complete file; "" without a checksum.
 
     Raises:
         OSError: if the file cannot be created, or not for direct I/O.
@@ -169,10 +169,10 @@ class DataFile:
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
         self._scales: Scales | None = None
-        self._place: tuple[Storage, str] | None  # its directory and its name there; None if it has left
+        self._place: tuple[Storage, str] | None  # directory and hidden name; None if it has left
         if isinstance(hidden, Spare):
             self._place = workspace, hidden.name
-            self.fd = hidden.fd  # `complete` cuts off the bytes after the file
+            self.fd = hidden.fd  # `complete` truncates it
             return
         self._place = workspace, hidden
         self.fd = workspace.create(hidden, gid)
@@ -181,7 +181,7 @@ class DataFile:
                 self._direct_fd = workspace.open_direct(hidden, self.fd)
 
     def write(self, first: int, data: memoryview) -> None:
-        """Write rows from token position `first` on, as bytes to store.
+        """Write rows from token position `first` on. `data` are the bytes to store.
 
         The first write reserves space for all expected rows. Raises OSError.
         """
@@ -201,10 +201,10 @@ class DataFile:
             start_writeback(self.fd, offset, data.nbytes)
 
     def copy(self, source: RowSource, num_rows: int) -> None:
-        """Copy the first rows from another file: the kernel does.
+        """Copy the first rows from another file, in the kernel.
 
-        Then they are read, because their checksum must be that of the rows which were computed.
-        Raises OSError.
+        Then read the rows of that file: the checksum must be that of the computed rows. Raises
+        OSError.
         """
         begin, end = self._layout.data_start, self._layout.row_offset(num_rows)
         self._reserve()
@@ -218,13 +218,13 @@ class DataFile:
         """Keep the rows of this complete file open for other requests. Raises OSError.
 
         Args:
-            fd, offset: another file that has the bytes of this one, and where they begin.
+            fd, offset: another file with the same bytes, and the offset of the bytes there.
         """
         sums = () if self._checksum is None else self._checksum.sums
         return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, self._scales, sums)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
-        """Write tail and header, truncate the file after them, and sync it if it must be durable.
+        """Write tail and header, truncate the file at the end, and sync it if it must be durable.
 
         No write may be in flight.
 
@@ -234,7 +234,7 @@ class DataFile:
             scales: float32 [tokens] of quantised rows, else None.
 
         Raises:
-            OSError: if this fails, or the system reports now that an earlier write failed.
+            OSError: if this fails, or the system reports the failure of an earlier write.
         """
         tokens = len(token_ids)
         self._scales = scales
@@ -252,9 +252,10 @@ class DataFile:
             os.fdatasync(self.fd)
 
     def publish(self, storage: Storage, name: str) -> None:
-        """Give the complete file its name, durably if required; the caller holds the name's lock.
+        """Publish the complete file as `name`, durably if required.
 
-        Raises OSError: it is not there. FileExistsError: the name exists.
+        The caller holds the lock of the name. Raises FileExistsError if the name exists, and
+        OSError. The file is then not visible.
         """
         self.close()  # a network filesystem may report a failed write only now
         assert self._place is not None
@@ -266,7 +267,7 @@ class DataFile:
                 storage.sync()
 
     def detach(self) -> Spare:
-        """Return the hidden file with its descriptor. `withdraw` and `close` then do nothing."""
+        """Return the hidden file and the descriptor. `withdraw` and `close` then do nothing."""
         assert self._place is not None
         spare = Spare(self._place[1], self.size, self.fd)
         self._place, self.fd = None, -1
@@ -282,7 +283,7 @@ class DataFile:
     def close(self) -> None:
         """Close the file if it is open.
 
-        Raises OSError if the system reports now that an earlier write failed.
+        Raises OSError if the system reports the failure of an earlier write.
         """
         fds, self.fd, self._direct_fd = (self._direct_fd, self.fd), -1, -1
         try:
@@ -305,8 +306,8 @@ class DataFile:
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:
-    """Return whether direct I/O can write the bytes, which the ring's are, at this offset."""
-    if data.readonly or not data:  # ctypes gives no address of either
+    """Return whether direct I/O can write the bytes at this offset. Rows in the ring qualify."""
+    if data.readonly or not data:  # ctypes has no address for either
         return False
     address = ctypes.addressof(ctypes.c_char.from_buffer(data))
     return not (offset | data.nbytes | address) % filesystem.alignment
@@ -315,7 +316,7 @@ def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:
 def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, int]:
     """Return the bytes of rows to write, and the number of rows.
 
-    Raises ValueError as SinkFile.write does.
+    Raises ValueError like SinkFile.write.
     """
     data = as_bytes(rows)
     count, rest = divmod(data.nbytes, row_bytes)
@@ -326,7 +327,7 @@ def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, i
 
 
 def as_bytes(rows: Rows) -> memoryview:
-    """Return the bytes of an array or a buffer, not copied. Raises ValueError: not contiguous."""
+    """Return the bytes of an array or buffer, not copied. Raises ValueError if not contiguous."""
     data = rows if isinstance(rows, memoryview) else rows.data
     if not data.c_contiguous:
         raise ValueError("the rows are not C-contiguous")

@@ -1,4 +1,4 @@
-"""The destination of rows: what responses say, what is checked at start, each worker's sink."""
+"""The destination of rows: response parameters, checks at start, and the sink of each worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InDirectory:
     """Files in a directory, or members of shards. Equal destinations are interchangeable.
 
     Attributes:
-        directory: as the administrator wrote it. A request may choose its file in it if that is
+        directory: path as the administrator wrote it. A request may choose a file there if that is
             allowed.
         options: how files are written.
         shard_bytes: size at which a shard is sealed; None for a file per request.
@@ -53,11 +53,11 @@ class InDirectory:
         return self._is_direct or self.options.durable
 
     def of(self, request_id: str) -> Path:
-        """Return the default path of a request's rows, for the sink. Each id has its own."""
+        """Return the default path of a request's rows. Each id has a different path."""
         return self.directory / file_name(request_id)
 
     def answer(self, path: str, tokens: int, include_output: bool) -> dict[str, Any]:
-        """Return the response's `kv_transfer_params`, without an error.
+        """Return `kv_transfer_params` for a response without an error.
 
         Args:
             path: destination of the rows.
@@ -67,9 +67,9 @@ class InDirectory:
         return {PATH_KEY: path}
 
     def probe(self) -> int:
-        """Use the destination as far as possible without a worker's memory.
+        """Test the destination as far as possible without a worker's memory.
 
-        Returns the bytes that the size of a row must be a multiple of. Raises UserError.
+        Return the alignment in bytes that row sizes must have. Raises UserError.
         """
         if self.options.io == "direct" and not self._is_direct:
             logger.warning(
@@ -80,7 +80,7 @@ class InDirectory:
         return check_directory(self.directory, use_lock=self.options.use_lock, direct=self._is_direct).alignment
 
     def make_sink(self, row_format: RowFormat, memory: memoryview) -> Sink:
-        """Make the sink of one worker, which writes rows from `memory`, the pinned ring.
+        """Create the sink of one worker. It writes rows from `memory`, the pinned ring.
 
         Raises UserError if the destination cannot be used, or not from this memory.
         """
@@ -96,7 +96,7 @@ class InDirectory:
 
 @dataclass(frozen=True)
 class InStore:
-    """Objects in a Mooncake store. Its methods are those of InDirectory."""
+    """Objects in a Mooncake store, with the methods of InDirectory."""
 
     row_format: RowFormat
     options: MooncakeOptions
@@ -131,7 +131,7 @@ Destination: TypeAlias = InDirectory | InStore
 
 
 def make_destination(config: HsxConfig, row_format: RowFormat, random_ids: bool) -> Destination:
-    """Return the destination that the option `sink` names.
+    """Return the destination for the option `sink`.
 
     Args:
         random_ids: whether vLLM makes the ids of requests unique.

@@ -1,4 +1,4 @@
-"""The storage directory: checked with one clear error at start, then open for a sink's session."""
+"""Check the storage directory at start with one clear error, and open it for a sink's session."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One sink's use of a storage directory, with a hidden directory of its own in it.
+    """The use of a storage directory by one sink, with a private hidden directory.
 
     Args:
         directory: path of the directory, created if it does not exist. A symbolic link is
             followed, because the administrator chose it.
         options: how files are written.
-        memory: memory that direct writes come from, to try one: a device driver may map pinned
-            memory so that the disk cannot read it. It begins at a page and is not changed. Ordinary
-            memory is used if it has less than two pages.
+        memory: source of direct writes, for a test write: a device driver may map pinned memory in
+            a way that the disk cannot read. It begins at a page and is not changed. If it has less
+            than two pages, ordinary memory is used.
 
     Attributes:
-        filesystem: what the sink must know about it.
-        storage, workspace: the directory, and the hidden one in which files are made.
+        filesystem: properties of the filesystem.
+        storage, workspace: the directory, and the hidden directory for new files.
         members: the names of members in the directory.
         spares: descriptors for the reasons of failed requests.
         token: part of the names of the hidden directory and of shards.
-        users: the sink, and each request whose file is not closed; counted by the sink.
+        users: number of users: the sink, and each request with an open file. The sink counts them.
         tidy: False if a lock or a shard may be left.
 
     Raises:
-        UserError: if files cannot be made in the directory, or not with these options.
+        UserError: if files cannot be created in the directory, or not with these options.
     """
 
     def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
         self._directory = directory
-        # speculators opens the lock for writing, so readers of the data must be able to.
+        # speculators opens the lock for writing, so readers of the data need write permission.
         self._lock_mode = options.mode | (options.mode & 0o444) >> 1
         self.tidy = True
         self.users = 1
@@ -67,8 +67,8 @@ class Session:
         self.storage = Storage(_open_directory(directory), options.mode)
         with OnError(self.storage.close):
             self._workspace = self._make_workspace(options.use_lock)
-        with OnError(self.close):  # which raises nothing, so the reason is that of the block
-            # As of the last look at its path; device and inode stay.
+        with OnError(self.close):  # raises nothing, so the error of the block stays
+            # From the last check of the path; device and inode do not change.
             self._directory_status = os.fstat(self.storage.fd)
             self.members = MemberNames(self.storage.fd)
             self.spares = SpareDescriptors(self.storage.fd)
@@ -90,13 +90,13 @@ class Session:
             raise self._no_file(error) from error
 
     def new_name(self, name: str) -> str:
-        """Return an unused name in the workspace for what will be published as `name`."""
+        """Return an unused name in the workspace for a file to publish as `name`."""
         return f"{name}.{next(self._numbers)}"
 
     def is_at_its_path(self, folder: str = "", storage: Storage | None = None) -> bool:
-        """Return whether the directory's path, and `folder` below it, still lead where they did.
+        """Return whether the directory, and `folder` below it, are still at their paths.
 
-        Another process may have renamed or replaced them. `storage` is the folder, open.
+        Another process may have renamed or replaced them. `storage` is the open folder.
         """
         try:
             status = again_if_stale(os.stat, self._directory)
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def has_workspace(self) -> bool:
-        """False if the hidden directory was removed: no more files can be made in it."""
+        """False if the hidden directory was removed: no more files can be created in it."""
         try:
             return os.fstat(self.workspace.fd).st_nlink > 0
         except OSError as error:
@@ -126,9 +126,9 @@ class Session:
 
     @property
     def has_lock(self) -> bool:
-        """False if the lock was removed, or with it the hidden directory.
+        """False if the lock or the whole hidden directory was removed.
 
-        After a crash nobody would clean up.
+        Without the lock, nobody would clean up after a crash.
         """
         try:
             return self._workspace.is_locked()
@@ -140,14 +140,14 @@ class Session:
     def hold_lock(self, storage: Storage, name: str, gid: int, folder: str) -> HeldLock:
         """Lock the file `name` in a folder that `enter` returned; see HeldLock.acquire.
 
-        The path `folder` is recorded first, for the server that cleans up after this one.
+        Record the path `folder` first, for a later server that cleans up.
         """
         workspace = self._workspace
         workspace.note(folder)
         return HeldLock.acquire(storage.fd, name, self._lock_mode, workspace.fd, gid, workspace.locks_follow_links)
 
     def enter(self, folders: Sequence[str], durable: bool) -> Storage:
-        """Open the folder that the names lead to; see Storage.enter. `leave` closes it.
+        """Open the folder at the path `folders`; see Storage.enter. `leave` closes it.
 
         Raises:
             OSError: if it cannot be opened, or is on another filesystem (EXDEV).
@@ -155,12 +155,12 @@ class Session:
         storage = self.storage.enter(folders, durable=durable)
         with OnError(self.leave, storage):
             if folders and os.fstat(storage.fd).st_dev != os.fstat(self.workspace.fd).st_dev:
-                # No file can be renamed to there.
+                # No file can be renamed into it.
                 raise OSError(errno.EXDEV, "it is on another filesystem than the storage directory")
         return storage
 
     def group_in(self, storage: Storage) -> int:
-        """Return the group of files for a folder that `enter` returned; see Storage.group_in."""
+        """Return the group of new files in a folder from `enter`; see Storage.group_in."""
         status = self._directory_status if storage is self.storage else os.fstat(storage.fd)
         return self.workspace.group_in(status)
 
@@ -173,8 +173,8 @@ class Session:
         """End the session. No file may be open.
 
         Args:
-            clean_up: called with the directory if something may be left there, because a server may
-                never start there again. None if servers do not clean up after others.
+            clean_up: called with the directory if leftovers are possible, because no server may
+                ever start there again. None if servers do not clean up after others.
         """
         try:
             try:
@@ -218,8 +218,7 @@ class Session:
     def _direct_alignment(self, memory: memoryview | None) -> int:
         """Find the alignment of direct writes by trying.
 
-        statx does not report it on older kernels, and reports it wrongly on some network
-        filesystems.
+        statx lacks the alignment on older kernels, and is wrong on some network filesystems.
         """
         remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
         with ExitStack() as undo:
@@ -253,7 +252,7 @@ class Session:
 
 
 def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> Filesystem:
-    """Create the directory if necessary, and try in it what a request will need.
+    """Create the directory if necessary, and try the operations that requests need.
 
     Logs a warning if locks may not reach other machines.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 _FP8_MAX = 448.0  # largest value of float8_e4m3fn
-_LEAST_SCALE = 1e-12  # of a row of zeros; both as in hs_connectors 0.9.0 (fp8_utils.py)
+_LEAST_SCALE = 1e-12  # scale of a row of zeros; both as in hs_connectors 0.9.0 (fp8_utils.py)
 # Elements quantised at a time: 1 MiB of float32 stays in the processor's cache.
 _AT_A_TIME = 256 << 10
 
@@ -20,21 +20,21 @@ Scales = npt.NDArray[np.float32]
 
 
 class Fp8PerToken:
-    """Encoder of the rows of one request, bit for bit that of hs_connectors 0.9.0.
+    """Encodes the rows of one request, bit for bit like hs_connectors 0.9.0.
 
-    A token's scale is max(largest magnitude in all its layers / 448, 1e-12). Several threads may
+    The scale of a token is max(largest magnitude in all layers / 448, 1e-12). Several threads may
     use an encoder for different positions.
     """
 
     def __init__(self, row_format: RowFormat) -> None:
         self._row_format = row_format
-        self._scales: list[tuple[int, Scales]] = []  # of each write, by its first position
+        self._scales: list[tuple[int, Scales]] = []  # first position and scales of each write
 
     def encode(self, first: int, data: memoryview) -> memoryview:
         """Quantise rows from token position `first` on, and keep their scales.
 
-        `data` are whole rows in the model's dtype. The bytes that are returned are valid until the
-        calling thread encodes again.
+        `data` are whole rows in the model's dtype. The returned bytes are valid until the calling
+        thread encodes again.
         """
         stored, scales = _workspace().quantize(data, self._row_format)
         self.keep(first, scales)
@@ -53,21 +53,18 @@ class Fp8PerToken:
 
 
 def encoder_for(row_format: RowFormat) -> Fp8PerToken | None:
-    """Return a new encoder for one request, or None if rows are stored as the model's dtype."""
+    """Return a new encoder for one request, or None if rows are stored in the model's dtype."""
     return Fp8PerToken(row_format) if row_format.is_quantized else None
 
 
 class _Workspace(threading.local):
-    """The memory in which a thread quantises; made anew in each one.
-
-    It grows to the largest write and is reused.
-    """
+    """Memory for quantising, one per thread. It grows to the largest write and is reused."""
 
     def __init__(self) -> None:
-        import torch  # only here: files are also written and read where there is no torch
+        import torch  # only here: files are also written and read without torch
 
         _use_one_thread()
-        # For each dtype: torch's, the integer of its size, and the bits of the magnitude.
+        # For each dtype: torch's dtype, the integer of the same size, and the magnitude's bits.
         self._dtypes = {
             "BF16": (torch.bfloat16, torch.int16, 0x7FFF),
             "F16": (torch.float16, torch.int16, 0x7FFF),
@@ -77,7 +74,7 @@ class _Workspace(threading.local):
         self._wide = torch.empty(0)
 
     def quantize(self, data: memoryview, row_format: RowFormat) -> tuple[memoryview, Scales]:
-        """Return the bytes to store, which begin at a page for O_DIRECT, and float32 [rows]."""
+        """Return the bytes to store, page-aligned for O_DIRECT, and the scales float32 [rows]."""
         import torch
 
         elements = row_format.stored_row_bytes
@@ -99,8 +96,8 @@ class _Workspace(threading.local):
         for begin in range(0, count, step):
             part = rows[begin : begin + step]
             wide = self._wide[: part.numel()].view(part.shape)
-            # A float's magnitude grows with its bits, up to infinity and NaN, and integers are
-            # compared several times as fast.
+            # Magnitudes of floats have the order of their bits as integers, up to infinity and NaN,
+            # and integers are compared several times as fast.
             masked = wide.view(-1).view(bits)[: part.numel()].view(part.shape)
             torch.bitwise_and(part.view(bits), magnitude, out=masked)
             scale = scales[begin : begin + step]
@@ -117,14 +114,14 @@ def _workspace() -> _Workspace:
 
 
 def _use_one_thread() -> None:
-    """Make torch's operations in this thread use no other core: each writer is to use one."""
+    """Limit torch's operations in this thread to one core, because each writer uses one core."""
     import torch
 
     before = torch.get_num_threads()
     if before == 1:
         return
     torch.set_num_threads(1)
-    # This also set the default for threads that use torch for the first time later; restore that.
+    # This also set the default for threads that use torch for the first time later. Restore it.
     restore = threading.Thread(target=torch.set_num_threads, args=(before,))
     restore.start()
     restore.join()

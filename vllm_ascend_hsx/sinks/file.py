@@ -1,4 +1,4 @@
-"""Sinks that publish in a directory: what they share, and a safetensors file per request."""
+"""The base class of sinks that publish in a directory, and the sink with a file per request."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-# How ids that vLLM makes unique end (v1/engine/input_processor.py:240, vLLM 0.23.0).
+# vLLM's suffix for unique request ids (v1/engine/input_processor.py:240, vLLM 0.23.0).
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
 
 class DirectorySink(Sink):
     """Publishes requests in one directory.
 
-    All operations are relative to the directory's descriptor and follow no symbolic link, so
-    nothing outside it is touched, whatever a request is called and whatever the directory contains.
+    All operations use the directory's descriptor and follow no symbolic link. Neither the name of
+    a request nor the content of the directory can lead outside the directory.
 
     Args:
-        directory: the directory; created if it does not exist.
+        directory: the storage directory; created if it does not exist.
         row_format: format of the rows of all files.
         options: how files are written.
-        memory: memory that direct writes come from; see Session. Quantised rows come from ordinary
+        memory: source of direct writes; see Session. Quantised rows are written from ordinary
             memory.
         random_ids: whether vLLM makes the ids of requests unique.
 
     Raises:
-        UserError: if files cannot be made in the directory, or not with these options.
+        UserError: if files cannot be created in the directory, or not with these options.
 
     Attributes:
-        keeps_locks: whether the lock file of a published request is left to its consumers.
+        keeps_locks: whether the lock file of a published request stays for the consumers.
     """
 
     keeps_locks = True
@@ -65,44 +65,44 @@ class DirectorySink(Sink):
     ) -> None:
         self.row_format = row_format
         self.options = options
-        # Writes to the page cache hold the file's lock, and threads that wait for it keep a core
-        # busy: two at a time cost twice the CPU time and gain nothing. Direct writes run in
-        # parallel, and quantising takes longer than the write after it.
+        # Writes to the page cache hold a lock of the file in the kernel, and waiting threads keep a
+        # core busy. Two concurrent writes cost twice the CPU time and gain nothing. Direct writes
+        # run in parallel, and quantising takes longer than the write that follows.
         self.writes_side_by_side = options.io == "direct" or row_format.is_quantized
         self._directory = Path(os.path.abspath(directory))
         self._parents = (os.fspath(directory), os.fspath(self._directory))
         self._memory = None if row_format.is_quantized else memory
         self._random_ids = random_ids
         self._session = self._new_session()
-        self._opening = threading.Lock()  # held by `open` and `close`, also while storage hangs
+        self._opening = threading.Lock()  # held by `open` and `close`, even while storage hangs
         self._mutex = threading.Lock()  # guards everything below, and Session.users
         self._files: dict[str, RequestFile] = {}  # files that have not ended
         self._closed = False
 
     @property
     def token(self) -> str:
-        """Part of the names of its hidden directory and of its shards."""
+        """Part of the names of the sink's hidden directory and shards."""
         return self._session.token
 
     def make_data(self, file: RequestFile) -> DataFile:
-        """Make the hidden file of a request whose first rows have arrived. Raises OSError."""
+        """Create the hidden file of a request for the first rows. Raises OSError."""
         session = file.session
         place = session.workspace, session.new_name(file.name), file.gid
         return DataFile(*place, file.layout, self.options, file.expected_tokens, session.filesystem)
 
     @abstractmethod
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        """Make a complete request of `tokens` rows visible at its path; set its `source`.
+        """Publish a complete request of `tokens` rows at `file.path`, and set `file.source`.
 
-        Raises OSError, or SinkError if its name has rows by now: it is not visible.
+        Raises SinkError if the name has rows by now, and OSError. The request is then not visible.
 
         Args:
-            file: the request, whose lock is held.
-            data: its hidden file, complete and open.
+            file: the request. The caller holds the lock.
+            data: the hidden file of the request, complete and open.
         """
 
     def end_session(self, session: Session) -> None:
-        """Free what the sink has in a session, after its last request."""
+        """Free the sink's resources of a session after the last request."""
 
     def open(
         self,
@@ -121,7 +121,7 @@ class DirectorySink(Sink):
             with self._mutex:
                 if self._closed:
                     raise SinkError(request_id, path, "the sink is closed")
-                # Refused at once: trying its lock takes some milliseconds.
+                # Refuse early: trying the lock takes some milliseconds.
                 if relative in self._files:
                     raise SinkError(request_id, path, "another request is writing this file")
             file = self._announce(request_id, path, relative, expected_tokens, arrived_ns)
@@ -141,7 +141,7 @@ class DirectorySink(Sink):
         self.release(self._session)
 
     def forget(self, file: RequestFile) -> None:
-        """Free the name of a file that ends."""
+        """Free the name of an ended file."""
         with self._mutex:
             if self._files.get(file.relative) is file:
                 del self._files[file.relative]
@@ -156,11 +156,11 @@ class DirectorySink(Sink):
         session.close(self._clean if self.options.use_lock else None)
 
     def _has_unique_name(self, file: RequestFile) -> bool:
-        """Return whether no other request can have the name."""
+        """Return whether no other request can have this name."""
         return self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id) is not None
 
     def _require_unused(self, file: RequestFile) -> None:
-        """Raise SinkError if the name of a request has rows, and OSError."""
+        """Raise SinkError if the name of a request already has rows. Also raises OSError."""
         directory = file.session.storage
         is_member = directory.has_name(SHARDS_MARK) and file.session.members.has(file.relative)
         if is_member or file.storage.has_name(file.name):
@@ -191,7 +191,7 @@ class DirectorySink(Sink):
         may_be_used = not self._has_unique_name(file)
         try:
             file.gid = session.group_in(storage)
-            if may_be_used:  # before it is locked: readers of its rows need not wait
+            if may_be_used:  # before locking: readers of existing rows need not wait
                 self._require_unused(file)
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0])
@@ -214,9 +214,9 @@ class DirectorySink(Sink):
         return file
 
     def _enter(self, session: Session, folders: list[str]) -> Storage:
-        """Open the folder of a file, even if the process has no descriptors left. Raises OSError.
+        """Open the folder of a file. Raises OSError.
 
-        Spare descriptors are given up then.
+        If the process has no descriptors left, close the spare descriptors first.
         """
         try:
             return session.enter(folders, self.options.durable)
@@ -226,11 +226,11 @@ class DirectorySink(Sink):
         session.spares.give_up()
         storage = session.enter(folders, self.options.durable)
         with suppress(OSError):
-            session.spares.refill()  # one at least is left, for the reason
+            session.spares.refill()  # at least one is left for the reason
         return storage
 
     def _refuse(self, file: RequestFile, reason: str) -> None:
-        """Leave the reason in place of a file that cannot be opened. SinkError: there are rows."""
+        """Publish the reason why a file cannot be opened. Raises SinkError if the name has rows."""
         try:
             file.session.spares.give_up()
             if not self._has_unique_name(file):
@@ -238,20 +238,21 @@ class DirectorySink(Sink):
         except SinkError:
             file.withdraw()
             raise
-        except OSError as error:  # a reason would hide rows
+        except OSError as error:  # a reason could hide rows
             logger.error("request %r, %s: %s", file.request_id, file.path, describe("its name may have rows", error))
             file.withdraw()
         else:
             file.refuse(reason)
 
     def _current_session(self) -> Session:
-        """Return a session in the directory that the path leads to now.
+        """Return a session in the directory that is now at the path.
 
-        Another process may have removed, renamed, unmounted or replaced the former one.
+        Another process may have removed, renamed, unmounted or replaced the former directory.
 
         Raises:
-            FileNotFoundError: if nothing is there. It is not made again: it may be a mount point.
-            UserError: if what is there cannot be used.
+            FileNotFoundError: if the directory is missing. It may be a mount point, so it is not
+                created again.
+            UserError: if the directory cannot be used.
         """
         former = self._session
         if former.is_at_its_path():
@@ -273,25 +274,25 @@ class DirectorySink(Sink):
         session = Session(self._directory, self.options, self._memory)
         if self.options.use_lock:
             self._clean(session.storage.fd)
-        with suppress(OSError):  # the first request that chooses its name meets it
+        with suppress(OSError):  # the first request with a chosen name reports it
             if session.storage.has_name(SHARDS_MARK):
-                session.members.look()  # now, because indexes may be long
+                session.members.look()  # at start, because indexes may be long
         return session
 
     def _clean(self, dir_fd: int) -> None:
         remove_orphans(dir_fd, os.fspath(self._directory))
 
     def _relative(self, path: FilePath) -> str | None:
-        """Return `path` relative to the directory, compared as text; None if it is not below it."""
+        """Return `path` relative to the directory, compared as text, or None if it is outside."""
         relatives = (below(os.fspath(path), parent) for parent in self._parents)
         return next((each for each in relatives if each is not None), None)
 
 
 class FileSink(DirectorySink):
-    """Publishes a file per request: its hidden file gets its name when it is complete."""
+    """Publishes a file per request: the complete hidden file gets the final name."""
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        with suppress(OSError):  # no more descriptors: then requests compute these rows anew
+        with suppress(OSError):  # no descriptors left: later requests compute these rows again
             file.source = data.source() if file.keeps_source else None
         try:
             data.publish(file.storage, file.name)

@@ -1,4 +1,4 @@
-"""The names that have members in a directory's shards, which no request may use again."""
+"""The names of members in a directory's shards. No request may use them again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_ascend_hsx.protocol.files import NotAFileError, opened, read_bytes
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, parse_shard_name
 from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX
 
-# Of opening an index: it is gone, no file, another user's, or leased by another process.
+# Errors of an index that is gone, not a file, another user's, or leased by another process.
 _UNREADABLE = (FileNotFoundError, NotAFileError, PermissionError, BlockingIOError)
-# Lines as `encode` writes them. The name is compared as JSON text, so that no line is decoded.
+# Lines as `encode` writes them. Names are compared as JSON text, without decoding lines.
 _MEMBER = re.compile(rb'^\{"name":("(?:[^"\\]|\\.)+"),"offset":', re.MULTILINE)
 _GONE = re.compile(rb'^\{"name":("(?:[^"\\]|\\.)+"),"stem":"([^"]+)"', re.MULTILINE)
-_SLOW_S = 0.01  # a listing that takes longer is used again
-_USED_FOR = 20  # times as long as the listing took
+_SLOW_S = 0.01  # a slower listing is reused
+_USED_FOR = 20  # reuse it for this multiple of the listing time
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Index:
     Attributes:
         size: bytes of the file when it was read.
         end: end of the last whole line.
-        names: a hash of the name of each member.
+        names: hashes of the members' names.
         is_final: True if the shard was sealed before the index was read.
     """
 
@@ -40,14 +40,14 @@ class _Index:
 
 
 class MemberNames:
-    """Knows which names have members in a directory. Not thread-safe.
+    """Knows the names of all members in a directory. Not thread-safe.
 
-    A look reads only the lines that were added since the last one, and keeps a hash of each name: a
-    directory may have millions. Lines of another form than this package writes, and indexes that
-    this user may not open, do not count.
+    `look` reads only new lines, and keeps a hash of each name: a directory may have millions. Lines
+    that this package does not write, and indexes that this user may not open, do not count.
 
     Args:
-        dir_fd: the directory. All methods raise OSError if it or an index cannot be read.
+        dir_fd: the directory. All methods raise OSError if the directory or an index cannot be
+            read.
     """
 
     def __init__(self, dir_fd: int) -> None:
@@ -55,16 +55,16 @@ class MemberNames:
         self._indexes: dict[str, _Index] = {}  # by stem
         self._list_of_removed = _Index()
         self._removed: set[tuple[str, int]] = set()  # stem, and hash of the name
-        self._list_at = 0.0  # when to list the directory again
+        self._list_at = 0.0  # time of the next listing
 
     def has(self, name: str) -> bool:
-        """Return whether a member that was not removed has the name."""
+        """Return whether a member has the name and was not removed."""
         self.look()
         key = hash(json.dumps(name).encode("ascii"))
         return any(key in index.names and (stem, key) not in self._removed for stem, index in self._indexes.items())
 
     def look(self) -> None:
-        """Read what was added to the indexes."""
+        """Read the new lines of the indexes."""
         sealed: set[str] = set()
         if (began := time.monotonic()) >= self._list_at:
             stems, sealed = self._list()
@@ -79,16 +79,16 @@ class MemberNames:
         self._removed.update((match[2].decode(), hash(match[1])) for match in _GONE.finditer(lines))
 
     def list_again(self) -> None:
-        """Have the next look list the directory, in which this server has made a shard."""
+        """Let the next `look` list the directory again: this server has created a shard."""
         self._list_at = 0.0
 
     def _list(self) -> tuple[set[str], set[str]]:
-        """Return the stems of all shards that have an index, and of those that have a manifest."""
+        """Return the stems of all shards with an index, and of all shards with a manifest."""
         found = [parts for name in os.listdir(self._dir_fd) if (parts := parse_shard_name(name)) is not None]
         return {stem for stem, _, suffix in found if suffix == INDEX}, {stem for stem, _, suffix in found if suffix == MANIFEST}
 
     def _read(self, name: str, index: _Index, most: int) -> bytes:
-        """Return the whole lines that were added to an index of at most `most` bytes."""
+        """Return the new whole lines of an index. Skip an index of more than `most` bytes."""
         with suppress(*_UNREADABLE), opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._dir_fd) as fd:
             before, index.size = index.size, os.fstat(fd).st_size
             if before < index.size <= most:

@@ -1,4 +1,4 @@
-"""The mount of a storage directory, and whether its locks hold on each machine alone."""
+"""Detect mounts of a storage directory whose locks may not reach other machines."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class LocalLocks(NamedTuple):
 
 
 def local_locks(line: str) -> LocalLocks | None:
-    """Return why locks may hold on each machine alone, or None if nothing is known against them.
+    """Return the reason why locks may not reach other machines, or None if no reason is known.
 
     Args:
-        line: of mountinfo (proc_pid_mountinfo(5)).
+        line: a line of mountinfo (proc_pid_mountinfo(5)).
 
     Raises IndexError if the line has fewer fields.
     """
@@ -43,7 +43,7 @@ def local_locks(line: str) -> LocalLocks | None:
         return LocalLocks(f"lustre is mounted with localflock: {_ALONE}", _LUSTRE)
     if kind == "lustre" and "flock" not in options:
         return LocalLocks(f"lustre is mounted without flock: {_ALONE}", _LUSTRE)
-    if kind == "nfs" and local:  # version 3; nfs4 has no such options
+    if kind == "nfs" and local:  # version 3; nfs4 lacks these options
         return LocalLocks(f"nfs is mounted with {local}: {_ALONE}", _NFS)
     if kind in ("gpfs", "fuse") or kind.startswith("fuse."):
         return LocalLocks(f"{kind} may keep locks on each machine alone", _TRY)
@@ -51,14 +51,14 @@ def local_locks(line: str) -> LocalLocks | None:
 
 
 def mounted_locks(directory: Path, root: Path = Path("/")) -> LocalLocks | None:
-    """As `local_locks`, of a directory's mount. Returns None if that is unknown."""
+    """Apply `local_locks` to the mount of a directory. Return None if the mount is unknown."""
     with suppress(OSError, IndexError):
         return local_locks(mount_of(directory, root))
     return None
 
 
 def kind_of(line: str) -> str:
-    """Return the filesystem, such as "ext4", of a line of mountinfo. Raises IndexError."""
+    """Return the filesystem (for example "ext4") of a line of mountinfo. Raises IndexError."""
     return line.partition(" - ")[2].split()[0]
 
 
@@ -66,7 +66,7 @@ def mount_of(directory: Path, root: Path = Path("/")) -> str:
     """Return the line of mountinfo of a directory's mount, or "" if there is none.
 
     Args:
-        directory: links on the way to it are followed.
+        directory: the directory; symbolic links in the path are followed.
         root: directory that contains /proc.
 
     Raises OSError, or IndexError for a line with fewer fields.
@@ -74,7 +74,7 @@ def mount_of(directory: Path, root: Path = Path("/")) -> str:
     path = os.path.realpath(directory)
     best, found = -1, ""
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        point = line.split()[4].encode().decode("unicode_escape")  # a space in it is \040
+        point = line.split()[4].encode().decode("unicode_escape")  # a space is written as \040
         if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
             best, found = len(point), line  # a later mount at the same point is on top
     return found

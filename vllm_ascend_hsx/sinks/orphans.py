@@ -1,15 +1,16 @@
-"""Remove what dead servers left in a directory, and never anything of a living server.
+"""Remove leftovers of dead servers from a directory, and never anything of a living server.
 
-* A workspace whose lock is free is an orphan, and so are its files. One without a lock is not.
-* Unsealed shards with its token are sealed.
-* A free lock file without data or error is an orphan: of a dead server, or of a consumer that has
+* A workspace with a free lock is an orphan, with all files in it. A workspace without a lock file
+  is not.
+* Unsealed shards with the token of an orphan are sealed.
+* A free lock file without data or error is an orphan. A dead server left it, or a consumer that
   removed the data.
-* A workspace of another machine is an orphan only if it has also had no heartbeat for some minutes.
-  Until then lock files without data stay, too: nothing tells which server made them.
+* A workspace of another machine is an orphan only if it also had no heartbeat for some minutes.
+  Until then lock files without data stay, too, because they do not name their server.
 
-Every decision about a lock is carried out while that lock is held, because the next server, or
-another process that cleans up, may want the same name at the same time. Data, errors and their
-locks belong to the consumers and stay.
+Every decision about a lock is carried out while holding that lock, because the next server or
+another cleaning process may use the same name at the same time. Data, errors and their locks belong
+to the consumers and stay.
 """
 
 from __future__ import annotations
@@ -49,17 +50,20 @@ _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
 
 
 def remove_orphans(dir_fd: int, directory: str) -> None:
-    """Remove what servers left in a directory. Logs results and errors, and raises nothing.
+    """Remove orphans from a directory. Log results and errors, and raise nothing.
 
-    A directory without orphans costs one pass over its names: about two microseconds and 40 bytes
-    each. Its path, `directory`, is for the log.
+    A directory without orphans costs one pass: about two microseconds and 40 bytes per name.
+
+    Args:
+        dir_fd: the directory.
+        directory: path of the directory, for the log.
     """
     cleaning = Cleaning(dir_fd)
     with cleaning.noting("could not look for what dead servers left"):
         cleaning.run()
     done = cleaning.words("sealed {}", "removed {}")
     if cleaning.servers:
-        # A warning, because vLLM's logging shows nothing less of ours.
+        # A warning, because vLLM's logging shows only warnings of this package.
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
         nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
         logger.warning("%s: after %s that died or could not clean up: %s", directory, which, done or nothing)
@@ -71,20 +75,20 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
 
 
 class Cleaning:
-    """A pass over a directory's names, and a second one if there are orphans.
+    """A pass over the names of a directory, and a second pass if there are orphans.
 
     Args:
         dir_fd: the directory.
-        dry_run: change nothing, and count what would be changed.
-        tell: called for each change with the path below the directory: of a file, or of the tar
-            file of a shard.
+        dry_run: count the changes without making them.
+        tell: called for each change, with the path of the file (for a shard, of the tar file) below
+            the directory.
         report: called with each problem.
 
     Attributes:
         servers: number of dead servers.
         hidden, locks, errors: number of files removed.
-        shards, requests: number of shards sealed, and of requests in them.
-        problems, first_problem: number of errors, and the first one.
+        shards, requests: number of shards sealed, and number of requests in these shards.
+        problems, first_problem: number of errors, and the first error.
     """
 
     def __init__(
@@ -100,17 +104,17 @@ class Cleaning:
         self._tell = tell
         self._report = report
         self._cleaned: set[str] = set()
-        self._keeps_locks = False  # once a server was found that locks may not reach
+        self._keeps_locks = False  # True after finding a server that locks may not reach
         self._has_looked_above = False
         self.servers = self.hidden = self.locks = self.errors = 0
         self.shards = self.requests = self.problems = 0
         self.first_problem = ""
 
     def words(self, sealed: str, removed: str) -> str:
-        """Return what was done in words, or "" if nothing was.
+        """Describe the changes in words. Return "" without changes.
 
         Args:
-            sealed, removed: templates with {} for what was sealed or removed.
+            sealed, removed: templates with {} for the sealed shards and the removed files.
         """
         kinds = ((self.hidden, "hidden file", ""), (self.locks, "lock", " without data"))
         gone = [_count(*kind) for kind in (*kinds, (self.errors, "error", "")) if kind[0]]
@@ -122,7 +126,7 @@ class Cleaning:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Count an OSError as a problem, and continue. `what` could not be done."""
+        """Count an OSError of the block as a problem, described by `what`, and continue."""
         try:
             yield
         except OSError as error:
@@ -132,26 +136,28 @@ class Cleaning:
             self._report(problem)
 
     def run(self) -> None:
-        """Remove what dead servers left, and locks without data in the directory itself.
+        """Remove leftovers of dead servers, and locks without data in the directory itself.
 
         Raises OSError if the directory cannot be read.
         """
         self._clean(self._dir_fd, "")
 
     def clean_folder(self, folder: str) -> None:
-        """As `run`, in a folder below the directory, which may itself be one of a server."""
+        """Clean a folder below the directory. It may be the storage directory of a server."""
         with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder) as dir_fd:
             if dir_fd >= 0:
                 self._clean(dir_fd, folder)
 
     def remove_errors(self, folder: str, before: float) -> None:
-        """Remove errors modified `before` a time (seconds since the epoch), unless they are locked.
+        """Remove unlocked error files that were modified before a time.
 
-        `folder` is below the directory; "" is the directory itself.
+        Args:
+            folder: folder below the directory; "" is the directory itself.
+            before: seconds since the epoch.
         """
         with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder or ".") as dir_fd:
             for name in _errors(dir_fd) if dir_fd >= 0 else []:
-                # Another process that cleans up may be faster.
+                # Another cleaning process may be faster.
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
                     self._remove_error(dir_fd, folder, name, before)
 
@@ -164,9 +170,9 @@ class Cleaning:
                     self._clean_workspace(workspace, dir_fd, folder)
 
     def _clean_workspace(self, workspace: Workspace, dir_fd: int, folder: str) -> None:
-        """Remove an orphan, after all else that its server left; keep it if something stays.
+        """Remove all other leftovers of a dead server, then the workspace if nothing failed.
 
-        `folder` is the storage directory of that server, open.
+        `dir_fd` is the storage directory of that server, and `folder` the path of it.
         """
         problems = self.problems
         end = workspace.leave
@@ -180,8 +186,8 @@ class Cleaning:
             for each in workspace.folders():
                 inside = os.path.join(folder, each)
                 if not self._dry_run:
-                    self._cleaned.discard(inside)  # this server may have left locks there since
-                is_other = suppress(NotADirectoryError)  # it was moved away, and a link has its name
+                    self._cleaned.discard(inside)  # this server may have left locks there since then
+                is_other = suppress(NotADirectoryError)  # a link may have replaced the folder
                 with self.noting(f"could not clean {inside!r}"), is_other, open_folder(self._dir_fd, inside) as inside_fd:
                     if inside_fd >= 0:
                         self._remove_locks(inside_fd, inside)
@@ -196,7 +202,7 @@ class Cleaning:
             end()
 
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
-        """Remove the locks without data in an open folder, once; return its workspaces' tokens."""
+        """Remove locks without data in an open folder, once. Return the tokens of workspaces."""
         tokens, lonely = _look(dir_fd)
         self._keeps_locks = self._keeps_locks or _any_elsewhere(dir_fd, tokens)
         if lonely and not self._has_looked_above:
@@ -213,7 +219,7 @@ class Cleaning:
         return tokens
 
     def _is_below_another(self) -> bool:
-        """Return whether the directory is below that of a server which locks may not reach."""
+        """Return whether a directory above belongs to a server that locks may not reach."""
         for depth in range(1, MAX_DEPTH + 1):
             with suppress(OSError), open_folder(self._dir_fd, "/".join([".."] * depth)) as dir_fd:
                 if _any_elsewhere(dir_fd, _look(dir_fd)[0]):
@@ -227,7 +233,7 @@ class Cleaning:
         end, is_orphan = held.release, False
         try:
             data = name.removesuffix(LOCK_SUFFIX)
-            # Look again: nothing can be published now, but may have been since the first look.
+            # Look again: nothing can be published now, but data may have been since the first look.
             is_orphan = not _exists(dir_fd, data) and not _exists(dir_fd, data + ERROR_SUFFIX)
             if is_orphan and not self._dry_run:
                 end = held.remove
@@ -246,13 +252,13 @@ class Cleaning:
         if held is None:
             if _exists(dir_fd, lock):  # held by a reader, or by another request of this name
                 return
-            if not self._dry_run:  # a consumer has removed it
+            if not self._dry_run:  # a consumer has removed the lock
                 with suppress(FileExistsError):
                     held = HeldLock.create(dir_fd, lock, 0o600)
                 if held is None:
                     return
         try:
-            # Look again: no request of this name can begin now, but one may have failed since.
+            # Look again: no request of this name can begin now, but a request may have failed.
             if _modified(dir_fd, name) < before:
                 if not self._dry_run:
                     os.unlink(name, dir_fd=dir_fd)
@@ -269,7 +275,7 @@ def _count(number: int, what: str, rest: str = "") -> str:
 
 
 def _look(dir_fd: int) -> tuple[list[str], set[int]]:
-    """Return the tokens of all workspaces, and the hashes of data names with nothing but a lock."""
+    """Return the tokens of all workspaces, and hashes of the data names that have only a lock."""
     tokens = []
     locked, decided = array("q"), array("q")
     with os.scandir(dir_fd) as entries:

@@ -1,4 +1,4 @@
-"""One request in a storage directory: its rows, and what each of its ends leaves there."""
+"""One request in a storage directory: write the rows, then publish, fail or discard the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = "the storage directory or the folder of the file was moved or replaced b
 
 
 class Owner(Protocol):
-    """What a file needs of its sink; see DirectorySink."""
+    """The part of a sink that a file uses; see DirectorySink."""
 
     row_format: RowFormat
     keeps_locks: bool
@@ -40,18 +40,18 @@ class Owner(Protocol):
 
 
 class RequestFile(SinkFile):
-    """One request of a DirectorySink. Its hidden file is made when the first rows arrive.
+    """One request of a DirectorySink. The hidden file is created when the first rows arrive.
 
     Args:
         session, storage: the sink's session, and the folder of the file.
         path, relative: path of the file, and the same relative to the directory.
         expected_tokens: least number of rows.
-        arrived_ns: when the request arrived, for the metadata; None if unknown.
+        arrived_ns: arrival time of the request, for the metadata; None if unknown.
 
     Attributes:
-        gid: group of its files; see Storage.group_in.
-        adapter: that computes its rows.
-        lock: held until the end, or None.
+        gid: group of the files; see Storage.group_in.
+        adapter: the adapter that computes the rows.
+        lock: held until the file ends; None without locks.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class RequestFile(SinkFile):
         self._sink = sink
         self._row_bytes = sink.row_format.row_bytes
         self._encoder = encoder_for(sink.row_format)
-        self._data: DataFile | None = None  # made by the first write, which runs alone
+        self._data: DataFile | None = None  # created by the first write; that write runs alone
 
     @property
     def layout(self) -> FileLayout:
-        """The offsets in its file."""
+        """Layout of the request's file."""
         row_format = self._sink.row_format
         if self.adapter != row_format.adapter:
             row_format = replace(row_format, adapter=self.adapter)
@@ -130,7 +130,7 @@ class RequestFile(SinkFile):
     def fail(self, reason: str, close: bool = True) -> None:
         self._withdraw()
         if close:
-            self._attempt("close its data", self._close_data)  # first: the reason may need its space
+            self._attempt("close its data", self._close_data)  # first: the reason may need this space
         self._leave_reason(reason)
         self._end(keeps_lock=True)
         if close:
@@ -154,13 +154,13 @@ class RequestFile(SinkFile):
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def withdraw(self) -> None:
-        """Leave everything at the path as it is, instead of opening the file."""
+        """Release lock and folder without a change at the path, instead of opening the file."""
         if self.lock is not None:
             self._attempt("release the lock", self.lock.release if self._sink.keeps_locks else self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:
-        """Return its hidden file, made by the first call. Raises SinkError: it cannot be made."""
+        """Return the hidden file. The first call creates it. Raises SinkError if that fails."""
         if self._data is None:
             try:
                 self._data = self._sink.make_data(self)
@@ -179,7 +179,7 @@ class RequestFile(SinkFile):
     def _close_data(self) -> None:
         if self._data is not None:
             with OnError(self._data.close):
-                self._data.withdraw()  # the first write may have made it after a failure
+                self._data.withdraw()  # the first write may have created it after a failure
             self._data.close()
 
     def _leave_reason(self, reason: str) -> None:
@@ -188,7 +188,7 @@ class RequestFile(SinkFile):
         self._attempt("open spare descriptors", self.session.spares.refill)
 
     def _write_reason(self, reason: str) -> None:
-        if self.storage.has_name(self.name):  # rows of another request, which a reason would hide
+        if self.storage.has_name(self.name):  # a reason would hide the rows of another request
             return
         text = json.dumps(
             {
@@ -207,7 +207,7 @@ class RequestFile(SinkFile):
             try:
                 write_at(fd, memoryview(text.encode("ascii")), 0)
             except OSError as error:
-                # A full disk has room for a name, and an empty file says that the request failed.
+                # A full disk has room for a name. An empty file means that the request failed.
                 logger.error("%s", describe(f"{self.path}{ERROR_SUFFIX} stays empty", error))
                 os.ftruncate(fd, 0)
 

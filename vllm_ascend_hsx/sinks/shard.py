@@ -39,7 +39,7 @@ class ShardSink(DirectorySink):
     ) -> None:
         self._shard_bytes = shard_bytes
         self._shards: dict[Session, SessionShards] = {}
-        # Without the page cache, rows would go to the disk, back, and to the disk again.
+        # With direct I/O, rows would be written to disk, read back, and written again.
         super().__init__(directory, row_format, replace(options, io="buffered"), memory, random_ids=random_ids)
         self._file_options = replace(self.options, durability="none")  # the shard is synced instead
 
@@ -51,10 +51,10 @@ class ShardSink(DirectorySink):
         shards = self._shards[file.session]
         is_spare = data.size <= _LARGEST_SPARE and len(shards.spares) < _SPARES
         if not is_spare:
-            data.withdraw()  # its descriptor keeps the bytes; nothing may fail after the index line
+            data.withdraw()  # the descriptor keeps the bytes; nothing may fail after the index line
         with shards.current(file.relative) as shard:
             shard.append(data, file.relative, tokens, file.request_id)
-            with suppress(OSError):  # no more descriptors: then requests compute these rows anew
+            with suppress(OSError):  # no descriptors left: later requests compute these rows again
                 file.source = shard.source(data) if file.keeps_source else None
         if is_spare:
             shards.spares.append(data.detach())

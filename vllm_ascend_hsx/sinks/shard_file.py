@@ -1,8 +1,7 @@
-"""Shards: members are appended to a tar file, and a line of its index publishes each.
+"""Shards: append members to a tar file, and publish each member by a line in the index.
 
-The tar file holds the members of the index, in the order of their lines, and nothing else before
-its end. What follows the last of them is an unfinished append: the next append overwrites it, and
-sealing truncates it.
+The tar file holds the members of the index, in the order of the lines. Bytes after the last member
+are an unfinished append: the next append overwrites them, and sealing truncates them.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ logger = logging.getLogger(__name__)
 
 
 class Shard:
-    """A shard that one thread at a time appends to. `seal` ends it.
+    """A shard for appends by one thread at a time. `seal` ends it.
 
     Args:
         storage: the directory.
         stem: stem of the shard's names.
-        fds: its index and its tar file, open for reading and writing; closed with this object.
-        durable: sync what is appended, data first, then the index.
-        index_end: bytes of the whole lines of the index.
+        fds: index and tar file, open for reading and writing; closed by `seal`.
+        durable: sync each append, data first, then the index.
+        index_end: end of the last whole line of the index.
         end: end of the last member in the tar file.
 
     Attributes:
         is_sound: False if the index could not be written: no line may be added any more.
-        names: of the members that were appended. webdataset refuses a tar file with two of a name.
+        names: names of the appended members. webdataset refuses a tar file with two equal names.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Shard:
         self.end = end
         self.is_sound = True
         self.names: set[str] = set()
-        self._is_cut = True  # nothing follows the last member; if something did, it might stay in a padding
+        self._is_cut = True  # no bytes follow the last member: they could end up in a padding
         self._storage = storage
         self._stem = stem
         self._index_fd, self._fd = fds
@@ -74,8 +73,8 @@ class Shard:
 
     @classmethod
     def create(cls, storage: Storage, stem: str, durable: bool) -> Shard:
-        """Make a new shard. Raises OSError, among them FileExistsError for one of its names."""
-        # In this order: `recover_shard` concludes from a tar file alone that its index was lost.
+        """Create a new shard. Raises FileExistsError if one of the names exists, and OSError."""
+        # The index first: `recover_shard` concludes from a tar file alone that the index was lost.
         index_fd = storage.create(stem + INDEX)
         try:
             return cls(storage, stem, (index_fd, storage.create(stem + TAR)), durable)
@@ -85,14 +84,14 @@ class Shard:
             raise
 
     def is_full(self, limit: int) -> bool:
-        """Return whether its tar file has `limit` bytes, or its index as many as it may have."""
+        """Return whether the tar file has `limit` bytes, or the index SEAL_AT bytes."""
         return self.end >= limit or self._index_end >= SEAL_AT
 
     def is_there(self) -> bool:
-        """Return whether its names lead to its files, which have its members and lines.
+        """Return whether the names still lead to the open files, with all members and lines.
 
-        Readers do not see what is written to a file that was removed, moved or replaced. In one
-        that somebody has cut off, the next member or line would follow a hole.
+        Readers do not see writes to a file that was removed, moved or replaced. In a truncated
+        file, the next member or line would follow a hole.
         """
         files = ((self._fd, TAR, self.end), (self._index_fd, INDEX, self._index_end))
         return all(
@@ -102,7 +101,8 @@ class Shard:
     def append(self, data: DataFile, name: str, tokens: int, request_id: str) -> None:
         """Append a complete, open file as a member and publish it.
 
-        Raises OSError: no reader sees it, and earlier members are unchanged.
+        Raises OSError; earlier members are unchanged. If only the sync of the index failed, readers
+        may see the member until the shard is sealed.
         """
         if not self._is_cut:
             self._cut()
@@ -124,7 +124,7 @@ class Shard:
         self.names.add(name)
 
     def source(self, data: DataFile) -> RowSource:
-        """Keep the member that was appended last open, as DataFile.source does."""
+        """Keep the last appended member open, like DataFile.source."""
         return data.source(self._fd, self._last)
 
     def _cut(self) -> None:
@@ -135,7 +135,8 @@ class Shard:
     def _add_line(self, line: Member) -> None:
         """Add a line to the index.
 
-        Raises OSError if it is not written or synced; readers may see it until the shard is sealed.
+        Raises OSError if the line is not written or synced. Readers may see it until the shard is
+        sealed.
         """
         data = encode(line)
         self.is_sound = False
@@ -150,9 +151,10 @@ class Shard:
         self._index_end += len(data)
 
     def seal(self, workspace: Storage, sealed_by: Literal["server", "recovery"] = "server") -> None:
-        """End the tar file, write the manifest and close; remove a shard with an empty index.
+        """End the tar file, write the manifest and close. Remove a shard with an empty index.
 
-        The manifest is made in `workspace`. Raises OSError: the next server must do it.
+        The manifest is created in `workspace`. After an OSError the next server must seal the
+        shard.
         """
         try:
             if not self.is_there():
@@ -161,7 +163,7 @@ class Shard:
                 self._storage.unlink(self._stem + TAR)
                 self._storage.unlink(self._stem + INDEX)
             else:
-                os.ftruncate(self._index_fd, self._index_end)  # first: each line needs its member
+                os.ftruncate(self._index_fd, self._index_end)  # first: each line needs a member
                 os.ftruncate(self._fd, self.end)
                 os.ftruncate(self._fd, self.end + len(END))
                 if self._durable:
@@ -177,7 +179,7 @@ class Shard:
     def _write_manifest(self, workspace: Storage, sealed_by: str) -> None:
         name = self._stem + MANIFEST
         text = json.dumps(shard_manifest(self._fd, read_index(self._index_fd), sealed_by), indent=1) + "\n"
-        workspace.unlink(name)  # of a server that died while it sealed this shard
+        workspace.unlink(name)  # left by a server that died while sealing this shard
         gid = workspace.group_in(os.fstat(self._storage.fd))
         with workspace.new_file(name, gid, self._storage, name) as fd:
             write_at(fd, memoryview(text.encode("ascii")), 0)
@@ -188,15 +190,16 @@ class Shard:
 
 
 class SessionShards:
-    """The shards of one session. One at a time is open for requests.
+    """The shards of one session. At most one shard is open for requests.
 
     Args:
         limit: bytes at which a shard is sealed.
         durable: as for Shard.
 
     Attributes:
-        spares: hidden files of requests that are in a shard. Creating and removing one per request,
-            and allocating its pages and blocks, takes ext4 longer than the copy into the shard.
+        spares: hidden files to reuse, of requests that are in a shard. On ext4, creating and
+            removing a file per request, and allocating pages and blocks, takes longer than the copy
+            into the shard.
     """
 
     def __init__(self, session: Session, limit: int, durable: bool) -> None:
@@ -205,7 +208,7 @@ class SessionShards:
         self._limit = limit
         self._durable = durable
         self._numbers = itertools.count()
-        self._appending = threading.Lock()  # one append at a time; guards the rest
+        self._appending = threading.Lock()  # one append at a time; guards the fields below
         self._shard: Shard | None = None
 
     def hidden_file(self) -> str | Spare:
@@ -217,7 +220,7 @@ class SessionShards:
 
     @contextmanager
     def current(self, member: str) -> Iterator[Shard]:
-        """Lend the open shard; seal it afterwards if it is full or unsound. Raises OSError.
+        """Yield the open shard, and seal it afterwards if it is full or unsound. Raises OSError.
 
         Args:
             member: name of the member that will be appended.
@@ -233,14 +236,14 @@ class SessionShards:
                     self._seal(self._session.workspace)
 
     def close(self, workspace: Storage) -> None:
-        """Seal the open shard, and close the spares, which are removed with their directory.
+        """Seal the open shard, and close the spares. They are removed with the hidden directory.
 
-        `workspace` is a hidden directory of this server that exists.
+        `workspace` is an existing hidden directory of this server.
         """
         with self._appending:
             self._seal(workspace)
         for spare in self.spares:
-            with suppress(OSError):  # its rows are in a shard
+            with suppress(OSError):  # the rows are in a shard
                 os.close(spare.fd)
 
     def _make(self) -> Shard:
@@ -264,7 +267,7 @@ class SessionShards:
             logger.error("%s", describe(problem, error))
 
 
-# Recovery: the next server seals the shards of one that died. It can be interrupted and repeated.
+# Recovery: the next server seals the shards of a dead server. It can be interrupted and repeated.
 
 
 def unsealed_shards(dir_fd: int, token: str) -> list[str]:
@@ -276,19 +279,19 @@ def unsealed_shards(dir_fd: int, token: str) -> list[str]:
 
 
 def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
-    """Truncate a shard after the last member that its index names, and seal it durably.
+    """Truncate a shard after the last member in the index, and seal it durably.
 
     The caller holds the lock of the hidden directory of the shard's server.
 
     Args:
-        dir_fd, workspace_fd: the directory, and the hidden one of the shard's server.
+        dir_fd, workspace_fd: the directory, and the hidden directory of the shard's server.
         stem: stem of the shard's names.
 
     Returns:
-        The number of its requests.
+        The number of requests in the shard.
 
     Raises:
-        OSError: if this fails. Nothing is changed if the index or its end is missing, or it
+        OSError: if this fails. Nothing is changed if the index is missing, lacks the end or
             contradicts the tar file.
     """
     storage = Storage(dir_fd, 0o600)  # the caller closes both
@@ -299,7 +302,7 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
         lines = content[: content.rfind(b"\n") + 1]
         try:
             fds.append(_open(dir_fd, stem + TAR))
-        except FileNotFoundError:  # its server died while it made or removed the shard
+        except FileNotFoundError:  # the server died while creating or removing the shard
             if lines:
                 raise
             storage.unlink(stem + INDEX)

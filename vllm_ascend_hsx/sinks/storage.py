@@ -1,4 +1,4 @@
-"""Directories and files by descriptor; no symbolic link is ever followed."""
+"""Access directories and files by descriptor, without following symbolic links."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _SPARES = 2
-_ATTEMPTS = 8  # to enter a directory; one is lost if another process removes it in between
+_ATTEMPTS = 8  # to enter a directory that another process may remove meanwhile
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
-# Errors of copy_file_range where read and write may work.
+# Errors of copy_file_range after which read and write may work.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 _BLOCK = 4 << 20
 _PAGE = 4096
@@ -34,30 +34,30 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, wait for none
 
 
 class Storage:
-    """An open directory. Whatever happens to its path, nothing outside of it is touched.
+    """An open directory. Operations stay inside even if the path is moved or replaced.
 
     Args:
         fd: the directory; closed with this object.
-        file_mode: permissions of the files created in it, regardless of the umask.
+        file_mode: permissions of created files, regardless of the umask.
     """
 
     def __init__(self, fd: int, file_mode: int) -> None:
         self.fd = fd
         self.file_mode = file_mode
-        self._group: int | None = None  # of files made here, once it was needed
+        self._group: int | None = None  # of new files here, computed on first use
 
     def enter(self, names: Sequence[str], *, durable: bool = False) -> Storage:
-        """Open the folder that `names` lead to, creating what does not exist.
+        """Open the folder at the path `names`, and create missing folders.
 
-        A new folder gets the permissions of its parent, so the same users may remove its files.
+        A new folder gets the permissions of the parent folder, so the same users may remove files.
 
         Args:
-            names: one path component each.
-            durable: sync the folders, so that their names survive a power failure even if another
-                process made them.
+            names: path components.
+            durable: sync the folders. Then the names survive a power failure, even those of folders
+                that another process created.
 
         Returns:
-            This object if `names` is empty, otherwise one that the caller closes.
+            This object if `names` is empty, otherwise a new object that the caller closes.
 
         Raises OSError.
         """
@@ -91,9 +91,9 @@ class Storage:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def create(self, name: str, gid: int = -1) -> int:
-        """Create a file and return its descriptor, for reading and writing.
+        """Create a file, and return a descriptor for reading and writing. Raises OSError.
 
-        Its group is `gid`, or if that is -1, that of files made in this directory. Raises OSError.
+        `gid` is the group of the file; -1 keeps the default group of this directory.
         """
         fd = open_name(name, _CREATE, self.file_mode, dir_fd=self.fd)
         with OnError(self.unlink, name), OnError(os.close, fd):
@@ -104,9 +104,9 @@ class Storage:
 
     @contextmanager
     def new_file(self, hidden: str, gid: int, target: Storage, name: str) -> Iterator[int]:
-        """Create a file here, lend its descriptor to write it, and then move it to its place.
+        """Create a hidden file here, yield a descriptor for writing, and move the file to `target`.
 
-        Removes it if that fails. Raises OSError.
+        Removes the file if a step fails. Raises OSError.
         """
         fd = self.create(hidden, gid)
         with OnError(self.unlink, hidden):
@@ -117,9 +117,9 @@ class Storage:
             self.move(hidden, target, name)
 
     def open_direct(self, name: str, fd: int) -> int:
-        """Open the file `name`, which is open at `fd`, a second time with O_DIRECT.
+        """Open the file `name` a second time, with O_DIRECT. It is already open at `fd`.
 
-        Raises OSError if the filesystem has no O_DIRECT, or the name is now another file (ESTALE).
+        Raises OSError if the filesystem has no O_DIRECT, or `name` is now another file (ESTALE).
         """
         direct_fd = open_name(name, _DIRECT, dir_fd=self.fd)
         with OnError(os.close, direct_fd):
@@ -128,22 +128,22 @@ class Storage:
         return direct_fd
 
     def move(self, name: str, target: Storage, new_name: str) -> None:
-        """Rename a file into another directory, replacing what has the name there.
+        """Rename a file into another directory, replacing an existing file there.
 
         Raises OSError.
         """
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
     def publish(self, name: str, target: Storage, new_name: str) -> None:
-        """Move a file to a name in another directory that must not exist there.
+        """Move a file to an unused name in another directory.
 
-        Without hard links the name is looked for first, so the caller must hold its lock. Raises
-        FileExistsError if the name exists, and OSError.
+        Without hard links this checks the name before the move, so the caller must hold the lock of
+        the name. Raises FileExistsError if the name exists, and OSError.
         """
         if link(self.fd, name, target.fd, new_name):
             try:
                 os.unlink(name, dir_fd=self.fd)
-            except OSError as error:  # the file is published; this name goes with its directory
+            except OSError as error:  # the file is published; the hidden directory is removed later
                 logger.warning("%s: %s", new_name, describe("its hidden name could not be removed", error))
         elif target.has_name(new_name):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_name)
@@ -151,10 +151,10 @@ class Storage:
             self.move(name, target, new_name)
 
     def group_in(self, folder: os.stat_result) -> int:
-        """Return the group that a file would get if it were made in a folder instead of here.
+        """Return the group of new files in another folder, or -1 if new files here get the same.
 
-        -1 if that is the group that it gets here: this directory is the server's own, and its group
-        does not change. `folder` is the folder's status.
+        `folder` is the status of that folder. The group of new files here is computed once: this
+        directory belongs to the server, and the group does not change.
         """
         wanted = _group_of_files(folder)
         self._group = _group_of_files(os.fstat(self.fd)) if self._group is None else self._group
@@ -182,12 +182,12 @@ class Storage:
 
 
 class SpareDescriptors:
-    """Two descriptors that are given up where a process has none left to leave a reason with.
+    """Two reserved descriptors, for the reason of a failure in a process without free descriptors.
 
     One is for a folder, one for the reason. Thread-safe.
 
     Args:
-        fd: any descriptor, which stays open.
+        fd: any descriptor that stays open.
     """
 
     def __init__(self, fd: int) -> None:
@@ -196,13 +196,13 @@ class SpareDescriptors:
         self.refill()
 
     def give_up(self) -> None:
-        """Close them. Raises OSError."""
+        """Close the descriptors. Raises OSError."""
         with suppress(IndexError):  # another thread was faster
             while self._spares:
                 os.close(self._spares.pop())
 
     def refill(self) -> None:
-        """Have two again. Raises OSError: there are fewer."""
+        """Open the missing descriptors. Raises OSError; fewer than two are then open."""
         while len(self._spares) < _SPARES:
             self._spares.append(os.dup(self._fd))
 
@@ -213,9 +213,9 @@ def _group_of_files(status: os.stat_result) -> int:
 
 @contextmanager
 def open_folder(dir_fd: int, folder: str) -> Iterator[int]:
-    """Lend a descriptor of a folder below a directory, or -1 if the folder does not exist.
+    """Yield a descriptor of a folder below a directory, or -1 if the folder does not exist.
 
-    Raises OSError if it is not a folder, or cannot be opened.
+    Raises OSError if `folder` is not a folder, or cannot be opened.
     """
     name, _, below = folder.partition("/")
     try:
@@ -237,9 +237,10 @@ def open_folder(dir_fd: int, folder: str) -> Iterator[int]:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Set the size of a file, and reserve space for it where the filesystem can. Raises OSError.
+    """Set the size of a file, and reserve space if the filesystem supports it. Raises OSError.
 
-    `os.posix_fallocate` would write zeros where it cannot, and so write every row twice.
+    `os.posix_fallocate` would write zeros on other filesystems, and every row would be written
+    twice.
     """
     while _libc.fallocate(fd, 0, 0, num_bytes):
         number = ctypes.get_errno()
@@ -251,9 +252,9 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
-    """Copy `size` bytes of a file, from `begin` on, to `offset` in another.
+    """Copy `size` bytes from offset `begin` of one file to `offset` of another.
 
-    The kernel copies, or makes a reflink, where it can. Raises OSError.
+    Uses the kernel's copy or a reflink if possible. Raises OSError.
     """
     position = 0
     while position < size:
@@ -278,9 +279,9 @@ def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) 
 def is_in_memory(fd: int) -> bool:
     """Return whether a file or directory is on tmpfs or ramfs.
 
-    Reserving space there gains nothing: it allocates the same pages that a write would.
+    Reserving space there gains nothing: it allocates the same pages as a write.
     """
-    status = (ctypes.c_long * 32)()  # struct statfs: f_type comes first, and it has 120 bytes
+    status = (ctypes.c_long * 32)()  # struct statfs has 120 bytes and begins with f_type
     if _libc.fstatfs(fd, status):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -288,8 +289,8 @@ def is_in_memory(fd: int) -> bool:
 
 
 def start_writeback(fd: int, offset: int, num_bytes: int) -> None:
-    """Start writing a part of a file to disk, so that a later fdatasync waits for less.
+    """Start writing a part of a file to disk, to shorten a later fdatasync.
 
-    Reports no failure: the fdatasync does.
+    Ignores errors, because the fdatasync reports them.
     """
     _libc.sync_file_range(fd, offset, num_bytes, _WRITE)

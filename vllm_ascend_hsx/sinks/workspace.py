@@ -17,19 +17,19 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, SERVER_LOCK, path_refusa
 from vllm_ascend_hsx.sinks.storage import DIRECTORY
 
 LOCK = SERVER_LOCK
-_ATTEMPTS = 8  # to make one; one is lost if a cleaning process takes it before it is locked
+_ATTEMPTS = 8  # to create a workspace: a cleaning process may take it before it is locked
 
 
 class Workspace:
-    """A hidden directory in which files are made, to be renamed to their place.
+    """A hidden directory for files that are renamed when they are complete.
 
-    The kernel releases the lock however the server dies: a directory whose lock is free is an
-    orphan. A server on another machine, which the lock may not reach, must also have had no
-    heartbeat for some minutes. The lock file names the machine, and then the folders in which the
-    server has made locks of requests, one per line.
+    The kernel releases the lock when the server dies: a directory with a free lock is an orphan.
+    Locks may not reach a server on another machine, so that server must also have had no heartbeat
+    for some minutes. The lock file names the machine, and then the folders in which the server has
+    created locks of requests, one per line.
 
     Attributes:
-        token: part of its name.
+        token: part of the directory's name.
         fd: the directory.
         locks_follow_links: whether a lock is seen through a hard link; False without a lock.
     """
@@ -47,14 +47,14 @@ class Workspace:
 
     @classmethod
     def make(cls, parent_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
-        """Make a new one with the permissions of its parent, so the same users may remove files.
+        """Create a workspace with the parent's permissions, so the same users may remove files.
 
-        Without a lock it is never taken for an orphan. Raises OSError if it cannot be made, or the
-        filesystem has no flock.
+        A workspace without a lock is never treated as an orphan. Raises OSError if the workspace
+        cannot be created, or the filesystem has no flock.
 
         Args:
-            parent_fd: the storage directory, which must stay open.
-            use_lock, lock_mode: hold a lock, and permissions of its file.
+            parent_fd: the storage directory. It must stay open.
+            use_lock, lock_mode: whether to hold a lock, and permissions of the lock file.
         """
         for _ in range(_ATTEMPTS):
             token = secrets.token_hex(4)
@@ -96,15 +96,15 @@ class Workspace:
 
     @classmethod
     def adopt(cls, parent_fd: int, token: str, remove_empty: bool) -> Workspace | None:
-        """Take the lock of an orphan, or return None if its server lives or it does not exist.
+        """Lock an orphan. Return None if the server lives or the workspace does not exist.
 
-        `remove_empty` removes an empty directory without a lock: its server died before it made
-        one, or is about to make another directory.
+        With `remove_empty`, also remove an empty directory without a lock: the server died before
+        it created the lock, or is about to create another directory.
 
         Raises:
             OSError: if the directory cannot be opened, or has files and no lock. Somebody has
                 removed the lock, so nothing shows whether the server lives. Also if the server may
-                live on a machine that its lock does not reach.
+                live on a machine that locks do not reach.
         """
         name = workspace_name(token)
         try:
@@ -130,23 +130,23 @@ class Workspace:
                 os.close(fd)
 
     def is_locked(self) -> bool:
-        """Return False if somebody has removed or replaced its lock, or removed the directory.
+        """Return False if somebody has removed or replaced the lock, or removed the directory.
 
         Raises OSError.
         """
         return os.fstat(self.fd).st_nlink > 0 if self._lock is None else self._lock.is_named()
 
     def note(self, folder: str) -> None:
-        """Record that a folder, or "" for none, may contain locks. Raises OSError."""
+        """Record a folder that may contain locks; "" records nothing. Raises OSError."""
         if self._lock is not None and folder and folder not in self._folders:
             self._lock.append(os.fsencode(folder) + b"\n")
             self._folders.add(folder)
 
     def folders(self) -> Iterator[str]:
-        """Yield the folders that its server has recorded.
+        """Yield the folders that the server has recorded.
 
-        Other users may have written into the lock file: paths that lead out of the storage
-        directory are left out.
+        Other users may have written into the lock file, so paths that lead out of the storage
+        directory are skipped.
         """
         if self._lock is not None:
             for folder in {os.fsdecode(line) for line in self._lock.content().split(b"\n")}:
@@ -154,11 +154,11 @@ class Workspace:
                     yield folder
 
     def files(self) -> list[str]:
-        """Return the names of its files except the lock. Raises OSError."""
+        """Return the names of all files except the lock. Raises OSError."""
         return sorted(set(os.listdir(self.fd)) - {LOCK})
 
     def remove(self) -> None:
-        """Remove the directory with all its files, and close it. Raises OSError: it stays."""
+        """Remove the directory with all files, and close it. Raises OSError if it stays."""
         self._stop_heartbeat()
         try:
             for name in self.files():
@@ -190,10 +190,10 @@ class Workspace:
 
         def beat() -> None:
             while not self._left.wait(BEAT_S):
-                with suppress(OSError):  # storage that fails
+                with suppress(OSError):  # failing storage
                     os.utime(lock.fd)
 
-        with suppress(OSError):  # no space: without the name, the lock alone decides
+        with suppress(OSError):  # no space: without this line, the lock alone decides
             lock.append(host_line(lock.fd))
         self._heart = threading.Thread(target=beat, name="hsx-heartbeat", daemon=True)
         self._heart.start()
@@ -201,7 +201,7 @@ class Workspace:
     def _stop_heartbeat(self) -> None:
         self._left.set()
         if self._heart is not None:
-            self._heart.join()  # it must not touch a descriptor that is closed
+            self._heart.join()  # the thread must not touch a closed descriptor
 
 
 def _require_no_heartbeat(lock: HeldLock, workspace: str, dir_fd: int) -> None:
@@ -219,6 +219,6 @@ def _remove_empty(name: str, parent_fd: int) -> None:
     try:
         os.rmdir(name, dir_fd=parent_fd)
     except OSError as error:
-        # Its server has made the lock, or removed the directory, in between.
+        # The server has created the lock or removed the directory in between.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK = 256 << 10  # bytes; the memory of a request is a multiple of it
+CHUNK = 256 << 10  # bytes; the unit of a request's memory
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class BufferPoolFullError(Exception):
 
 
 class BufferPool:
-    """A block of memory at `address` that is lent in whole chunks. No call waits for a chunk.
+    """A block of memory at `address`, divided into chunks. No call waits for a chunk.
 
     Args:
         size: bytes, rounded down to whole chunks.
@@ -41,7 +41,7 @@ class BufferPool:
         self.bytes = np.frombuffer(self._memory, np.uint8)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._mutex = threading.Lock()
-        # A heap, so that low chunks go first: a request gets neighbours, and few pages are used.
+        # A heap returns low chunks first: a request gets neighbours, and few pages are used.
         self._free = list(range(count))
 
     @property
@@ -69,7 +69,7 @@ class BufferPool:
 class PooledBuffer:
     """A buffer of one request that can grow.
 
-    Several threads may call its methods at the same time, except `free`.
+    Several threads may call the methods at the same time, except `free`.
     """
 
     def __init__(self, pool: BufferPool) -> None:
@@ -94,7 +94,7 @@ class PooledBuffer:
             done += end - begin
 
     def clear(self, begin: int, end: int) -> None:
-        """Zero bytes [begin, end): the memory still holds those of an earlier request."""
+        """Zero bytes [begin, end). The memory may hold bytes of an earlier request."""
         for first, last in self._runs(begin, end):
             self._pool.bytes[first:last] = 0
 
@@ -113,7 +113,7 @@ class PooledBuffer:
         self._pool.give_back(chunks)
 
     def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return where bytes [begin, end) are in the pool: [first, last) of each run of chunks."""
+        """Return the runs [first, last) of the pool that hold bytes [begin, end) of the buffer."""
         size, chunks = self._pool.chunk, self._chunks
         runs: list[tuple[int, int]] = []
         while begin < end:

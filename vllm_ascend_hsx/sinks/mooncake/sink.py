@@ -32,18 +32,18 @@ from vllm_ascend_hsx.sinks.mooncake.buffer_pool import BufferPool, BufferPoolFul
 
 logger = logging.getLogger(__name__)
 
-_TIDIED = 16  # handles that are checked with each one that is published
-# Seconds for which puts are repeated. mooncake_master takes 10 to notice that a process has ended
-# (-client_ttl), and places objects in its memory until then.
+_TIDIED = 16  # earlier handles to check after each put
+# Seconds for which puts are repeated. mooncake_master takes 10 seconds to notice that a process has
+# ended (-client_ttl). Until then it places objects in the memory of that process.
 PATIENCE_S = 12.0
 _LONGEST_PAUSE = 0.5  # seconds between two tries
-NO_ROOM = "ENOSPC"  # kind of a failure for lack of memory, as of one for lack of disk space
+NO_ROOM = "ENOSPC"  # kind of failures for lack of memory, the same as for a full disk
 
 
 class MooncakeFile(SinkFile):
     """One object of a MooncakeSink, named by a handle instead of a path.
 
-    It enters the store, whole, when it is committed.
+    `commit` puts the whole object into the store.
     """
 
     def __init__(self, sink: MooncakeSink, request_id: str, path: FilePath, adapter: Adapter) -> None:
@@ -56,10 +56,10 @@ class MooncakeFile(SinkFile):
         self._buffer = PooledBuffer(sink.buffer_pool)
 
     def begin(self, expected_tokens: int) -> None:
-        """Remove what a failed request left, and reserve memory. Raises SinkError: it failed.
+        """Remove leftovers of a failed request, and reserve memory.
 
-        The data of a request without its manifest, or the reverse, are no rows: a process or the
-        consumer has ended in between.
+        Data without a manifest, or the reverse, are leftovers: a process or the consumer has ended
+        in between. Raises SinkError; the file has then ended.
         """
         failure, rows = self.handle + ERROR_KEY_SUFFIX, [self.handle, self.handle + MANIFEST_KEY_SUFFIX]
         try:
@@ -112,7 +112,7 @@ class MooncakeFile(SinkFile):
         self._buffer.free()
 
     def _fail_to_begin(self, reason: str) -> None:
-        """Fail in one try: a step waits for this, and the response will have the reason."""
+        """Fail after one attempt: a step waits for this, and the response contains the reason."""
         self._attempt("publish the reason of the failure", partial(self._put_reason, reason))
         self.discard()
 
@@ -131,7 +131,7 @@ class MooncakeFile(SinkFile):
             raise SinkError(self.request_id, self.path, reason, NO_ROOM) from error
 
     def _publish(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Put the data, then the manifest, so that a reader of the manifest finds all data.
+        """Put the data before the manifest: a reader of the manifest must find all data.
 
         Raises MooncakeError, SinkError.
         """
@@ -158,7 +158,7 @@ class MooncakeFile(SinkFile):
         self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
 
     def _complete(self, layout: PackedLayout, token_ids: TokenIds, scales: Scales | None) -> None:
-        """Write the tail, also over rows at positions after the last token."""
+        """Write the tail. It overwrites rows at positions after the last token."""
         self._reserve(layout.size)
         self._buffer.clear(layout.end(HIDDEN_STATES), layout.size)
         self._buffer.write(layout.offset(TOKEN_IDS), as_bytes(token_ids.astype("<i8")))
@@ -188,7 +188,7 @@ class MooncakeSink(Sink):
         UserError: if the store cannot be used.
     """
 
-    writes_side_by_side = True  # they are copies in memory
+    writes_side_by_side = True  # writes are copies in memory
 
     def __init__(
         self, options: MooncakeOptions, row_format: RowFormat, checksum: Literal["crc32c", "none"] = "crc32c"
@@ -243,17 +243,17 @@ class MooncakeSink(Sink):
         self.client.close()
 
     def forget(self, file: MooncakeFile) -> None:
-        """Free the handle of a file that ends."""
+        """Free the handle of an ended file."""
         with self._mutex:
             if self._files.get(file.handle) is file:
                 del self._files[file.handle]
 
 
 class Retries:
-    """Repeats puts that fail because a process that lends the store memory has ended. Thread-safe.
+    """Repeats puts that fail because a process with memory of the store has ended. Thread-safe.
 
-    The next try mostly finds another place. If none succeeds for PATIENCE_S, puts are no longer
-    repeated until one does, so that no thread is kept for longer.
+    The master usually chooses another process for the next attempt. After PATIENCE_S without a
+    successful put, puts are not repeated until one succeeds. This bounds the delay of a thread.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Retries:
             else:
                 self._failing_since = None
                 return
-            sleep(pause)  # nothing tells when the master has noticed
+            sleep(pause)  # the master signals no event
             pause = min(_LONGEST_PAUSE, 2 * pause or 0.01)
 
     def _note_failure(self) -> float:
@@ -287,7 +287,7 @@ class Retries:
 
 
 class Published:
-    """Handles whose data was put into the store.
+    """Handles of published data, kept to remove their manifests.
 
     Consumers that do not know of manifests leave them in the store, and nothing else removes them.
     """
@@ -298,7 +298,7 @@ class Published:
         self._handles: deque[str] = deque()
 
     def tidy(self, handle: str) -> None:
-        """Record a handle, and remove the manifests of some earlier ones whose data was removed.
+        """Record a handle, and remove manifests of some earlier handles without data.
 
         Raises MooncakeError; a later call tries again.
         """
