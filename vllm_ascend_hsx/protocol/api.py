@@ -1,4 +1,4 @@
-"""Parse a request's `kv_transfer_params`, which a client may set to anything."""
+"""Parse a request's `kv_transfer_params`. A client may send anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServerParams:
 
 @dataclass(frozen=True)
 class RequestParams:
-    """What a request asks for, with the server's defaults.
+    """The options of a request, with the server's defaults.
 
     Attributes:
         extract: whether the request is extracted.
@@ -66,14 +66,14 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         server: the server's settings.
 
     Raises:
-        ParamsError: if they are invalid or not allowed.
+        ParamsError: if the parameters are invalid or not allowed.
     """
     if params is None:
         return RequestParams(extract=server.extract_all, include_output=server.include_output)
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
     if params.get("do_remote_prefill"):
-        # A proxy passes on the prefill server's answer. The path in it is that server's file and
+        # A proxy passes on the prefill server's answer. The path there is a file of that server and
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
     extract = params.get(EXTRACT_KEY, server.extract_all or PATH_KEY in params or OUTPUT_KEY in params)
@@ -114,7 +114,7 @@ def _read_path(value: object, server: ServerParams) -> Path:
 
 
 def path_in_use(path: str) -> str:
-    """Return the error for a request that names the file of another one."""
+    """Return the error for a request that names the file of another request."""
     return f"{_REFUSED_PATH}{shown(path)}{_PATH_IN_USE}"
 
 
@@ -125,7 +125,7 @@ def one_file_for_all(path: object) -> str:
 
 
 def refuses_path(error: str) -> bool:
-    """Return whether a response's error says that its server will never write to the path."""
+    """Return whether an error in a response says that the server will never write to the path."""
     return error.startswith(_REFUSED_PATH) and not error.endswith(_PATH_IN_USE)
 
 

@@ -15,7 +15,7 @@ _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the end of a wait by time.monotonic(), or None if it never ends.
+    """Return the end of a wait by time.monotonic(), or None if the wait never ends.
 
     None, infinity and numbers too large for the system wait forever. Raises ValueError if the
     timeout is not a number of seconds.

@@ -1,6 +1,6 @@
-"""The checksum of a file, combined from checksums of its writes, which come in any order.
+"""The checksum of a file, combined from checksums of writes in any order.
 
-It also covers the header that contains it, with zeros in place of its own eight digits.
+It also covers the header that contains the checksum, with zeros in place of the eight digits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from awscrt.checksums import combine_crc32c, crc32c
 ALGORITHM = "crc32c"
 BLANK = "0" * 8  # placeholder for the checksum's digits
 _BLOCK = 4 << 20
-_APART = 1 << 20  # least bytes between two sums of a file's beginning that are kept
+_APART = 1 << 20  # least bytes between two recorded sums of a file's beginning
 _DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the header
 
 
@@ -57,7 +57,7 @@ class Digest:
 
         Args:
             header: as written by a JSON encoder without spaces, with the digits BLANK. The bytes of
-                this digest follow it.
+                this digest follow the header.
 
         Returns:
             The header with the checksum, and the checksum.
@@ -75,13 +75,13 @@ def names_checksum(metadata: Mapping[str, str]) -> bool:
 
 
 def stated_checksum(header: bytes, metadata: Mapping[str, str]) -> tuple[str, Digest] | None:
-    """Return the checksum that a header states, and the header's digest; add that of the data.
+    """Return the checksum that a header states, and a digest of the header to update with the data.
 
-    None if it states no checksum of a known algorithm.
+    Return None if the header states no checksum of a known algorithm.
 
     Args:
-        header: its bytes in the file.
-        metadata: its metadata.
+        header: bytes of the header in the file.
+        metadata: metadata of the header.
     """
     stated = metadata.get("checksum")
     if stated is None or metadata.get("checksum_algorithm") != ALGORITHM:
@@ -99,7 +99,7 @@ def _field(digits: str) -> bytes:
 
 
 class Checksums:
-    """CRC-32C of a file's bytes from `begin` on, whose parts any thread may write at any time.
+    """CRC-32C of a file's bytes from `begin` on. Any thread may write parts at any time.
 
     Checksums are computed while the bytes are in the processor's cache. Only remnants of parts that
     were overwritten or truncated are read from the file when the digest is requested.
@@ -113,7 +113,7 @@ class Checksums:
         self._mutex = threading.Lock()
         self._begins: list[int] = []  # of the parts, ascending; parts do not overlap
         self._parts: dict[int, tuple[int, int]] = {}  # end and checksum by offset
-        self.sums: list[tuple[int, int]] = []  # set by `finish`: number of first bytes and their checksum
+        self.sums: list[tuple[int, int]] = []  # set by `finish`: length and checksum of each prefix
 
     def begin_write(self, offset: int, num_bytes: int) -> None:
         """Drop the checksums of bytes that are about to be written.
@@ -164,10 +164,11 @@ def digest_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[in
     """Read `size` bytes of a file from `offset` on, and return their digest.
 
     Args:
-        sums: of the bytes from `offset` on, as in Checksums, ascending; the last of `size` or more.
+        sums: sums of prefixes of the bytes from `offset` on, as in Checksums, ascending. The last
+            prefix has `size` bytes or more.
 
     Raises:
-        OSError: if they cannot be read, or are not what they were when the sums were made.
+        OSError: if the bytes cannot be read, or were changed after the sums were made.
     """
     digest = Digest()
     for end, value in sums:
@@ -182,6 +183,6 @@ def digest_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[in
 
 
 def unverifiable(metadata: Mapping[str, str]) -> str:
-    """Return why a file has no checksum that can be compared."""
+    """Return the reason why the checksum of a file cannot be compared."""
     algorithm = metadata.get("checksum_algorithm")
     return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"

@@ -1,4 +1,4 @@
-"""The error for unusable input, and the content of error files."""
+"""The error for unusable options."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ class UserError(ValueError):
     """An option that cannot be used; the message is `option=value problem. remedy`.
 
     Attributes:
-        option: its name, as the user writes it.
-        value: its value.
-        problem: what is wrong, as a predicate ("is not a directory").
-        remedy: what to do, in whole sentences.
+        option: name of the option, as the user writes it.
+        value: value of the option.
+        problem: the problem, as a predicate ("is not a directory").
+        remedy: the remedy, in whole sentences.
     """
 
     def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Open, read and write regular files without blocking, undo what fails, describe system errors."""
+"""Open, read and write regular files without blocking, undo on errors, describe system errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class NotAFileError(OSError):
-    """The path is not a regular file. `reason` says in one sentence what it is."""
+    """The path is not a regular file. `reason` is one sentence with the kind of the file."""
 
     def __init__(self, path: str | os.PathLike[str], mode: int, more: str = "") -> None:
         problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}{more}, not a regular file"
@@ -32,7 +32,7 @@ class NotAFileError(OSError):
 
 
 class OnError:
-    """Call `undo` if the block raises anything, an interrupt included; the exception goes on.
+    """Call `undo` if the block raises anything, an interrupt included. The exception propagates.
 
     An ExitStack does the same, for a microsecond more in code that runs several times per file.
     """
@@ -50,7 +50,7 @@ class OnError:
 
 
 class Naming:
-    """Have a system error of the block name the file if it names none: of a call with a descriptor.
+    """Add the file's name to a system error of the block that has none (of a call by descriptor).
 
     A generator with `contextmanager` does the same, for a microsecond more per file.
     """
@@ -67,7 +67,7 @@ class Naming:
 
 
 def again_if_stale(call: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
-    """Call a function of a path, and once more if it was replaced on another machine (ESTALE).
+    """Call a function of a path. Repeat it if the file was replaced on another machine (ESTALE).
 
     The second call looks up the name anew.
     """
@@ -82,7 +82,7 @@ def again_if_stale(call: Callable[_P, _T], *arguments: _P.args, **options: _P.kw
 def open_name(
     path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 ) -> int:
-    """As os.open, but see `again_if_stale`."""
+    """Open like os.open, with `again_if_stale`."""
     return again_if_stale(os.open, path, flags, mode, dir_fd=dir_fd)
 
 
@@ -98,10 +98,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         dir_fd: directory of a relative path.
 
     Raises:
-        NotAFileError: if it is not a regular file, or is a link that can lead to none: to itself,
-            or below a file.
-        FileNotFoundError: if it does not exist, or its name is too long to exist.
-        BlockingIOError: if another process holds a lease on it (F_SETLEASE).
+        NotAFileError: if `path` is not a regular file, or is a link that cannot lead to a file: to
+            itself, or below a file.
+        FileNotFoundError: if the file does not exist, or the name is too long to exist.
+        BlockingIOError: if another process holds a lease on the file (F_SETLEASE).
     """
     try:
         follows = not flags & os.O_NOFOLLOW
@@ -126,7 +126,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 def opened(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None
 ) -> Iterator[int]:
-    """Lend the descriptor that open_regular returns; errors of the block name the file."""
+    """Yield a descriptor from `open_regular`. Errors of the block name the file."""
     fd = open_regular(path, flags, mode, dir_fd=dir_fd)
     try:
         with Naming(path):
@@ -136,7 +136,7 @@ def opened(
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a small regular file, up to 16 MiB. Raises as open_regular."""
+    """Return the content of a small regular file, up to 16 MiB. Raises like `open_regular`."""
     with opened(path) as fd:
         return os.pread(fd, _MOST, 0)
 
@@ -144,7 +144,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 def _is_link(path: str | os.PathLike[str], dir_fd: int | None) -> bool:
     try:
         return stat.S_ISLNK(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode)
-    except OSError:  # it is the way there that leads nowhere
+    except OSError:  # the path to the link leads nowhere
         return False
 
 
@@ -159,7 +159,7 @@ def read_all(fd: int) -> bytes:
 
 
 def read_bytes(fd: int, size: int, offset: int) -> bytes:
-    """Return `size` bytes at `offset`, or those up to the end. One pread may return fewer."""
+    """Return `size` bytes at `offset`, fewer only at the end. One pread may return fewer."""
     blocks = []
     end = offset + size
     while offset < end and (block := os.pread(fd, min(end - offset, 1 << 30), offset)):
@@ -179,7 +179,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
-    """Give a file another name; return False without hard links.
+    """Create a hard link to a file. Return False if the filesystem has no hard links.
 
     Raises FileExistsError if the name exists, and OSError.
 
@@ -197,7 +197,7 @@ def link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:
-    """Have the names in a directory survive a loss of power. Raises OSError."""
+    """Make the names in a directory survive a power failure. Raises OSError."""
     fd = open_name(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -206,6 +206,6 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def describe(what: str, error: OSError) -> str:
-    """Return `what` followed by the system's reason and the name of its errno."""
+    """Append the system's reason and the name of the errno to `what`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{what}: {error.strerror or error}" + (f" ({name})" if name else "")

@@ -1,4 +1,4 @@
-"""The file format: safetensors with a header of reserved size, so that offsets are known early."""
+"""The file format: safetensors with a header of reserved size. Offsets are known in advance."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ PAGE = 4096
 _LENGTH = struct.Struct("<Q")
 _TOKEN_ID_BYTES = 8
 _SCALE_BYTES = 4
-# Room for values that differ between requests: twelve numbers of at most 20 digits, the name of
-# one, and a checksum with its name.
+# Room for values that differ between requests: twelve numbers of at most 20 digits, the name of one
+# number, and a checksum with name.
 _LATE_BYTES = 360
-_FORMATS = 64  # that are remembered: a server has one for each adapter, and one without
+_FORMATS = 64  # cached formats: a server has one per adapter, and one without an adapter
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 _MAX_DIMENSIONS = 64  # numpy's limit
@@ -62,7 +62,7 @@ class FormatError(ValueError):
 class TensorInfo:
     """One tensor of a file.
 
-    `dtype` is the safetensors name. Its bytes are [begin, end), counted from the start of the open
+    `dtype` is the safetensors name. The bytes are [begin, end), counted from the start of the open
     file.
     """
 
@@ -74,7 +74,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Parsed header of a safetensors file, and its bytes up to the beginning of the data."""
+    """Parsed header of a safetensors file, and `content`, the bytes before the data."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
@@ -121,7 +121,7 @@ class FileLayout:
         Args:
             tokens: rows of the file.
             num_prompt_tokens: number of rows of the prompt.
-            checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
+            checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
         """
         text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, *self._late)
         size = self.data_start - _LENGTH.size
@@ -131,7 +131,7 @@ class FileLayout:
 
 @lru_cache(maxsize=_FORMATS)
 def _fixed_bytes(row_format: RowFormat) -> int:
-    """Return the size of the header's part that is the same for all requests of an adapter."""
+    """Return the size of the header's part that all requests of an adapter share."""
     return len(_header_json(row_format, "", 0, 0, False))
 
 
@@ -176,9 +176,9 @@ def metadata_of(
         request_id: id of the request.
         tokens: number of stored rows.
         num_prompt_tokens: number of rows of the prompt.
-        checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
-        arrived_ns: when the request arrived, since the epoch; None if unknown.
-        placeholders: of the images in the prompt.
+        checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
+        arrived_ns: arrival time in nanoseconds since the epoch; None if unknown.
+        placeholders: rows of the images in the prompt.
     """
     return {
         **_fixed_metadata(row_format),
@@ -193,7 +193,7 @@ def metadata_of(
 
 @lru_cache(maxsize=_FORMATS)
 def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
-    """Return the metadata that are the same for all requests of an adapter."""
+    """Return the metadata that all requests of an adapter share."""
     adapter = row_format.adapter
     return {
         "format_version": FORMAT_VERSION,
@@ -215,17 +215,17 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     """Read and check the header of a safetensors file.
 
     Args:
-        fd: the open file, which may contain more than the safetensors file.
-        offset: offset of its first byte.
-        size: its bytes; None for all bytes from `offset` on.
+        fd: the open file. It may contain more than the safetensors file.
+        offset: offset of the safetensors file.
+        size: bytes of the safetensors file; None for all bytes from `offset` on.
 
     Returns:
-        Its metadata and tensors, whose offsets are counted from the start of the open file.
+        The header. Offsets of tensors are counted from the start of the open file.
 
     Raises:
-        FormatError: if it is not a safetensors file, does not have the length that its header
+        FormatError: if this is not a safetensors file, does not have the length that the header
             states, or has invalid metadata.
-        OSError: if it cannot be read.
+        OSError: if the file cannot be read.
     """
     there = max(0, os.fstat(fd).st_size - offset)
     size = there if size is None else size
@@ -339,5 +339,5 @@ def _short(value: object) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """Escape lone surrogates, which safetensors refuses in a header."""
+    """Escape lone surrogates, because safetensors refuses them in a header."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

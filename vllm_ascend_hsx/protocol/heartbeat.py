@@ -1,7 +1,8 @@
-"""The heartbeat of a server, for machines that its locks do not reach.
+"""The heartbeat of a server, for machines that the server's locks do not reach.
 
 Lustre with localflock, NFS with nolock, and some other filesystems grant a flock on each machine
-alone. A server therefore names its machine in its lock file, and touches that file while it lives.
+alone. Therefore a server writes the name of the machine into its lock file, and touches that file
+while it lives.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from vllm_ascend_hsx.protocol.lock import flock_now, unlock_and_close
 from vllm_ascend_hsx.protocol.names import SERVER_LOCK, printable
 
 BEAT_S = 30.0  # seconds between two heartbeats
-# A server whose heartbeat is older is dead. Longer than the largest storage_timeout_s: storage that
-# hangs stops the heartbeat, too.
+# A server with an older heartbeat is dead. Longer than the largest storage_timeout_s, because
+# hanging storage stops the heartbeat, too.
 RECENT_S = 300.0
-_HOST = ".host="  # a folder below the storage directory cannot have such a name
-_LINE = 256  # most bytes of the line, and of what is read of it
+_HOST = ".host="  # a folder below the storage directory cannot have this name
+_LINE = 256  # most bytes of the line to write or read
 
 
 class Beat(NamedTuple):
     """The last heartbeat of a server.
 
     Attributes:
-        machine: name of its machine.
-        at_ns: modification time of its lock file, by the clock of the filesystem.
+        machine: name of the server's machine.
+        at_ns: modification time of the lock file, by the clock of the filesystem.
     """
 
     machine: str
@@ -40,7 +41,7 @@ class Beat(NamedTuple):
 
 @cache
 def boot_id() -> str:
-    """Return an id of the running kernel, which its containers share."""
+    """Return an id of the running kernel. All containers on the kernel share it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -55,8 +56,8 @@ def host_line(fd: int) -> bytes:
 def beat_elsewhere(fd: int) -> Beat | None:
     """Return the heartbeat of a server on another machine or mount, or None. Raises OSError.
 
-    With None, the server's lock decides whether it lives: it locks the file through the same kernel
-    and mount as this process, or its lock file names no machine.
+    With None, the lock decides whether the server lives: the server locks the file through the same
+    kernel and mount as this process, or the lock file names no machine.
 
     Args:
         fd: the server's lock file.
@@ -76,7 +77,7 @@ def unheld_beat(workspace: str | Path, dir_fd: int | None = None) -> Beat | None
         dir_fd: directory of a relative path.
     """
     with suppress(OSError):
-        # Opened anew each time: NFS then asks its server for the modification time.
+        # Open the file each time: NFS then asks the NFS server for the modification time.
         fd = open_regular(os.path.join(workspace, SERVER_LOCK), dir_fd=dir_fd)
         try:
             beat = beat_elsewhere(fd)
@@ -87,10 +88,10 @@ def unheld_beat(workspace: str | Path, dir_fd: int | None = None) -> Beat | None
 
 
 def may_live_elsewhere(workspace: str | Path, dir_fd: int | None = None) -> bool:
-    """Return whether a server on another machine may live although its lock is free here.
+    """Return whether a server on another machine may live although the lock is free here.
 
-    True also if its last heartbeat is old, and this user may not read the clock of the filesystem.
-    Arguments are those of `unheld_beat`.
+    Also True if this user may not read the clock of the filesystem, even if the last heartbeat is
+    old. Takes the arguments of `unheld_beat`.
     """
     beat = unheld_beat(workspace, dir_fd)
     try:

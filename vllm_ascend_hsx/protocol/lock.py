@@ -1,10 +1,10 @@
 """The lock file `<path>.lock`: a writer holds an flock on it until there are data or an error.
 
-A writer releases the lock file but does not remove it when it has published data or an error.
-vLLM's `load_hidden_states` opens the lock file without checking that it exists
+After publishing data or an error, a writer releases the lock file but does not remove it. vLLM's
+`load_hidden_states` opens the lock file without checking that it exists
 (example_hidden_states_connector.py:59, vLLM 0.23.0), and the waiting reader of speculators removes
-it itself and fails if it is missing (hs_connectors/transfer.py:43 and 126, hs-connectors 0.9.0).
-Consumers remove it.
+the lock file and fails if it is missing (hs_connectors/transfer.py:43 and 126, hs-connectors
+0.9.0). Consumers remove the lock file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm_ascend_hsx.protocol.files import OnError, again_if_stale, link, open_n
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 # Seconds before each attempt. An attempt fails if another process changes the name between two
-# system calls, or holds the lock for a moment: a server that cleans up, or the reader of
-# speculators, which tries an exclusive lock. The kernel reports neither; a flock that blocks has no
+# system calls, or holds the lock for a moment (a server that cleans up, or the reader of
+# speculators when it tries an exclusive lock). The kernel reports neither. A blocking flock has no
 # timeout, and another writer may hold the lock for hours.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 _CONTENT_MAX = 16 << 20
@@ -53,20 +53,21 @@ class HeldLock:
         """Create and lock the lock file, or take over an existing one.
 
         Waits for at most some milliseconds; follows no symbolic link. A new file is locked before
-        it gets its name: a lock file that is free and has no data tells readers that its server
-        has died.
+        it gets the name, because readers conclude from a free lock file without data that the
+        server has died.
 
         Args:
             dir_fd: the directory.
             name: name of the lock file.
             mode: permissions of a new lock file.
             workspace_fd: the caller's hidden directory, in which a new lock file is made.
-            gid: group of a new lock file, or -1 for that of files made in the hidden directory.
+            gid: group of a new lock file, or -1 for the default group in the hidden directory.
             by_link: False if locks do not follow links there; see `locks_follow_links`.
 
         Raises:
-            LockHeldError: if another writer holds it.
-            OSError: if it cannot be created, or not moved out of the hidden directory (EXDEV).
+            LockHeldError: if another writer holds the lock.
+            OSError: if the lock file cannot be created, or not moved out of the hidden directory
+                (EXDEV).
         """
         hidden = cls._create_hidden(workspace_fd, f"{name}.new", mode, gid)
         held: HeldLock | None = None
@@ -80,19 +81,19 @@ class HeldLock:
             raise LockHeldError
         finally:
             if held is not hidden:
-                with suppress(OSError):  # a hidden file that stays is replaced by the next one
+                with suppress(OSError):  # the next lock replaces a hidden file that stays
                     hidden.remove()
 
     @classmethod
     def create(cls, dir_fd: int, name: str, mode: int) -> HeldLock | None:
-        """Create the lock file under its name, then lock it. For names that no reader waits for.
+        """Create the lock file, then lock it. Readers may see the file before it is locked.
 
         Returns:
             None if another process locked or removed the file before it was locked here.
 
         Raises:
             FileExistsError: if the name exists.
-            OSError: if it cannot be created, or its filesystem has no flock.
+            OSError: if the lock file cannot be created, or the filesystem has no flock.
         """
         fd = open_name(name, _CREATE, mode, dir_fd=dir_fd)
         held = cls(dir_fd, name, fd)
@@ -107,8 +108,8 @@ class HeldLock:
     def adopt(cls, dir_fd: int, name: str) -> HeldLock | None:
         """Lock an existing lock file without waiting.
 
-        Return None if a writer or a reader holds it, or there is no regular file of that name.
-        Raises OSError if it cannot be opened.
+        Return None if a writer or a reader holds the lock, or there is no regular file of that
+        name. Raises OSError if the file cannot be opened.
         """
         try:
             fd = open_name(name, _OPEN, dir_fd=dir_fd)
@@ -128,21 +129,21 @@ class HeldLock:
         return has_name(self.fd, self._name, self._dir_fd)
 
     def append(self, line: bytes) -> None:
-        """Append to the lock file, all of the line or nothing. Raises OSError."""
+        """Append the whole line to the lock file, or nothing. Raises OSError."""
         size = os.fstat(self.fd).st_size
         with OnError(os.ftruncate, self.fd, size):
             write_at(self.fd, memoryview(line), size)
 
     def content(self) -> bytes:
-        """Return the content, limited to what a server would write. Raises OSError."""
+        """Return the content, limited to 16 MiB. Raises OSError."""
         return read_bytes(self.fd, min(os.fstat(self.fd).st_size, _CONTENT_MAX), 0)
 
     def release(self) -> None:
-        """Wake the readers. The lock file is kept."""
+        """Release the lock and keep the lock file. The readers wake up."""
         unlock_and_close(self.fd)
 
     def remove(self) -> None:
-        """Remove the lock file if it still has its name, and wake the readers."""
+        """Remove the lock file if it still has the name, and wake the readers."""
         try:
             if self.is_named():
                 with suppress(FileNotFoundError):  # a consumer may remove it between the two calls
@@ -154,7 +155,7 @@ class HeldLock:
     def _create_hidden(cls, workspace_fd: int, name: str, mode: int, gid: int) -> HeldLock:
         try:
             fd = open_name(name, _CREATE, mode, dir_fd=workspace_fd)
-        except FileExistsError:  # planted, or left by this server when it could not be removed
+        except FileExistsError:  # planted, or this server could not remove it
             os.unlink(name, dir_fd=workspace_fd)
             fd = open_name(name, _CREATE, mode, dir_fd=workspace_fd)
         hidden = cls(workspace_fd, name, fd)
@@ -166,7 +167,7 @@ class HeldLock:
         return hidden
 
     def _link(self, dir_fd: int, name: str, mode: int, by_link: bool) -> HeldLock | None:
-        """Give this hidden lock its name, or else lock a new file of that name. None: it exists."""
+        """Publish this lock as `name`, or create it there. Return None if `name` exists."""
         with suppress(FileExistsError):
             if not by_link or not link(self._dir_fd, self._name, dir_fd, name):
                 return HeldLock.create(dir_fd, name, mode)
@@ -177,7 +178,7 @@ class HeldLock:
         return None
 
     def _take_over(self, dir_fd: int, name: str) -> HeldLock | None:
-        """Lock the file `name`, or replace it by this hidden lock. None: it is held or has gone."""
+        """Lock the file `name`, or replace it by this lock. Return None if it is held or gone."""
         try:
             fd = open_name(name, _OPEN, dir_fd=dir_fd)
         except FileNotFoundError:
@@ -190,12 +191,12 @@ class HeldLock:
                 if not has_name(fd, name, dir_fd):
                     return None
                 if stat.S_ISREG(os.fstat(fd).st_mode):
-                    held = HeldLock(dir_fd, name, fd)  # keep its mode: it may belong to another user
+                    held = HeldLock(dir_fd, name, fd)  # keep the mode of another user
                     return held
             elif not flock_now(fd, fcntl.LOCK_SH):
                 return None
-            # Only readers hold it. They keep their locks on the old file, and a new file takes its
-            # name. Holding the old one as well keeps other writers from adopting it meanwhile.
+            # Only readers hold it. They keep their locks on the old file, and a new file replaces
+            # it. Also holding the old file keeps other writers from adopting it meanwhile.
             return self._rename(dir_fd, name)
         finally:
             if held is None:
@@ -208,15 +209,14 @@ class HeldLock:
 
 
 def locks_follow_links(dir_fd: int, name: str) -> bool:
-    """Return whether a lock on a file is seen through a hard link to it.
+    """Return whether a lock on a file is seen through a hard link to the file. Raises OSError.
 
-    It is not on FUSE filesystems that make a node of each name (bindfs), nor where there are no
-    hard links. There a lock file gets its name some microseconds before it is locked. Raises
-    OSError.
+    False on FUSE filesystems with a node per name (bindfs), and without hard links. There a lock
+    file gets the name some microseconds before it is locked.
 
     Args:
-        dir_fd: the directory, in which a link is made and removed.
-        name: a file in it that this process has locked.
+        dir_fd: the directory. A link is created and removed there.
+        name: a file in the directory that this process has locked.
     """
     other = f"{name}.link"
     if not link(dir_fd, name, dir_fd, other):
@@ -241,7 +241,7 @@ def flock_now(fd: int, kind: int) -> bool:
 
 def unlock_and_close(fd: int) -> None:
     try:
-        # Explicitly: a forked child would keep the lock with its copy of the descriptor.
+        # Explicitly: a copy of the descriptor in a forked child would keep the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)

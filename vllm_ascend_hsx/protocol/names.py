@@ -12,12 +12,12 @@ ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
 SERVER_LOCK = "lock"  # in a server's hidden directory
 TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"  # a shard and the files beside it
-# A directory with shards has a file of this name: a reader that misses a file need not list the
-# directory to know that there are none.
+# A directory with shards has a file of this name. Without it, a reader that misses a file need not
+# list the directory.
 SHARDS_MARK = "hsx-shards"
 REMOVED = f"hsx-removed{INDEX}"  # an index without a shard: consumers add the members to hide
-# Suffixes of all files that servers, consumers and `hsx generate` (its ledger is *.jsonl) make in
-# a storage directory, except for SHARDS_MARK.
+# Suffixes of all files that servers, consumers and `hsx generate` (ledger: *.jsonl) create in a
+# storage directory, except for SHARDS_MARK.
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
 
 NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
@@ -39,10 +39,11 @@ _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 def file_name(request_id: str) -> str:
     """Return the name of a request's data file.
 
-    An id of letters, digits, '_', '-' and '.' that starts with neither '-' nor '.' is used
-    unchanged. Any other id is sanitised, truncated, and followed by '~' and 128 bits of its
-    SHA-256, so two ids never share a file. The result is one path component of at most `NAME_MAX -
-    COMPANION_ROOM` ASCII characters that starts with no dot and ends with `DATA_SUFFIX`.
+    An id of at most `_ID_MAX` letters, digits, '_', '-' and '.' that starts with neither '-' nor
+    '.' is used unchanged. Any other id is sanitised, truncated, and followed by '~' and 128 bits of
+    its SHA-256, so two ids never share a file. The result is one path component of at most
+    `NAME_MAX - COMPANION_ROOM` ASCII characters that starts with no dot and ends with
+    `DATA_SUFFIX`.
 
     Args:
         request_id: any string of any length. Lone surrogates are allowed.
@@ -54,7 +55,7 @@ def file_name(request_id: str) -> str:
 
 
 def sanitize(request_id: str) -> str:
-    """Return the id without characters that file names must not have: the part before the '~'."""
+    """Replace characters that file names must not have. The result is the part before the '~'."""
     return _UNSAFE.sub("_", request_id).lstrip(".-")
 
 
@@ -67,9 +68,9 @@ def partial_name(name: str, token: str = "") -> str:
 
 
 def workspace_name(token: str, is_locked: bool = True) -> str:
-    """Return the name of the hidden directory that a server makes files in.
+    """Return the name of a server's hidden directory.
 
-    Nobody cleans up one without a lock.
+    Nobody cleans up a directory without a lock.
     """
     return f".hsx-{token}" if is_locked else f".hsx-unlocked-{token}"
 
@@ -94,7 +95,7 @@ def parse_shard_name(name: str) -> tuple[str, str, str] | None:
 def refusal(name: str) -> str | None:
     """Return why `name` cannot be a data file's name, or None if it can.
 
-    This also holds for names that `file_name` did not make.
+    `name` may come from a client instead of `file_name`.
     """
     problem = _component_refusal(name)
     if problem is None and not name.endswith(DATA_SUFFIX):
@@ -124,7 +125,7 @@ def printable(text: str) -> str:
 def below(path: str, directory: str) -> str | None:
     """Return the part of `path` after `directory`, or None if `path` is not below it.
 
-    Both are taken literally; nothing is resolved.
+    Both paths are taken literally; nothing is resolved.
     """
     prefix = directory.rstrip("/") + "/"
     return path[len(prefix) :] if path.startswith(prefix) else None

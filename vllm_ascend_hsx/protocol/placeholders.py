@@ -1,4 +1,4 @@
-"""Which rows of a prompt belong to which image: ranges of token positions, in the metadata."""
+"""The rows of each image in a prompt: ranges of token positions, in the metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def encode_placeholders(placeholders: Sequence[Placeholder]) -> dict[str, str]:
 
 
 def placeholders_of(metadata: Mapping[str, str]) -> list[Placeholder]:
-    """Return the items of a prompt in its order.
+    """Return the items of a prompt in order.
 
     Raises ValueError if they are invalid, overlap, or are not all within the prompt.
     """

@@ -1,6 +1,6 @@
 """Relate vLLM's internal request ids to the ids of the responses that clients see.
 
-vLLM puts this around the id of a response, to make that of a request (0.23.0):
+vLLM derives the id of a request from the id of the response (0.23.0):
 
     [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
 
@@ -11,7 +11,7 @@ completions (entrypoints/openai/completion/serving.py:180) and the items of /gen
 (entrypoints/openai/chat_completion/batch_serving.py:151). The digits are present unless
 VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set (v1/engine/input_processor.py:240).
 
-Clients choose ids that differ by a number. So a form is taken only where an endpoint uses it.
+Clients choose ids that differ by a number, so a form is accepted only where an endpoint uses it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import re
 _CHAT = "chatcmpl-"
 _NUMBERED = ("cmpl-", "generative-scoring-")
 _WITH_SAMPLES = (_CHAT, "generate-tokens-")
-# Clients of /v1/responses choose the id: it may begin like a sample's.
+# Clients of /v1/responses choose the id: it may begin like the id of a sample.
 _TURN = re.compile(r"(?:.*_)?[0-9]+", re.DOTALL)
 _LATER_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
-# Of at most seven digits: eight are the random ones.
+# At most seven digits: eight digits are the random suffix.
 _PROMPT = "[0-9]{1,7}"
 _RANDOM = "(-[0-9a-f]{8})?"
 _INTERNAL_ID = re.compile(rf"(?:(?P<sample>[0-9]+)_)?(?P<id>.*?){_RANDOM}", re.DOTALL)
@@ -32,9 +32,10 @@ _PROMPT_OF_SEVERAL = re.compile(rf"(?P<id>(?:{'|'.join(_NUMBERED)}).*)-(?P<promp
 
 
 def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
-    """Return the API request of an internal id, and which (prompt, sample) of it this is.
+    """Split an internal id into the API request and (prompt, sample).
 
-    A number that the endpoint does not append is part of the API request, and its place empty.
+    A number that the endpoint does not append is part of the API request. Prompt or sample is then
+    empty.
     """
     found = _INTERNAL_ID.fullmatch(request_id)
     assert found is not None  # it matches anything
@@ -43,7 +44,7 @@ def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
         return numbered["id"], (numbered["prompt"], sample)
     if not found["id"].startswith(_WITH_SAMPLES) and _TURN.fullmatch(found["id"]):
         sample = ""
-    # Samples of one parent share its random digits; two requests with the same id do not.
+    # Samples of one parent share the random digits; two requests with the same id do not.
     return request_id[len(sample) + 1 :] if sample else request_id, ("", sample)
 
 
@@ -53,7 +54,7 @@ def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
     Lists come in order of certainty: another client's own chat `NAME_0` looks like the first
     conversation of a batch called `NAME`.
     """
-    turn = [f"{response_id}_{prompt}"] if sample == 0 else []  # there with n = 1 only
+    turn = [f"{response_id}_{prompt}"] if sample == 0 else []  # only with n = 1
     base = f"{response_id}-{prompt}" if response_id.startswith(_NUMBERED) else response_id
     samples = [base, f"0_{base}"] if sample == 0 else [f"{sample}_{base}"]
     if response_id.startswith(_NUMBERED):
@@ -62,14 +63,14 @@ def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
         return [turn]
     if response_id.startswith(_CHAT):
         return [samples, turn]
-    # /v1/responses, or a caller of the engine, who chooses the whole id
+    # /v1/responses, or a caller of the engine that chooses the whole id
     return [turn] if _LATER_TURN.fullmatch(response_id) else [turn, samples]
 
 
 def belongs_to(request_id: str, response_id: str) -> bool:
-    """Return whether a request is one of the response's.
+    """Return whether a request belongs to a response.
 
-    Not for batches of chats: their ids can be those of other clients' chats.
+    Not for batches of chats: their ids can be ids of other clients' chats.
     """
     base = re.escape(response_id)
     if response_id.startswith(_NUMBERED):

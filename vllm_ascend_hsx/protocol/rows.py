@@ -21,8 +21,8 @@ class Adapter(NamedTuple):
     """The adapter (LoRA) of a request, for the metadata.
 
     Attributes:
-        name: under which it is served; empty for the target without an adapter.
-        weights: fingerprint of its weights; empty if it is unknown.
+        name: served name of the adapter; empty for the target without an adapter.
+        weights: fingerprint of the adapter's weights; empty if unknown.
     """
 
     name: str = ""
@@ -44,10 +44,10 @@ class RowFormat:
         model: name of the target model, for the metadata.
         quantization: "fp8" stores float8_e4m3fn with a scale per row; "none" stores the model's
             values.
-        weights: fingerprint of the target's weights, for the metadata; empty if it is unknown.
-        basis: of a rotated target, for the metadata: "model" if rows are turned back, else
-            "rotated"; empty for other targets.
-        adapter: of a request, for the metadata.
+        weights: fingerprint of the target's weights, for the metadata; empty if unknown.
+        basis: basis of a rotated target's rows, for the metadata: "model" if rows are turned back,
+            else "rotated"; empty for other targets.
+        adapter: adapter of a request, for the metadata.
 
     Raises:
         ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
@@ -103,5 +103,5 @@ class RowFormat:
 
     @cached_property
     def stored_row_bytes(self) -> int:
-        """Bytes of a row in the file, without its scale."""
+        """Bytes of a row in the file, without the scale."""
         return self.num_layers * self.hidden_size if self.is_quantized else self.row_bytes

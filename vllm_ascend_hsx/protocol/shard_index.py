@@ -1,4 +1,4 @@
-"""The index of a shard, line by line, and the manifest that is derived from both."""
+"""The lines of a shard's index, and the manifest derived from index and tar file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, end_of_member, is_headed, round_up
 
-# Most names; the others are examined in path_refusal.
+# Matches most names. path_refusal examines the others.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
 SHARD_FORMAT_VERSION = "1"
-# A server seals a shard long before its index has as many bytes; what has more is not read.
+# Larger indexes are not read. A server seals a shard long before.
 INDEX_MAX = 256 << 20
 REMOVED_MAX = 512 << 20  # bytes of the list of removed members: some five million
 # Metadata of a member that differ between the members of a shard.
@@ -30,22 +30,22 @@ _OF_ONE = (
     "lora", "lora_weights", "checksum", PLACEHOLDERS,
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-LONGEST_LINE = 16 << 20  # bytes; what is longer is no line of a server
-SEAL_AT = INDEX_MAX // 4  # bytes of an index at which its server seals the shard
+LONGEST_LINE = 16 << 20  # bytes; a server writes no longer line
+SEAL_AT = INDEX_MAX // 4  # bytes of an index at which the server seals the shard
 INDEX_LARGEST = SEAL_AT + LONGEST_LINE  # most bytes of an index that a server has written
 
 
 @dataclass(frozen=True)
 class Member:
-    """A request in a shard, as its line in the index describes it.
+    """A request in a shard, as a line of the index describes it.
 
     Attributes:
-        name: path below the storage directory, as if it were a file of its own.
-        offset, size: of its safetensors file, in bytes of the shard.
-        tokens: its rows.
+        name: path below the storage directory, like the path of a separate file.
+        offset, size: offset in the tar file and size of the safetensors file, in bytes.
+        tokens: number of rows.
         request_id: as in the file's metadata.
-        checksum: as in the file's metadata; empty if that has none.
-        time_ns: when it was published, since the epoch, by the clock of its server.
+        checksum: as in the file's metadata; empty if there is none.
+        time_ns: time of publication in nanoseconds since the epoch, by the server's clock.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A line in the list of removed members. It hides one member, whatever the order of lines.
+    """A line in the list of removed members. It hides one member, in any order of lines.
 
     Attributes:
-        name: of the member.
-        stem: stem of the names of its shard.
-        offset: of the member in the shard.
+        name: name of the member.
+        stem: stem of the shard's names.
+        offset: offset of the member in the shard.
     """
 
     name: str
@@ -86,7 +86,7 @@ def encode(line: Member | Tombstone) -> bytes:
 
 
 def decode(line: bytes) -> Member | Tombstone | None:
-    """Read a line of an index; None if it is invalid, or its name cannot be that of a data file."""
+    """Decode a line of an index. Return None if it is invalid, or the name is not a data file's."""
     try:
         values = parse(line)
     except ValueError:
@@ -120,14 +120,14 @@ def read_index(fd: int, most: int = INDEX_MAX) -> bytes:
 
 
 def split_lines(content: bytes) -> list[bytes]:
-    """Return the lines of an index without their newlines; a last line without one is left out."""
+    """Return the lines of an index without newlines. An incomplete last line is left out."""
     return content.split(b"\n")[:-1]
 
 
 def end_of_members(fd: int, index: bytes) -> int:
-    """Return where the last member of the tar file `fd` ends, after checking it with its index.
+    """Check the tar file `fd` against the index, and return the end of the last member.
 
-    What follows the first problem is not decoded.
+    Lines after the first problem are not decoded.
 
     Raises:
         ValueError: if a line is invalid, or the members do not follow one another as the index
@@ -147,17 +147,17 @@ def end_of_members(fd: int, index: bytes) -> int:
 
 
 def check_end(fd: int, size: int, end: int, index: bytes) -> None:
-    """Refuse a shard without manifest if the end of its index was lost, with the members there.
+    """Refuse a shard without a manifest if the end of the index was lost.
 
-    A server that dies leaves at most one append without its line, and the beginning of that line.
+    A server that dies leaves at most one append without a line, and the beginning of that line.
 
     Args:
-        fd, size: the tar file, and its size before the index was read.
-        end: where the last member of the index ends.
-        index: its content.
+        fd, size: the tar file, and the size of the tar file before the index was read.
+        end: end of the last member in the index.
+        index: content of the index.
 
     Raises:
-        ValueError: if the end was lost.
+        ValueError: if the end of the index was lost.
         OSError: if the tar file cannot be read.
     """
     if b"\0" in index[index.rfind(b"\n") + 1 :]:
@@ -171,12 +171,12 @@ def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
     """Return the manifest of a shard.
 
     Args:
-        fd: its tar file.
-        index: the content of its index.
+        fd: the tar file.
+        index: content of the index.
         sealed_by: "server" or "recovery".
 
     Raises:
-        OSError: if the tar file cannot be read, or its first member is damaged.
+        OSError: if the tar file cannot be read, or the first member is damaged.
     """
     lines = split_lines(index)
     members = [line for line in map(decode, lines) if isinstance(line, Member)]
@@ -197,7 +197,7 @@ def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
 
 
 def _common_metadata(fd: int, member: Member) -> dict[str, Any]:
-    """Return the part of a member's header that all members of its server share."""
+    """Return the metadata of a member that all members of the server share."""
     try:
         header = read_header(fd, member.offset, member.size)
         states = header.tensors[HIDDEN_STATES]

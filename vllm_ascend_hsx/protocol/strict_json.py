@@ -6,15 +6,15 @@ import json
 import math
 from typing import Any, TypeGuard
 
-LARGEST = 2**62  # of a size, a position or a time: the sum of two fits into an int64
+LARGEST = 2**62  # largest size, position or time: the sum of two fits into an int64
 
 
 def parse(text: bytes | str) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: if it is not JSON in UTF-8, nests too deep, repeats a key, or has a number that
-            is not finite or too long.
+        ValueError: if `text` is not JSON in UTF-8, nests too deep, repeats a key, or has a number
+            that is not finite or too long.
     """
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))

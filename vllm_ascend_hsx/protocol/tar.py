@@ -1,4 +1,4 @@
-"""Headers of tar members whose data begin at a page: make them, and compare them."""
+"""Create and compare headers of tar members whose data begin at a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST = 8**11 - 1  # the largest size that a ustar header can hold
 _FIELDS = struct.Struct("100s8s8s8s12s12s8s1s100s8s247x")
 _MODE, _SIZE, _MTIME, _CHECKSUM = slice(100, 107), slice(124, 135), slice(136, 147), slice(148, 156)
 _NAME_BYTES = 100
-_SHORTEST_COMMENT = 16  # bytes of a record, which begins with its own length
+_SHORTEST_COMMENT = 16  # bytes of a record; the record begins with the length
 
 
 def round_up(number: int, to: int) -> int:
@@ -22,12 +22,12 @@ def round_up(number: int, to: int) -> int:
 
 
 def headers(start: int, name: str, size: int, mode: int, mtime: int) -> bytes:
-    """Return a pax header, whose comment fills the space up to a page, and a ustar header.
+    """Return a pax header and a ustar header. A pax comment fills the space up to a page.
 
     Args:
         start: offset of the headers in the tar file, a multiple of 512.
         name: path of the member.
-        size: bytes of its data, which begin at `start` plus the length of the headers.
+        size: bytes of the data. They begin at `start` plus the length of the headers.
         mode: permissions of the member.
         mtime: seconds since the epoch.
     """
@@ -46,7 +46,7 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
         fd: the tar file.
         offset: offset of the member's data.
         name, size: as for `headers`.
-        start: required offset of its headers; None compares the ustar header alone.
+        start: required offset of the headers; None compares the ustar header alone.
 
     Raises:
         OSError: if the file cannot be read.
@@ -63,10 +63,10 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
 
 
 def end_of_member(fd: int, start: int) -> int | None:
-    """Return where the member with headers at `start` ends, or would end if it were complete.
+    """Return the end of the member with headers at `start`, even if the data are incomplete.
 
-    None if its headers are not whole, or it is too large for them. Raises OSError if the file
-    cannot be read.
+    Return None if the headers are incomplete, or the member is too large for a ustar header. Raises
+    OSError if the file cannot be read.
     """
     try:
         data = start + 2 * BLOCK + int(read_bytes(fd, BLOCK, start)[_SIZE], 8)
@@ -77,7 +77,7 @@ def end_of_member(fd: int, start: int) -> int | None:
 
 
 def _block(name: str, size: int, mode: int, mtime: int, kind: bytes = b"0") -> bytes:
-    """Return a ustar header. What it has no room for is in the pax header before it."""
+    """Return a ustar header. Values that do not fit are in the pax header before it."""
     block = bytearray(
         _FIELDS.pack(
             name.encode("ascii", "replace")[-_NAME_BYTES:].lstrip(b"/"), b"%07o" % mode, b"%07o" % 0, b"%07o" % 0,

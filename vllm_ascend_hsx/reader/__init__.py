@@ -1,1 +1,1 @@
-"""The consumers' side: wait for, load, find and check files. Imports no room but `protocol`."""
+"""The consumers' side: wait for, load, find and check files. Imports only `protocol`."""

@@ -45,13 +45,13 @@ _EXPONENTS = {
 
 
 class Kind(NamedTuple):
-    """What the rows of one dataset have in common.
+    """Properties that all rows of one dataset share.
 
     Attributes:
         layer_ids: residual stream of each layer; empty if the file does not name them.
-        layers, hidden_size: of a row.
-        dtype: the model's, by its name in torch; "bfloat16 in float8_e4m3fn" for quantised rows.
-        rotated: whether rows are in the basis of rotated weights, and not in the model's own.
+        layers, hidden_size: shape of a row.
+        dtype: torch's name of the model's dtype; "bfloat16 in float8_e4m3fn" for quantised rows.
+        rotated: whether rows are in the basis of rotated weights, not in the model's own basis.
         lora: name of the adapter (LoRA); empty without one.
     """
 
@@ -73,7 +73,7 @@ _UNKNOWN = Kind()
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known about a file's tokens before it is read.
+    """The expected tokens of a file.
 
     Attributes:
         prompt: token ids of the prompt; None if unknown.
@@ -84,7 +84,7 @@ class Expected:
     output: Sequence[int] | None
 
     def difference(self, token_ids: Numbers) -> str | None:
-        """Return how `token_ids` int64 [tokens] differ from what is known, or None."""
+        """Return how `token_ids` int64 [tokens] differ from the expected tokens, or None."""
         if self.prompt is None:
             return None
         prompt = len(self.prompt)
@@ -106,15 +106,15 @@ class Examination:
 
     Attributes:
         path: the file.
-        problem: what is wrong with the file, in one sentence, or None.
-        is_there: False if there is no file to judge: it was removed, or a server is writing it.
-        tokens, prompt_tokens: number of rows, and of those of the prompt (None if not stated).
-        kind: what all files of one dataset have in common.
-        num_bytes: of the hidden states, with the scales of quantised rows.
-        file_bytes: of the file.
+        problem: the problem of the file, in one sentence, or None.
+        is_there: False if there is no file to check: it was removed, or a server is writing it.
+        tokens, prompt_tokens: number of rows, and of rows of the prompt (None if not stated).
+        kind: properties that all files of one dataset share.
+        num_bytes: bytes of the hidden states, with the scales of quantised rows.
+        file_bytes: bytes of the file.
         token_norms: float32 [tokens, layers], Euclidean norms of the dequantised rows, on request.
-        tiny_tokens: quantised rows at the smallest scale, which lost accuracy.
-        metadata: of the file.
+        tiny_tokens: number of quantised rows at the smallest scale. They lost accuracy.
+        metadata: metadata of the file.
     """
 
     path: Path
@@ -138,13 +138,13 @@ class Examination:
 
     @property
     def weights(self) -> str | None:
-        """Fingerprint of the target's weights, with that of its adapter's; None if not stated."""
+        """Fingerprint of the weights of target and adapter (if any); None if not stated."""
         stated = [self.metadata.get(key) for key in ((WEIGHTS, LORA_WEIGHTS) if self.kind.lora else (WEIGHTS,))]
         return None if None in stated else "+".join(filter(None, stated))
 
     @property
     def norms(self) -> list[float]:
-        """Mean of `token_norms` over the tokens, for each layer; empty without them."""
+        """Mean of `token_norms` over the tokens, for each layer; empty without `token_norms`."""
         if self.token_norms is None:
             return []
         mean: list[float] = self.token_norms.sum(0, dtype=np.float64).tolist()
@@ -152,11 +152,11 @@ class Examination:
 
 
 def examine(path: str | Path, *, listed: bool = False, checksum: bool = True, norms: bool = False, timeout: float = 0.0) -> Examination:
-    """Check a file as `check` does. Every failure becomes the problem; nothing is raised.
+    """Check a file like `check`, but report every failure as the problem instead of raising it.
 
     Args:
         path: as for `check`.
-        listed: True if the path is from a listing. If nothing names it now, it was removed.
+        listed: True if the path is from a listing. If it is gone now, it was removed.
         checksum, norms, timeout: as for `check`.
     """
     path = Path(path)
@@ -174,7 +174,7 @@ def examine(path: str | Path, *, listed: bool = False, checksum: bool = True, no
 
 
 def _is_gone(path: Path) -> bool:
-    """Return whether nothing names a file. What cannot be seen is not gone."""
+    """Return whether no directory or index names a file; False if this cannot be determined."""
     try:
         return not is_named(path)
     except OSError:
@@ -195,7 +195,7 @@ def check(
         timeout: seconds to wait for a server that is still writing the file.
 
     Returns:
-        What the file holds, and the first problem found.
+        The properties of the file, and the first problem.
 
     Raises:
         HiddenStatesError: the request failed, or this is not a file of hidden states.
@@ -241,12 +241,12 @@ def _numbers(fd: int, tensor: TensorInfo) -> Numbers:
 def _read_rows(
     place: Place, header: Header, scales: Numbers | None, checksum: bool, norms: bool
 ) -> tuple[str | None, npt.NDArray[np.float32] | None]:
-    """Read all that follows the header, once.
+    """Read all bytes after the header, once.
 
-    No file is mapped: a mapped file that is truncated meanwhile would end the process.
+    The file is not mapped: truncating a mapped file would end the process.
 
     Returns:
-        The first problem, and the norms if they are asked for.
+        The first problem, and the norms if requested.
     """
     stated = stated_checksum(header.content, header.metadata) if checksum else None
     if checksum and stated is None and names_checksum(header.metadata):
@@ -256,7 +256,7 @@ def _read_rows(
     for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
         is_rows = name == HIDDEN_STATES
         unit = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype] if is_rows else 8
-        # torch computes norms with threads, which small blocks would keep starting.
+        # torch computes norms with threads; small blocks would start them again and again.
         step = max(1, (64 if norms else 1) * _BLOCK // unit) * unit
         for begin in range(tensor.begin, tensor.end, step):
             block = read_at(place.fd, begin, min(begin + step, tensor.end))
@@ -273,7 +273,7 @@ def _read_rows(
 
 
 def _not_finite(name: str, tensor: TensorInfo, begin: int, block: memoryview) -> str | None:
-    """Name the first number of a block that is infinite or NaN."""
+    """Describe the first infinite or NaN number of a block, or return None."""
     kind, mask = _EXPONENTS[tensor.dtype]
     bits = np.frombuffer(block, kind)
     bits = bits & bits.dtype.type(mask)
@@ -300,7 +300,7 @@ def _norms(block: memoryview, tensor: TensorInfo, scales: Numbers | None, first:
 
 
 def _contradiction(found: Examination, token_ids: Numbers) -> str | None:
-    """Return what in the metadata does not fit the tensors."""
+    """Describe a contradiction between metadata and tensors, or return None."""
     layer_ids, layers, prompt = found.kind.layer_ids, found.kind.layers, found.prompt_tokens
     if layer_ids and len(layer_ids) != layers:
         return f"it names {len(layer_ids)} layer ids and has {layers} layers"

@@ -21,12 +21,12 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     """One item per file, memory-mapped on access. Safe in worker processes of a DataLoader.
 
     Args:
-        source: a list of files, or a directory: the complete files and members of shards below it,
-            sorted by path.
+        source: a list of files, or a directory for all complete files and members of shards below
+            it, sorted by path.
         layer_ids: residual streams of an item, in this order; None for all layers of the file.
         dtype: dtype to which rows are converted; None for the model's.
         max_tokens: length to which longer sequences are truncated, at least 1; None for no limit.
-        verify: whether to compare each file with its checksum when it is loaded.
+        verify: whether to verify the checksum of each file when it is loaded.
 
     An item is a dict:
         hidden_states: [tokens, layers, hidden]. Quantised rows are dequantised.

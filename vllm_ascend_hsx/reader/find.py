@@ -1,8 +1,8 @@
-"""Find files: that of a response which does not name it, all below a directory, orphaned locks.
+"""Find the file of a response that does not name it, all files of a directory, orphaned locks.
 
 vLLM 0.23.0 returns `kv_transfer_params` for only one prompt and one sample of a request, and not at
 all in a stream or if a stop string ended the request. But the file is named after vLLM's internal
-id, which contains the id of the response: see protocol/request_ids.py.
+id, and the internal id contains the id of the response: see protocol/request_ids.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
 def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
     """Return the path, for `load`, of one prompt and sample of a response, complete or not.
 
-    The path exists once the server has started the prompt, so always when text has been returned.
-    This reads all names in the directory; `kv_transfer_params["hidden_states_path"]` of a response,
-    if present, is faster.
+    The path exists once the server has started the prompt, so always after text was returned. This
+    reads all names in the directory; `kv_transfer_params["hidden_states_path"]` of a response, if
+    present, is faster.
 
     Args:
         directory: the server's storage directory.
@@ -42,8 +42,8 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
             client that sends the header `X-Request-Id: NAME` knows it in advance: `cmpl-NAME` for
             completions, `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is the
             `request_id` that the client sends in the body. /inference/v1/generate answers with an
-            id that differs from its internal one, `generate-tokens-NAME`. Choose no id that is
-            another one with `_` and a number, as vLLM numbers conversations and turns.
+            id that differs from the internal id `generate-tokens-NAME`. Choose no id that is
+            another id with `_` and a number: vLLM numbers conversations and turns like this.
         prompt: index of the prompt in a request for several completions, of the item in a scoring
             request, of the conversation in a batch of chats, or of the turn in a response whose
             tools the server called.
@@ -51,12 +51,12 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
 
     Raises:
         FileNotFoundError: if there is no file, lock or error: the request has not started, was
-            aborted or opted out, or its file was removed.
-            Ids of more than about 170 characters are not found, and the error tells why.
-        LookupError: if there are several, because several requests had this id.
+            aborted or opted out, or the file was removed.
+            Ids of more than about 170 characters are not found, and the error explains this.
+        LookupError: if several requests had this id.
         ValueError: if `prompt` or `sample` is not an index.
-        OSError: if the directory cannot be read, or there is nothing and an index of another user
-            may have it.
+        OSError: if the directory cannot be read, or nothing is found and an index that this user
+            may not read may have the request.
     """
     for name, value in (("prompt", prompt), ("sample", sample)):
         require_whole(name, value, 0, "give a whole number, counted from 0")
@@ -92,7 +92,7 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
 
 
 def _is_hashed(base: str) -> bool:
-    """Return whether the name of an id's file lacks the random digits after it: it is too long."""
+    """Return whether an id is too long for a file name with the random digits after it."""
     return _RANDOM.search(file_name(f"{base}-00000000").removesuffix(DATA_SUFFIX)) is None
 
 
@@ -109,8 +109,8 @@ def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError],
 def orphaned_locks(directory: str | Path) -> list[Path]:
     """Return the free locks below a directory that have neither data nor an error, sorted.
 
-    Locks that a living server on another machine may hold are left out. So are folders that cannot
-    be read.
+    Locks that a living server on another machine may hold are left out, and folders that cannot be
+    read.
     """
     found: list[Path] = []
     for folder, inside, files in os.walk(directory):
@@ -132,8 +132,8 @@ def orphaned_locks(directory: str | Path) -> list[Path]:
 def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """Return the data and error files below a directory and the members of shards there, sorted.
 
-    Hidden names are left out. A folder, or the shards of one, that cannot be read is passed to
-    `on_error` and skipped. Raises OSError if `directory` is no directory, or something cannot be
-    read without `on_error`.
+    Hidden names are left out. A folder or index that cannot be read is skipped, and the error is
+    passed to `on_error`. Raises OSError if `directory` is no directory, and without `on_error` for
+    a folder or index that cannot be read.
     """
     return paths_below(directory, (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX), on_error)

@@ -1,7 +1,7 @@
 """Wait for a request's file and load it, or report why the request failed.
 
-Needs torch, but neither vLLM nor torch_npu. Also reads other producers' files that have the same
-two tensors.
+Needs torch, but neither vLLM nor torch_npu. Also reads files of other producers if they have the
+same two tensors.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dty
 if TYPE_CHECKING:
     import torch
 
-# Seconds in which another reader, which may try an exclusive lock, has let go of it.
+# Seconds to wait for another reader that tries an exclusive lock for a moment.
 _MOMENT_S = 0.05
-# Seconds between two looks for a file whose lock does not reach this machine. No event does:
-# inotify does not report changes that other machines make.
+# Seconds between two looks for a file whose lock does not reach this machine. inotify does not
+# report changes that other machines make.
 _POLL_S = 0.5
 _NOTHING = (
     "there are no hidden states, lock or error; was the request refused (see hidden_states_error in its response) "
@@ -65,7 +65,7 @@ class HiddenStatesError(Exception):
 
     Attributes:
         path: the requested file.
-        reason: one sentence, from the server if it could leave one.
+        reason: one sentence, from the server if it left a reason.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -84,7 +84,7 @@ class HiddenStates(NamedTuple):
         hidden_states: [tokens, layers, hidden] in the model's dtype, layers in the order given to
             the server. float8_e4m3fn if rows are quantised and were loaded with dequantize=False.
         token_ids: int64 [tokens], prompt first, then output.
-        metadata: the file's metadata; empty if its producer wrote none.
+        metadata: the file's metadata; empty if the producer wrote none.
         scales: float32 [tokens, 1, 1] if the file's rows are quantised, else None.
     """
 
@@ -99,7 +99,7 @@ class HiddenStates(NamedTuple):
 
         Raises:
             KeyError: if the metadata have no layer ids.
-            ValueError: if the metadata are invalid, which those from `load` never are.
+            ValueError: if the metadata are invalid. Metadata from `load` are valid.
         """
         ids = layer_ids_of(self.metadata)
         if ids is None:
@@ -138,30 +138,30 @@ def load(
 
     Sleeps until the server releases the file's lock: the file is complete, the request failed, or
     the server died. A file without a lock is complete. Locks of a server on another machine may not
-    reach this one. Then `load` waits while that server has a heartbeat.
+    reach this machine. Then `load` waits while that server has a heartbeat.
 
     Args:
         path: the path from the response (`kv_transfer_params["hidden_states_path"]`).
         timeout: most seconds to wait for the server, 0 or more. None or infinity waits forever.
         mmap: whether to map the file instead of reading it. Changes to the tensors stay private;
             pages are read on use. Dequantised rows are always read at once.
-        verify: whether to compare the file with the checksum in its metadata, which reads all of
-            it. In format version 1 the checksum covers the tensors only.
+        verify: whether to read the whole file and compare it with the checksum in the metadata. In
+            format version 1 the checksum covers the tensors only.
         dequantize: whether to return quantised rows in the model's dtype. If not, use
             `reader.tensors.dequantized`.
         response_id: the `id` of the response. With it, rows of another request that used the same
-            name are never returned. Not for /inference/v1/generate, whose responses have another
-            id than the engine, nor for a batch of chats, nor for a /v1/responses whose client has
-            chosen an id that begins with `chatcmpl-`.
+            name are never returned. Not for /inference/v1/generate (responses have another id than
+            the engine), for a batch of chats, or for /v1/responses if the client has chosen an id
+            that begins with `chatcmpl-`.
 
     Raises:
-        HiddenStatesError: if the request failed, the server died before the file was complete, the
-            file is invalid or another request's, or it cannot be verified or differs from its
+        HiddenStatesError: if the request failed, the server died before the file was complete, or
+            the file is invalid, belongs to another request, cannot be verified or differs from the
             checksum.
         ValueError: if the timeout is not a number of seconds.
         TimeoutError: if the server is still writing, or may be on another machine.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
-        OSError: if the file, or an index that may have it, cannot be read, or memory is short.
+        OSError: if the file, or an index that may list it, cannot be read, or memory is short.
     """
     with checked(Path(path), timeout) as (place, header):
         if response_id is not None and not belongs_to(owner := header.metadata.get("request_id", ""), response_id):
@@ -174,7 +174,7 @@ def load(
 
 @contextmanager
 def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]:
-    """Open the file for `load`, and yield it with its header. Convert FormatErrors of the block."""
+    """Open the file for `load`, and yield file and header. Convert FormatErrors of the block."""
     with Naming(path):
         place = open_stored(path, timeout)
         try:
@@ -213,7 +213,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             wait_until_released(lock_path, left)
             place = _stored(path)
             if place is None and not os.path.exists(lock_path):
-                place = _stored(path)  # it may have been published in between, and its lock removed
+                place = _stored(path)  # it may have been published in between, and the lock removed
                 if place is None:
                     raise FileNotFoundError(errno.ENOENT, _NOTHING, str(path))
             if place is not None:
@@ -234,7 +234,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
 def _stored(path: Path) -> Place | None:
     """Open the file or member of a request, or return None if there is none yet.
 
-    Raises HiddenStatesError if the request has failed, OSError if it cannot be opened.
+    Raises HiddenStatesError if the request has failed, and OSError if the file cannot be opened.
     """
     with suppress(FileNotFoundError):
         raise HiddenStatesError(path, failure_reason(_companion(path, ERROR_SUFFIX)))
@@ -260,18 +260,19 @@ def open_dir(
 ) -> Iterator[tuple[Path, HiddenStates]]:
     """Yield the complete files below a directory and the members of shards there, sorted by path.
 
-    Each is loaded when it is yielded. Those being written, or removed meanwhile, are skipped.
+    Each file is loaded when it is yielded. Files that are being written, or were removed meanwhile,
+    are skipped.
 
     Args:
         directory: the server's storage directory.
         mmap: as for `load`.
         on_bad: called for each invalid file, each file for which memory is short, and each request
-            that failed despite having a file. These are then skipped. Without it the first one ends
-            the iteration, so that no one unknowingly trains on part of a dataset. `hsx verify`
-            also lists what is not found: lines of an index that are damaged, and lost tar files.
+            that failed despite having a file. These are then skipped. Without `on_bad` the first
+            bad file ends the iteration, because nobody should train on part of a dataset
+            unknowingly. `hsx verify` also lists damaged lines of an index, and lost tar files.
 
     Raises:
-        HiddenStatesError: if there is such a file and no `on_bad`.
+        HiddenStatesError: if there is a bad file and no `on_bad`.
         OSError: if the directory, a folder below it, or a file cannot be read.
     """
     for path in paths_below(directory, (DATA_SUFFIX,)):
@@ -292,21 +293,22 @@ def open_dir(
 
 
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
-    """Remove a request's file and its companions. Missing ones are not an error.
+    """Remove the file, lock and error of a request. Missing files are not an error.
 
-    A member of a shard is only hidden: a line marks it as removed, and its bytes remain. A member
+    A member of a shard is only hidden: a line marks it as removed, and the bytes remain. A member
     that gets the name later is not hidden.
 
-    Call this after `load`: the server keeps the lock file for other readers. When it has returned,
-    another request may have the name.
+    Call this after `load`, because the server keeps the lock file for other readers. Afterwards
+    another request may use the name.
 
     Args:
         path: as for `load`.
-        keep_data: whether to remove the companions only.
+        keep_data: whether to remove only lock and error.
 
     Raises:
         TimeoutError: if the server is still writing, or may be on another machine. Then nothing is
-            removed: without its lock the server could not tell that another request has the name.
+            removed: without the lock, the server could not detect that another request uses the
+            name.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
     path = Path(path)
@@ -315,8 +317,8 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
         wait_until_released(lock, _MOMENT_S)
         if not os.path.lexists(path) and is_left_over(lock, partial(is_decided, path)) and may_be_written_elsewhere(path):
             raise TimeoutError(f"{path}: its lock is free here, but a server on another machine may still be writing it")
-    # The lock first: without it readers treat the data as complete; with a lock and no data they
-    # would report a dead server.
+    # The lock first: without a lock readers treat the data as complete; with a lock and no data
+    # they would report a dead server.
     is_file = os.path.lexists(path)
     _unlink(lock)
     if not keep_data:
@@ -326,7 +328,7 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Remove a file unless it is not there, or has a name that no filesystem could hold."""
+    """Remove a file if it exists. Ignore a name that is too long for any filesystem."""
     try:
         os.unlink(path)
     except OSError as error:
@@ -355,7 +357,7 @@ def reason_in(content: bytes, key: str) -> str:
 
 
 def difference(place: Place, header: Header) -> str | None:
-    """Return how the file differs from what was written, or why it cannot be verified, or None."""
+    """Return how the file differs from the checksum, or why it cannot be verified, or None."""
     stated = stated_checksum(header.content, header.metadata)
     if stated is None:
         return unverifiable(header.metadata)

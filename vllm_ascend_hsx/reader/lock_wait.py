@@ -1,4 +1,4 @@
-"""Wait for the lock of a request: until its writer releases it, or finds that none holds it."""
+"""Wait until the writer of a request releases the lock, and detect locks without a writer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from vllm_ascend_hsx.protocol.lock import flock_now, has_name, unlock_and_close
 
 
 def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
-    """Return whether the lock at `path` is free and its request was never finished.
+    """Return whether the lock at `path` is free and the request was never finished.
 
-    Either its server died, or a consumer kept the lock file. `is_decided` returns whether there
-    are data or an error; no writer can take the lock over meanwhile.
+    Either the server died, or a consumer kept the lock file. `is_decided` returns whether there are
+    data or an error. No writer can take over the lock during that call.
 
     Raises:
-        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
+        OSError: if the lock cannot be opened, is not a regular file, or its filesystem has no
+            flock.
     """
     try:
         fd = open_regular(path)
@@ -37,14 +38,15 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
 
 
 def wait_until_released(path: Path, timeout: float | None) -> bool:
-    """Wait until no writer holds the lock file at `path`; return whether there was one.
+    """Wait until no writer holds the lock file at `path`. Return whether the file existed.
 
-    A `timeout` of None or infinity waits forever; others are in seconds.
+    `timeout` is in seconds; None or infinity waits forever.
 
     Raises:
         ValueError: if the timeout is not a number of seconds.
-        TimeoutError: if a writer still holds it.
-        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
+        TimeoutError: if a writer still holds the lock.
+        OSError: if the lock cannot be opened, is not a regular file, or its filesystem has no
+            flock.
     """
     deadline = deadline_after(timeout)
     seen = False
@@ -64,8 +66,8 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
                 unlock_and_close(fd)
 
 
-# flock() has no timeout, so threads sleep in it. One per lock file, however often a reader times
-# out and retries: descriptor and result, by (device, inode).
+# flock() has no timeout, so threads sleep in it. There is one thread per lock file, even if readers
+# time out and retry. Descriptor and result by (device, inode).
 _sleepers: dict[tuple[int, int], tuple[int, futures.Future[None]]] = {}
 _sleepers_mutex = threading.Lock()
 
@@ -106,7 +108,7 @@ def _start_sleeper(key: tuple[int, int], path: Path, fd: int) -> tuple[int, futu
 
 
 def _forget_sleepers() -> None:
-    """Close the descriptors in a forked child, which has no such threads."""
+    """Close the descriptors in a forked child: the threads do not exist there."""
     global _sleepers_mutex
     _sleepers_mutex = threading.Lock()
     for own, _ in _sleepers.values():

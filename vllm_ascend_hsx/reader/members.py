@@ -1,4 +1,4 @@
-"""The members that a path names: in the shards of its directory, or of a directory above."""
+"""Find the members for a path, in the shards of the same directory or of a directory above."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shards import Place, Shards, UnreadableIndexError
 
 _known: dict[str, Shards] = {}
-os.register_at_fork(after_in_child=_known.clear)  # another thread may have held a mutex of theirs
+os.register_at_fork(after_in_child=_known.clear)  # another thread may have held a mutex
 
 
 def shards_of(directory: str | os.PathLike[str]) -> Shards:
-    """Return the shards of a directory, with what this process has read of them before."""
+    """Return the shards of a directory. The process keeps one object per directory."""
     key = os.path.abspath(directory)
     return _known.get(key) or _known.setdefault(key, Shards(key))
 
 
 def _shards_above(path: Path) -> Iterator[tuple[Shards, str]]:
-    """Yield the shards that may contain the file `path`, each with its name in them."""
+    """Yield the shards that may contain the file `path`, each with the name of the file there."""
     whole = directory = os.path.abspath(path)
     for _ in range(MAX_DEPTH + 1):
         directory, _, name = directory.rpartition("/")
         if not name:
             return
-        # A directory whose members were listed is searched even if its mark is gone.
+        # A directory whose members were listed is searched even if the mark is gone.
         if directory in _known or os.path.lexists(f"{directory}/{SHARDS_MARK}"):
             yield shards_of(directory or "/"), whole[len(directory) + 1 :]
 
@@ -37,7 +37,8 @@ def _shards_above(path: Path) -> Iterator[tuple[Shards, str]]:
 def open_member(path: Path) -> Place | None:
     """Open the member that `path` names in a directory above it, or return None.
 
-    Raises OSError, among them UnreadableIndexError if there is none that this user may read.
+    Raises UnreadableIndexError if only an index that this user may not read can have the member,
+    and OSError.
     """
     if (found := _find(path)) is not None:
         tar, line = found
@@ -49,16 +50,16 @@ def open_member(path: Path) -> Place | None:
 def is_named(path: Path) -> bool:
     """Return whether a directory or an index names a path, even if it cannot be opened.
 
-    Raises as `open_member`.
+    Raises like `open_member`.
     """
     return os.path.lexists(path) or _find(path) is not None
 
 
 def _find(path: Path) -> tuple[Path, Member] | None:
-    """Return the tar file and the line of the member `path`, or None. Raises as `open_member`.
+    """Return the tar file and the line of the member `path`, or None. Raises like `open_member`.
 
-    Servers may write in a directory and in a folder of it, and do not see each other's members. Of
-    two for one path readers take the one that was published last.
+    Servers may write in a directory and in a folder of it without seeing each other's members. If
+    two members have one path, readers take the last published member.
     """
     found, unreadable = [], None
     for shards, name in _shards_above(path):
@@ -74,9 +75,9 @@ def _find(path: Path) -> tuple[Path, Member] | None:
 
 
 def remove_member(path: Path, found: bool = False) -> None:
-    """Hide the members that `path` names, if any. Raises as `open_member`.
+    """Hide the members that `path` names, if any. Raises like `open_member`.
 
-    `found` tells that it was a file: then it does not matter what unreadable indexes have.
+    `found` is True if `path` was a file. Then unreadable indexes are ignored.
     """
     unreadable = None
     for shards, name in _shards_above(path):
@@ -93,14 +94,14 @@ def paths_below(
 ) -> list[Path]:
     """Return the files below a directory with a suffix, and the members that have paths there.
 
-    These are members of shards in the directory, below it, and above it, where `load` also looks
-    for them. Hidden names are left out. Folders behind symbolic links are not searched.
+    Like `load`, this searches the shards in the directory, below it, and above it. Hidden names are
+    left out. Folders behind symbolic links are not searched.
 
     Args:
-        directory: where to look.
-        suffixes: of files; members are returned whatever their names.
-        on_error: called for each folder that cannot be read, and for an index, whose members are
-            passed over; None to raise. Folders that are removed meanwhile are no errors.
+        directory: the directory to search.
+        suffixes: suffixes of files. Members are returned with any suffix.
+        on_error: called for each folder or index that cannot be read and is skipped; None to raise.
+            Folders that are removed meanwhile are no errors.
 
     Raises:
         OSError: the directory, or, without `on_error`, an index or a folder cannot be read.
@@ -117,14 +118,14 @@ def paths_below(
             tell(error)
             return ()
 
-    again_if_stale(os.scandir, directory).close()  # os.walk passes over one that is not there
+    again_if_stale(os.scandir, directory).close()  # os.walk ignores a missing directory
     found: set[str] = set()  # Path objects sort three times slower
     for folder, inside, names in os.walk(directory, onerror=tell):
         inside[:] = [name for name in inside if not name.startswith(".")]
         found.update(os.path.join(folder, name) for name in (*inside, *names) if name.endswith(suffixes) and name[0] != ".")
         if SHARDS_MARK in names and folder != os.fspath(directory):
             found.update(os.path.join(folder, name) for name in members(shards_of(folder)))
-    shards_of(directory)  # from now on it is searched even without its mark, which a copy may lack
+    shards_of(directory)  # from now on it is searched even without the mark: a copy may lack it
     found.update(os.path.join(directory, name) for name in _members_above(Path(directory), members))
     return [Path(path) for path in sorted(found)]
 
@@ -134,7 +135,7 @@ def _raise(error: OSError) -> None:
 
 
 def members_in(directory: Path) -> list[str]:
-    """Return the names of members directly in a directory, in its shards or those of one above.
+    """Return the names of members directly in a directory, from shards there or above.
 
     Raises OSError.
     """
@@ -142,7 +143,7 @@ def members_in(directory: Path) -> list[str]:
 
 
 def _members_above(directory: Path, members: Callable[[Shards], Iterable[str]]) -> Iterator[str]:
-    """Yield the paths, below a directory, of members in its shards or those of one above."""
+    """Yield the paths below a directory of members from shards there or above."""
     for shards, name in _shards_above(directory / "_"):
         folder = name[:-1]
         yield from (each.removeprefix(folder) for each in members(shards) if each.startswith(folder))

@@ -24,8 +24,8 @@ from vllm_ascend_hsx.reader.tensors import check_tensors, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-# Seconds between polls, doubled each time: Mooncake signals no event for a new object, which mostly
-# follows the response by some milliseconds.
+# Seconds between polls, doubled each time. Mooncake signals no event for a new object. The object
+# usually follows the response by some milliseconds.
 _FIRST_POLL = 0.001
 _LONGEST_POLL = 0.05
 
@@ -39,9 +39,9 @@ class MooncakeReader:
         master_server_address: host:port of `mooncake_master`.
         metadata_server, protocol, device_name: as in `kv_connector_extra_config.mooncake` of the
             server. With the protocol 'ascend' the reader uses the NPU that `torch.npu.set_device`
-            chose in the calling thread, or else the first visible one.
+            chose in the calling thread, or the first visible NPU.
         local_hostname: name or address by which others reach this machine; None for the address
-            that the master sees.
+            from which this machine reaches the master.
 
     Raises:
         UserError: if the store cannot be reached, Mooncake's package is missing, or the protocol
@@ -72,12 +72,12 @@ class MooncakeReader:
         Args:
             params: the response's `kv_transfer_params`, or the handle in them.
             timeout: most seconds to wait for the server, 0 or more. None or infinity waits forever.
-            verify: whether to compare the data with its checksum, if the server made one.
+            verify: whether to verify the checksum of the data, if the server made one.
             dequantize: whether to return quantised rows in the model's dtype. If not, they are
                 returned as stored, with their scales.
 
         Raises:
-            HiddenStatesError: if the request failed, or its data were removed or differ from their
+            HiddenStatesError: if the request failed, or the data were removed or differ from the
                 checksum.
             TimeoutError: if nothing is in the store yet: the server is still writing or has died,
                 or the handle is wrong.
@@ -102,9 +102,10 @@ class MooncakeReader:
         return assembled(header, partial(_tensor, data), dequantize)
 
     def remove(self, params: Handle) -> None:
-        """Remove all objects of a request, even while they are read. Missing ones are not an error.
+        """Remove all objects of a request, even during a read. Missing objects are not an error.
 
-        The store keeps data until then, even if it runs short of memory: call this after `load`.
+        Call this after `load`: the store keeps the data until then, even if it runs short of
+        memory.
 
         Args:
             params: as for `load`.
@@ -125,7 +126,7 @@ class MooncakeReader:
         self.close()
 
     def _wait(self, handle: str, timeout: float | None) -> bytes:
-        """Return the manifest as soon as it is in the store, which notifies nobody."""
+        """Poll the store for the manifest, and return it. The store signals no event."""
         deadline = deadline_after(timeout)
         delay = _FIRST_POLL
         failure, complete = handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX
@@ -148,7 +149,7 @@ class MooncakeReader:
             delay = min(2 * delay, _LONGEST_POLL)
 
     def _read(self, handle: str, size: int) -> torch.Tensor:
-        """Return the bytes of an object, of which at least `size` are needed."""
+        """Return the bytes of an object of at least `size` bytes."""
         import torch
 
         stored = self._client.size(handle)
@@ -181,7 +182,7 @@ def _handle(params: Handle) -> str:
 
 
 def _tensor(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """Return one tensor, a view of the data if it is aligned, as the server's tensors are."""
+    """Return one tensor, a view of the data if aligned. The server aligns all tensors."""
     part = data[info.begin : info.end]
     dtype = torch_dtype(info.dtype)
     if info.begin % dtype.itemsize:

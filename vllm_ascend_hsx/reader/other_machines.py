@@ -1,4 +1,4 @@
-"""Servers of other machines, whose locks may not reach the machine of a reader."""
+"""Detect servers on other machines whose locks may not reach this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from vllm_ascend_hsx.protocol.names import MAX_DEPTH, token_of_workspace
 class OtherMachines:
     """Servers on other machines whose own locks look free here.
 
-    Each of them has died, or its locks do not reach this machine. The lock file of a request does
-    not name its server. While one of these servers may live, a free lock does not show that the
-    request's server died. A server lives if its heartbeat changes. Clocks of two machines are not
-    compared.
+    Each of these servers has died, or locks do not reach this machine. The lock file of a request
+    does not name a server. So while one of these servers may live, a free lock does not show that
+    the request's server died. A changing heartbeat shows that a server lives. Clocks of two
+    machines are not compared.
 
     Args:
-        path: a request's file. Its server's hidden directory is beside it, or in a directory above.
+        path: a request's file. The hidden directory of the server is in the same directory, or in a
+            directory above.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +33,7 @@ class OtherMachines:
     def living(self) -> str | None:
         """Return a machine whose server may live, or None if no heartbeat changed for RECENT_S.
 
-        The first call assumes that all of them live.
+        The first call assumes that all servers live.
         """
         beats = [beat for each in self._workspaces if (beat := unheld_beat(each)) is not None]
         if beats != self._beats:

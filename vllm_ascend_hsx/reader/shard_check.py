@@ -1,6 +1,6 @@
 """Compare the shards of a directory with their indexes and manifests.
 
-Only what is around the members is read; `check` reads the members themselves.
+This does not read the rows of the members; `check` does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _COUNTED = ("members", "tokens", "bytes", "index_lines", "index_checksum")
 
 
 def shard_problems(directory: str | Path) -> Iterator[tuple[Path, str]]:
-    """Yield each tar file below a directory that contradicts its index or manifest, with why.
+    """Yield each tar file below a directory that contradicts index or manifest, with the problem.
 
-    The index of removals comes last in its folder. Folders that cannot be read are skipped, since
-    `files_in` reports them.
+    The index of removals comes last in each folder. Folders that cannot be read are skipped,
+    because `files_in` reports them.
     """
     for folder, inside, files in os.walk(directory):
         inside.sort()
@@ -55,9 +55,10 @@ def _problems_in(directory: Path, names: set[str]) -> Iterator[tuple[Path, str]]
 
 
 def _unreadable(path: Path, error: OSError) -> str | None:
-    """Return why a shard cannot be compared.
+    """Return the reason why a shard cannot be compared.
 
-    None if a server is making or removing it, or if nothing was ever removed from the directory.
+    Return None if a server is creating or removing the shard, or if nothing was ever removed from
+    the directory.
     """
     index, missing = path.with_suffix(INDEX), Path(error.filename or path)
     if isinstance(error, NotAFileError):
@@ -68,7 +69,7 @@ def _unreadable(path: Path, error: OSError) -> str | None:
         return f"it cannot be read: {error.strerror or error}"
     if missing == index:
         return f"it has no *{INDEX}" if path.exists() and path != index else None
-    with suppress(FileNotFoundError):  # its server removes both
+    with suppress(FileNotFoundError):  # the server removes both files
         if index.stat().st_size:
             return "it is not there, and its index has lines"
     return None
@@ -86,7 +87,7 @@ def _content(path: Path, most: int = INDEX_MAX) -> bytes:
 
 
 def _problem(path: Path, sealed: bool) -> str | None:
-    index = _content(path.with_suffix(INDEX))  # first: its server may be appending
+    index = _content(path.with_suffix(INDEX))  # first: the server may be appending
     try:
         with opened(path) as fd:
             end = end_of_members(fd, index)

@@ -1,4 +1,4 @@
-"""Find requests in the shards of a directory. Only new lines of their indexes are read."""
+"""Find requests in the shards of a directory, reading only new lines of the indexes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from vllm_ascend_hsx.protocol.tar import is_headed
 logger = logging.getLogger(__name__)
 
 _BLOCK = 16 << 20
-# A name that appears within one tick of the filesystem's clock may leave the directory's mtime.
+# A new name may not change the directory's mtime within one tick of the filesystem's clock.
 _TICK_NS = 2_000_000_000
 _REMOVED = REMOVED.removesuffix(INDEX)
 _QUOTED = 100  # bytes of an invalid line
-_LOCK_TIMEOUT_S = 10.0  # for the list of removed members, which others lock for microseconds
+_LOCK_TIMEOUT_S = 10.0  # for the list of removed members; others lock it for microseconds
 _LONGEST_PAUSE_S = 0.05
 
 
 class UnreadableIndexError(PermissionError):
-    """What was asked for may be in an index that this user may not read."""
+    """The requested rows may be in an index that this user may not read."""
 
     def __init__(self, path: Path) -> None:
         remedy = "let this user read it (the server's option file_mode), or call as its owner"
@@ -56,8 +56,8 @@ class Place(NamedTuple):
 
     Attributes:
         fd: the larger file, open for reading; the caller closes it.
-        offset, size: the bytes of the safetensors file.
-        line: its line in the index, if it is a member of a shard.
+        offset, size: offset and size of the safetensors file, in bytes.
+        line: line in the index of a member of a shard, else None.
     """
 
     fd: int
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def member_problem(place: Place, header: Header, line: Member) -> str | None:
-    """Return how a member contradicts its line of the index, or None. Raises OSError."""
+    """Return how a member contradicts a line of the index, or None. Raises OSError."""
     for what, said, found in (
         ("tokens", line.tokens, header.tensors[TOKEN_IDS].shape[0]),
         ("request_id", valid_unicode(line.request_id), header.metadata.get("request_id", "")),
@@ -86,9 +86,9 @@ class _Index:
 
     Attributes:
         identity: device and inode.
-        position: bytes that were read, all of them whole lines.
-        seen: size and time of the last change when it was read.
-        lines: lines that were read, also those that cannot be used.
+        position: number of bytes read.
+        seen: size and time of the last change when the index was read.
+        lines: number of lines read, including invalid lines.
         sealed: True if all lines were read and none will follow.
     """
 
@@ -102,12 +102,12 @@ class _Index:
 class Shards:
     """The members of all shards in a directory. Thread-safe.
 
-    A member is found as soon as its line is in an index, whether the shard is sealed or not. A
-    server refuses a name that has a member, so two members have one name only if their servers
-    could not see each other's. Readers take the one that was published last by its server's clock,
-    and `remove` hides both. An index that another user keeps from being read is passed over, and is
-    an error only if what it may have is asked for. All methods raise OSError if the directory, or
-    an index for another reason, cannot be read.
+    A member is found as soon as an index has the line, in sealed and unsealed shards. A server
+    refuses a name that has a member, so two members have one name only if their servers could not
+    see each other's members. Readers take the last published member by the servers' clocks, and
+    `remove` hides both. An index that this user may not read is skipped, and is an error only if it
+    may have a requested name. All methods raise OSError if the directory, or an index for another
+    reason, cannot be read.
 
     Args:
         directory: the directory of the shards.
@@ -123,7 +123,7 @@ class Shards:
     def find(self, name: str) -> tuple[Path, Member] | None:
         """Return the tar file and the line of the member that has a name, or None.
 
-        Raises UnreadableIndexError if no member ever had it, and an index may not be read.
+        Raises UnreadableIndexError if no member ever had the name, and an index may not be read.
         """
         found = max(self._all_of(name), key=_age, default=None)
         return None if found is None else (self.directory / f"{found[0]}{TAR}", found[1])
@@ -131,8 +131,8 @@ class Shards:
     def members(self, on_unreadable: Callable[[OSError], None] | None = None) -> dict[str, Member]:
         """Return all members by name, sorted.
 
-        `on_unreadable` is called for each index that may not be read. Without it the first one
-        raises UnreadableIndexError.
+        `on_unreadable` is called for each index that may not be read. Without it the first of these
+        indexes raises UnreadableIndexError.
         """
         with self._mutex:
             self._refresh()
@@ -142,17 +142,16 @@ class Shards:
             if on_unreadable is None:
                 raise UnreadableIndexError(each)
             on_unreadable(UnreadableIndexError(each))
-        # Servers write through no link, and `load` and `remove` of such a name would leave the
-        # directory.
+        # Servers write through no link. With a link, `load` and `remove` would leave the directory.
         linked = {folder for folder in {os.path.dirname(name) for name in found} if self._is_linked(folder)}
         return {name: line for name, line in found.items() if os.path.dirname(name) not in linked} if linked else found
 
     def remove(self, name: str) -> bool:
-        """Hide the members of a name from all readers. Return whether there was one.
+        """Hide the members of a name from all readers. Return whether there was a member.
 
-        Their bytes stay in their shards. Several processes may do so at once. Raises OSError if the
-        removal cannot be recorded, and TimeoutError if another process holds the lock of the list.
-        Also raises as `find`.
+        The bytes stay in the shards. Several processes may remove members at once. Raises OSError
+        if the removal cannot be recorded, and TimeoutError if another process holds the lock of the
+        list. Also raises like `find`.
         """
         lines = [encode(Tombstone(name, stem, member.offset)) for stem, member in self._all_of(name)]
         if not lines:
@@ -163,13 +162,13 @@ class Shards:
             if size >= REMOVED_MAX:
                 problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
                 raise OSError(errno.EFBIG, problem)
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line first
                 lines.insert(0, b"\n")
             write_at(fd, memoryview(b"".join(lines)), size)
         return True
 
     def _all_of(self, name: str) -> list[tuple[str, Member]]:
-        """Return the members of a name, each with the stem of its shard. Raises as `find`."""
+        """Return the members of a name, each with the stem of its shard. Raises like `find`."""
         with self._mutex:
             self._refresh()
             if name not in self._members and self._unreadable:
@@ -181,7 +180,7 @@ class Shards:
         return [each for each in self._members.get(name, ()) if (each[0], each[1].offset) not in self._removed]
 
     def _is_linked(self, folder: str) -> bool:
-        """Return whether a symbolic link is on the way to a folder below the directory."""
+        """Return whether the path of a folder below the directory has a symbolic link."""
         return any(os.path.islink(self.directory / part) for part in accumulate(Path(folder).parts, os.path.join))
 
     def _forget(self) -> None:
@@ -218,14 +217,14 @@ class Shards:
                     sealed.add(stem)
         self._listed, self._checked = state, now
         for stem in sorted(found):
-            # With its manifest an index is final, so what is read from now on is all of it.
+            # An index with a manifest is final, so a read from now on is complete.
             index = self._indexes.setdefault(stem, _Index())
             if stem in sealed and not index.sealed and self._read(stem, index):
                 index.sealed = index.sealed or self._is_whole(stem, index)
         return self._indexes.keys() <= found
 
     def _is_whole(self, stem: str, index: _Index) -> bool:
-        """Return whether all lines were read that the manifest counts: it may be copied first."""
+        """Return whether all lines in the manifest were read: it may be copied before the index."""
         try:
             count = parse(read_regular(self.directory / f"{stem}{MANIFEST}"))["index_lines"]
             return isinstance(count, int) and index.lines >= count
@@ -241,7 +240,7 @@ class Shards:
         try:
             fd = open_regular(path)
         except PermissionError:
-            if stem == _REMOVED:  # without it, members that were removed would be there again
+            if stem == _REMOVED:  # without it, removed members would appear again
                 raise
             self._unreadable[stem] = path
             return True
@@ -270,13 +269,13 @@ class Shards:
                     self._report(stem, identity, 0, f"{path.name} has {end} bytes, more than the {most} that readers take")
                     if stem != _REMOVED:
                         return True
-                    end = most  # what these lines have removed stays so
+                    end = most  # the removals in these lines stay
                 while index.position < end:
                     block = read_bytes(fd, min(_BLOCK, end - index.position), index.position)
                     lines = block[: block.rfind(b"\n") + 1]
                     if not lines and len(block) < _BLOCK:  # the last line is still being written
                         break
-                    # A line longer than a block is skipped, except for its end, which is invalid.
+                    # A line longer than a block is skipped; the end of the line is invalid.
                     self._take(stem, index, lines)
                     index.position += len(lines or block)
                     index.lines += lines.count(b"\n")
@@ -286,7 +285,7 @@ class Shards:
         return True
 
     def _take(self, stem: str, index: _Index, lines: bytes) -> None:
-        """Take the lines that can be used."""
+        """Record the members and tombstones of valid lines, and report invalid lines."""
         bad = []
         for text in lines.split(b"\n")[:-1]:
             line = decode(text)
@@ -298,7 +297,7 @@ class Shards:
                 self._members[line.name] = (*self._members.get(line.name, ()), (stem, line))
         if bad:
             problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used"
-            # A link may lead to any file that this process may read, and none other may.
+            # Do not quote through a link: it may lead to a file that only this process may read.
             if not (self.directory / f"{stem}{INDEX}").is_symlink():
                 problem += f", first {bad[0][:_QUOTED].decode('utf-8', 'replace')!a}"
             self._report(stem, index.identity, index.position, problem)
@@ -311,14 +310,14 @@ class Shards:
 
 
 def _age(found: tuple[str, Member]) -> tuple[int, str]:
-    """Return a sort key of a member with the stem of its shard: the newest comes last."""
+    """Return a sort key for a member and the stem of its shard: the newest member comes last."""
     return found[1].time_ns, found[0]
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Lock a file that other processes lock for a moment only. Raises TimeoutError.
+    """Lock a file that other processes lock only for a moment. Raises TimeoutError.
 
-    It polls, because a flock that blocks has no timeout.
+    Polls, because a blocking flock has no timeout.
     """
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     pause = 0.001

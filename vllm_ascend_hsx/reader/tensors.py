@@ -59,7 +59,7 @@ def _check_quantization(metadata: dict[str, str], states: TensorInfo, scales: Te
 
 
 def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows in the model's dtype.
+    """Dequantise rows to the model's dtype.
 
     In bfloat16 and float32 both factors are converted to that dtype and multiplied, as in
     hs_connectors 0.9.0 (fp8_utils.py:54), so both readers give the same bits. In float16 the
@@ -130,7 +130,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
-    """Return the dtype to which quantised rows are dequantised."""
+    """Return the dtype of dequantised rows."""
     return torch_dtype(metadata.get("dtype", "BF16"))
 
 

@@ -201,7 +201,7 @@ class DataFile:
             start_writeback(self.fd, offset, data.nbytes)
 
     def copy(self, source: RowSource, num_rows: int) -> None:
-        """Copy the first rows from another file, in the kernel.
+        """Copy the first rows from another file, in the kernel if possible.
 
         Then read the rows of that file: the checksum must be that of the computed rows. Raises
         OSError.

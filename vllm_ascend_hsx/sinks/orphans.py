@@ -186,7 +186,7 @@ class Cleaning:
             for each in workspace.folders():
                 inside = os.path.join(folder, each)
                 if not self._dry_run:
-                    self._cleaned.discard(inside)  # this server may have left locks there since then
+                    self._cleaned.discard(inside)  # this server may have left new locks
                 is_other = suppress(NotADirectoryError)  # a link may have replaced the folder
                 with self.noting(f"could not clean {inside!r}"), is_other, open_folder(self._dir_fd, inside) as inside_fd:
                     if inside_fd >= 0:

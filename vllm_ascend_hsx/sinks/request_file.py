@@ -130,7 +130,7 @@ class RequestFile(SinkFile):
     def fail(self, reason: str, close: bool = True) -> None:
         self._withdraw()
         if close:
-            self._attempt("close its data", self._close_data)  # first: the reason may need this space
+            self._attempt("close its data", self._close_data)  # first: the reason needs space
         self._leave_reason(reason)
         self._end(keeps_lock=True)
         if close:

@@ -1,1 +1,1 @@
-"""Rows in a Mooncake store: its client, and the objects that a request has there."""
+"""Rows in a Mooncake store: the client, and the objects of a request."""

@@ -24,8 +24,8 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 
-# As in hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28); its MooncakeTransfer compares
-# them.
+# As in hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28). MooncakeTransfer there
+# compares them.
 TRANSFER_VERSION = 1
 ALIGNMENT = 64
 
@@ -52,7 +52,7 @@ def keys_of(handle: str) -> list[str]:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Offsets of a request's tensors in its object.
+    """Offsets of a request's tensors in the object.
 
     Attributes:
         tensors: {name: {"shape", "dtype" (torch's name), "nbytes", "offset"}}. Each tensor begins
@@ -113,7 +113,7 @@ def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
 
 
 def read_manifest(text: bytes) -> Header:
-    """Parse a manifest; tensors have their offsets in the object. Raises FormatError if invalid."""
+    """Parse a manifest. Offsets of tensors are counted in the object. Raises FormatError."""
     try:
         said = parse(text)
         if not isinstance(said, dict) or not isinstance(said.get("tensors"), dict):
@@ -133,5 +133,5 @@ def _tensor_info(said: object) -> TensorInfo:
 
 
 def error_marker(reason: str) -> bytes:
-    """Return the object for `<handle>:error`. hs_connectors' reader reads its key `error`."""
+    """Return the object for `<handle>:error`. hs_connectors' reader reads the key `error`."""
     return json.dumps({"error": reason, "producer": PRODUCER}).encode("ascii")

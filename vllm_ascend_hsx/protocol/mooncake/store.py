@@ -1,4 +1,4 @@
-"""A client of a Mooncake store, with its options and errors. It knows nothing of hidden states."""
+"""A client of a Mooncake store, with options and errors. It knows nothing of hidden states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_hsx.protocol.arguments import LARGEST, parse_size
 from vllm_ascend_hsx.protocol.errors import UserError
 
 # Bytes of the client's own memory, for values outside registered memory: manifests and errors.
-# With 0, over any transport, Mooncake neither puts nor gets such a value: put returns -600
+# With 0, over any transport, Mooncake neither puts nor gets these values: put returns -600
 # (mooncake-store/src/real_client.cpp:1652 in 0.3.11.post1).
 _OWN_BUFFER = 16 << 20
 _CONNECT_TIMEOUT = 5.0  # seconds
@@ -42,7 +42,7 @@ _MEANINGS = {
         "the store has no room for it: have consumers remove what they have read, or give the store more memory "
         "(mooncake.global_segment_size)",
     ),
-    _NOT_FOUND: _HOLDER_GONE,  # of a put: its memory went while it was written
+    _NOT_FOUND: _HOLDER_GONE,  # of a put: the memory was lost during the write
     _TRANSFER_FAILED: _HOLDER_GONE,
     _LEASE_EXPIRED: (errno.ETIMEDOUT, "it took longer than the store's lease: start mooncake_master with a longer -default_kv_lease_ttl"),
     _NO_ANSWER: (errno.ENOTCONN, "mooncake_master does not answer: see that it runs and can be reached"),
@@ -51,7 +51,7 @@ _MEANINGS = {
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 OPTION = "kv_connector_extra_config.mooncake"
-# Holds the one engine of vllm-ascend's KV connectors in this process.
+# Holds the only engine of vllm-ascend's KV connectors in this process.
 _SHARED_ENGINE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
 _FABRIC_MEMORY = "ASCEND_ENABLE_USE_FABRIC_MEM"
 
@@ -101,7 +101,7 @@ class MooncakeError(OSError):
 
     @property
     def is_of_its_place(self) -> bool:
-        """True if a put failed for the place that the master chose, and nothing is left of it."""
+        """True if a put failed because of the place that the master chose, and left nothing."""
         return self.status in (_NOT_FOUND, _TRANSFER_FAILED)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def load_package() -> ModuleType:
     """Return the module `mooncake.store`.
 
     Raises:
-        UserError: if it, or a library that it needs, is missing or too old.
+        UserError: if the package, or a library that it needs, is missing or too old.
     """
     try:
         import mooncake.store
@@ -131,11 +131,11 @@ def load_package() -> ModuleType:
 
 
 def soft_pinned(package: ModuleType) -> Any:
-    """Return the configuration of an object that a full store evicts after all unpinned ones.
+    """Return the configuration of an object that a full store evicts after all unpinned objects.
 
     Args:
-        package: `mooncake.store`. vllm-ascend's images have 0.3.11.post1, whose flag has the same
-            effect as 0.3.13's action (mooncake-integration/store/store_py.cpp:1598).
+        package: `mooncake.store`. The flag of 0.3.11.post1, the version in vllm-ascend's images,
+            has the effect of 0.3.13's action (mooncake-integration/store/store_py.cpp:1598).
     """
     config = package.ReplicateConfig()
     if hasattr(package, "SoftPinAction"):
@@ -148,12 +148,12 @@ def soft_pinned(package: ModuleType) -> Any:
 def bind_npu(npu: int | None = None) -> int:
     """Give the calling thread a context on an NPU, and return the NPU.
 
-    Ascend's transport fails in a thread without a context, where an engine is initialised and where
-    memory is registered (ascend_direct_transport.cpp:203 and 316 in Mooncake 0.3.11.post1). Threads
-    of the transport make the transfers, in the engine's context (slice_dispatcher.cpp:83).
+    Ascend's transport neither initialises an engine nor registers memory in a thread without a
+    context (ascend_direct_transport.cpp:203 and 316 in Mooncake 0.3.11.post1). Threads of the
+    transport make the transfers, in the engine's context (slice_dispatcher.cpp:83).
 
     Args:
-        npu: None for the thread's own NPU, chosen by `torch.npu.set_device`, or else the first of
+        npu: None for the NPU that `torch.npu.set_device` chose in the thread, or the first NPU of
             ASCEND_RT_VISIBLE_DEVICES.
 
     Raises:
@@ -172,13 +172,13 @@ def bind_npu(npu: int | None = None) -> int:
 
 
 def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
-    """Return a transfer engine over Ascend's transport, set up as vllm-ascend sets up its own.
+    """Return a transfer engine over Ascend's transport, set up like vllm-ascend's engine.
 
-    A process has one. In a worker it is that of vllm-ascend's KV connectors, which may run beside
-    ours (distributed/kv_transfer/utils/mooncake_transfer_engine.py in 0.23.0).
+    A process has one engine. A worker shares the engine of vllm-ascend's KV connectors, because
+    they may run beside ours (distributed/kv_transfer/utils/mooncake_transfer_engine.py in 0.23.0).
 
     Raises:
-        UserError: if the installed Mooncake has no such transport, or it cannot be set up.
+        UserError: if the installed Mooncake has no Ascend transport, or it cannot be set up.
     """
     option, remedy = f"{OPTION}.protocol", "Install the one in vllm-ascend's image, or `pip install vllm-ascend-hsx[mooncake-ascend]`."
     if os.environ.get(_FABRIC_MEMORY, "0") == "1":
@@ -200,7 +200,7 @@ def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
 def own_address(master: str) -> str:
     """Connect to the master at host:port, and return the local address of the connection.
 
-    Call it before Mooncake's own set-up, which retries for 90 seconds and blocks all other threads
+    Call it before Mooncake's own set-up: that retries for 90 seconds and blocks all other threads
     of the process (0.3.13).
 
     Raises:
@@ -222,7 +222,7 @@ class MooncakeClient:
     """A client of a store. Thread-safe.
 
     The first call blocks for up to 30 seconds if the master hangs, or 5 if it is gone. Later calls
-    fail at once: Mooncake checks its master every second. Methods raise MooncakeError if the
+    fail at once: Mooncake checks the master every second. Methods raise MooncakeError if the
     operation fails.
 
     Args:
@@ -261,12 +261,12 @@ class MooncakeClient:
             problem = f"takes connections, but Mooncake's set-up failed with status {status}; its log, on stderr, says more"
             remedy = "See that it is a mooncake_master of this version, and that protocol, device_name and metadata_server fit."
             raise UserError(f"{OPTION}.master_server_address", options.master_server_address, problem, remedy)
-        # While there is room, objects are lost with this process alone. Without a segment it is the
-        # name of none, and has no effect.
+        # While this process's segment has room, objects are lost with this process alone. Without a
+        # segment, this name has no effect.
         self._pinned.preferred_segment = self._may_go.preferred_segment = self._store.get_hostname()
 
     def register(self, address: int, size: int) -> None:
-        """Let data move to and from this memory without another copy."""
+        """Register memory, to move data to and from it without another copy."""
         self._bind_npu()
         if self._engine is not None:  # as vllm-ascend does
             _check(self._engine.register_memory(address, size))
@@ -281,8 +281,8 @@ class MooncakeClient:
     def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
         """Store one object, made of parts (address, bytes) of registered memory.
 
-        It becomes visible as a whole and is not evicted. There must be no object of this key:
-        Mooncake would keep the old one and report success.
+        The object becomes visible as a whole and is not evicted. There must be no object of this
+        key: Mooncake would keep the old object and report success.
         """
         self._require_master()
         addresses, sizes = [list(each) for each in zip(*parts, strict=True)]
@@ -290,7 +290,7 @@ class MooncakeClient:
         _check(status)
 
     def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:
-        """Store a small object, as put_parts does. With `may_go`, a full store may evict it."""
+        """Store a small object, like `put_parts`. With `may_go`, a full store may evict it."""
         self._require_master()
         _check(self._store.put(key, value, self._may_go if may_go else self._pinned))
 
@@ -316,13 +316,13 @@ class MooncakeClient:
         return None if status == _NOT_FOUND else _check(status)
 
     def read_into(self, key: str, address: int, size: int) -> int | None:
-        """Read an object into registered memory. Return its bytes, or None if it is missing."""
+        """Read an object into registered memory. Return its size, or None if it is missing."""
         status: int = self._store.get_into(key, address, size)
         return None if status == _NOT_FOUND else _check(status)
 
     def close(self) -> None:
         """Leave the store. Objects in this process's segment are lost."""
-        self._bind_npu()  # Mooncake unregisters the memory of its own
+        self._bind_npu()  # Mooncake unregisters internal memory
         self._store.close()
 
     def _bind_npu(self) -> None:
