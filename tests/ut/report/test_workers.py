@@ -22,8 +22,8 @@ def worker(npu: int, **changed: Any) -> Worker:
         "npu": npu,
         "contexts": [npu],
         "cpus": list(range(8)),
-        "cpu_seconds": {"main": 5.0, "hsx-writer": 1.0, "hsx-copier": 0.5},
-        "threads": {"main": 1, "hsx-writer": 8, "hsx-copier": 1},
+        "cpu_seconds": {"main": 5.0, "hsx-writer": 1.0, "hsx-lander": 0.5},
+        "threads": {"main": 1, "hsx-writer": 8, "hsx-lander": 1},
     }
     return Worker(**{**fields, **changed})
 
@@ -107,18 +107,18 @@ def test_cpus_are_found_on_their_numa_nodes(tmp_path: Path) -> None:
 
 def test_the_plugin_s_threads_are_measured_per_gib() -> None:
     after = worker(
-        0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-copier": 1.5, "hsx-background": 0.1}
+        0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-lander": 1.5, "hsx-background": 0.1}
     )
     judgement, per_gib = workers.threads([worker(0)], [after], copied=2 * GIB, seconds=10.0)
     assert judgement.outcome == MEASURED
-    assert per_gib == {"main": 2.0, "hsx-writer": 1.0, "hsx-copier": 0.5, "hsx-background": 0.05}
-    assert "hsx-copier 0.50, hsx-background 0.05, hsx-writer 1.00" in judgement.found
+    assert per_gib == {"main": 2.0, "hsx-writer": 1.0, "hsx-lander": 0.5, "hsx-background": 0.05}
+    assert "hsx-background 0.05, hsx-lander 0.50, hsx-writer 1.00" in judgement.found
 
 
 def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> None:
-    main = worker(0, cpu_seconds={"main": 99.0, "hsx-writer": 1.0, "hsx-copier": 0.5})
+    main = worker(0, cpu_seconds={"main": 99.0, "hsx-writer": 1.0, "hsx-lander": 0.5})
     assert workers.threads([worker(0)], [main], GIB, 1.0)[0].outcome == MEASURED
-    spinning = worker(0, cpu_seconds={"main": 5.0, "hsx-writer": 9.0, "hsx-copier": 0.5})
+    spinning = worker(0, cpu_seconds={"main": 5.0, "hsx-writer": 9.0, "hsx-lander": 0.5})
     judgement, _ = workers.threads([worker(0)], [spinning], GIB, 4.0)
     assert judgement.outcome == BROKE
     assert "keep 2.00 CPUs busy, more than one" in judgement.found
