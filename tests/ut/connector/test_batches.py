@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -67,6 +68,26 @@ def test_rows_of_generated_tokens_are_written_in_batches(engine: Engine, writes:
     assert writes == [("a", 0, 3), ("a", 3, 4), ("a", 7, 4), ("a", 11, 2)]
     engine.assert_file_is_right("a", 13)
     assert stats_bytes(engine) == 13 * FORMAT.row_bytes
+
+
+def test_joined_rows_begin_at_a_page_for_direct_io(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    original = RequestFile.write
+
+    def write(file: RequestFile, first: int, rows: Rows) -> None:
+        written.append((first, address_of(memoryview(rows)) % 4096))
+        original(file, first, rows)
+
+    monkeypatch.setattr(RequestFile, "write", write)
+    engine.step(started(engine.start("a", 1, include_output=True)), [])
+    decode(engine, "a", 0, 8)
+    engine.step(ended("a", output=range(1, 8)), [])
+    engine.close()
+    assert written == [(0, 0), (4, 0)]
+
+
+def address_of(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def stats_bytes(engine: Engine) -> int:
