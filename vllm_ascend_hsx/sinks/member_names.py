@@ -40,7 +40,7 @@ class _Index:
 
 
 class MemberNames:
-    """Knows the names of all members in a directory. Not thread-safe.
+    """Knows the names of all members in a directory. Only `list_again` is thread-safe.
 
     `look` reads only new lines, and keeps a hash of each name: a directory may have millions. Lines
     that this package does not write, and indexes that this user may not open, do not count.
@@ -56,6 +56,8 @@ class MemberNames:
         self._list_of_removed = _Index()
         self._removed: set[tuple[str, int]] = set()  # stem, and hash of the name
         self._list_at = 0.0  # time of the next listing
+        self._created = 0  # shards that this server has created
+        self._listed = 0  # the number of them before the last listing
 
     def has(self, name: str) -> bool:
         """Return whether a member has the name and was not removed."""
@@ -66,7 +68,9 @@ class MemberNames:
     def look(self) -> None:
         """Read the new lines of the indexes."""
         sealed: set[str] = set()
-        if (began := time.monotonic()) >= self._list_at:
+        created = self._created
+        if (began := time.monotonic()) >= self._list_at or created != self._listed:
+            self._listed = created
             stems, sealed = self._list()
             self._indexes = {stem: self._indexes.get(stem) or _Index() for stem in stems}
             seconds = time.monotonic() - began
@@ -79,8 +83,11 @@ class MemberNames:
         self._removed.update((match[2].decode(), hash(match[1])) for match in _GONE.finditer(lines))
 
     def list_again(self) -> None:
-        """Let the next `look` list the directory again: this server has created a shard."""
-        self._list_at = 0.0
+        """Let the next `look` list the directory again: this server has created a shard.
+
+        The thread that creates shards may call this during `look`.
+        """
+        self._created += 1
 
     def _list(self) -> tuple[set[str], set[str]]:
         """Return the stems of all shards with an index, and of all shards with a manifest."""

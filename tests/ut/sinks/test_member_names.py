@@ -154,3 +154,25 @@ def test_slow_listing_is_used_again_until_this_server_makes_a_shard(
     now[0] += 20.0
     assert names.has("other.safetensors")
     assert len(listed) == 3
+
+
+def test_a_shard_that_is_made_during_a_slow_listing_is_in_the_next_one(
+    tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer makes it while the opener lists the directory."""
+    now = [0.0]
+    listdir = os.listdir
+
+    def slow(where: int) -> list[str]:
+        listed = listdir(where)
+        now[0] += 0.5
+        if not (tmp_path / (STEMS[0] + INDEX)).exists():
+            add(tmp_path, STEMS[0], member(NAMES[0]))
+            names.list_again()
+        return listed
+
+    monkeypatch.setattr(member_names, "_SLOW_S", 0.01)
+    monkeypatch.setattr(os, "listdir", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert not names.has(NAMES[0])
+    assert names.has(NAMES[0])
