@@ -15,9 +15,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from crash_mutations import MUTATIONS, OF_SHARDS
 from crash_requests import SMALL, Request, has_direct, request_of
@@ -78,15 +79,16 @@ class Arena:
         self._phases: Counter[str] = Counter()
         self._shared = mmap.mmap(-1, Reader.SIZE)
 
-    def run(self, kills: int, events: Sequence[str] = (), each: int = 0) -> dict[str, object]:
+    def run(self, kills: int, wanted: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
         """Kill servers; return counts of events, "phases" (of killed threads) and "problems".
 
         How far a server gets before a random kill depends on the machine's load. The run therefore
-        goes on until each of `events` has happened `each` times, for up to three times `kills`.
+        goes on until each event has happened as often as `wanted`, for up to three times `kills`.
         """
         def goes_on() -> bool:
             done = self._counts["kills"]
-            return done < kills or (done < 3 * kills and min((self._counts[event] for event in events), default=each) < each)
+            missing = any(self._counts[event] < number for event, number in wanted.items())
+            return done < kills or (done < 3 * kills and missing)
 
         reader, reader_log = self._fork_reader()
         try:
