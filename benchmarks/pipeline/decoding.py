@@ -1,4 +1,4 @@
-"""Part (h), rows of generated tokens: CPU time of a row that comes alone, and what a step takes."""
+"""Part (h), rows of generated tokens: CPU time per row, and length of a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from benchmarks.pipeline.rows import Source, Step
 from vllm_ascend_hsx.drafter.spans import Span
 
 OFF, OURS, RAW = "no extraction", "ours", "raw write"
-# Waits for the device, in which other threads run.
-DEVICE_S = 0.0005
-# A raw write of this many bytes is the limit of one that stores many rows.
-JOINED_BYTES = 256 << 10
+DEVICE_S = 0.0005  # seconds of a step in which the main thread waits for the device
+JOINED_BYTES = 256 << 10  # of a raw write of many rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def _steps(
             if step >= pipeline.staging_slots:
                 slots[step - pipeline.staging_slots].issued.wait()
             pipeline.save(slots[step])
-        time.sleep(DEVICE_S)
+        time.sleep(DEVICE_S)  # stands for the device: no event exists, and other threads get the GIL
         lengths.append(time.perf_counter() - began)
     if pipeline is not None:
         pipeline.end(ids, scale.steps)

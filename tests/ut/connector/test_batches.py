@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,10 +40,8 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path / "out", ring_rows=64)
-    yield engine
-    engine.worker.close()
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine(ring_rows=64)
 
 
 def settle(engine: Engine) -> None:
@@ -133,8 +130,10 @@ def test_collected_rows_are_not_work_of_the_storage(engine: Engine) -> None:
     assert (progress.backlog, engine.worker._batches.num_rows) == (0, 0)
 
 
-def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
-    engine = Engine(tmp_path / "out", ring_rows=32)
+def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(
+    make_engine: Callable[..., Engine], writes: list[tuple[str, int, int]]
+) -> None:
+    engine = make_engine(ring_rows=32)
     names = ["a", "b", "c"]
     engine.step(started(*(engine.start(name, 1, include_output=True) for name in [*names, "pauses"])), [("pauses", 0, 1)])
     for position in range(2):
@@ -150,8 +149,10 @@ def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(tmp_path: 
         engine.assert_file_is_right(name, 3)
 
 
-def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
-    engine = Engine(tmp_path / "out", ring_rows=16)
+def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
+    make_engine: Callable[..., Engine], writes: list[tuple[str, int, int]]
+) -> None:
+    engine = make_engine(ring_rows=16)
     engine.step(started(engine.start("a", 1, include_output=True), engine.start("prompt", 4)), [])
     decode(engine, "a", 0, 3)
     others = []  # as rows of requests whose writes hang
@@ -211,7 +212,7 @@ def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
             for name in done:
                 if data.draw(st.integers(0, 15)) == 0:
                     done[name] = 0  # preempted
-                again = totals[name] - done[name]  # a preempted request computes what it had generated at once
+                again = totals[name] - done[name]  # after preemption, several rows are computed at once
                 count = min(again, data.draw(st.integers(1, 3))) if done[name] == 0 else 1
                 spans.append((name, done[name], count))
                 done[name] += count

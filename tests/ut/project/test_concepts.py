@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_ascend_hsx.connector.extraction import State
 
 ROOT = Path(__file__).parents[3]
-# Files of a storage directory; a Mooncake store has locks of its own.
+# The table covers files in a storage directory, not a Mooncake store.
 WRITE_PATH = ("connector", "drafter", "sinks", "protocol")
 LEFT_OUT = "mooncake"
 MOST = 28
@@ -25,7 +25,7 @@ KINDS = {
     "Queue": "queue",
     "Lane": "queue",
 }
-# A pool's threads are listed by what the pool is for, and one that ends where it begins is none.
+# The table lists pools, not threads of pools. The other thread ends in the function that starts it.
 NO_CONCEPT = {("thread", "ThreadPool._threads"), ("thread", "_use_one_thread.restore")}
 
 
