@@ -75,8 +75,8 @@ def storage_that_answers_late(how: dict[str, float]) -> None:
     answers = threading.Event()
 
     def let_through(storage_watch_module: Any) -> None:
-        storage_watch_module._QUIET_S = float("inf")
-
+        assert storage_watch_module._PAUSE_AFTER_S
+        storage_watch_module._PAUSE_AFTER_S = float("inf")
 
     def hold(data_file_module: Any) -> None:
         write = data_file_module.DataFile.write
