@@ -46,7 +46,6 @@ def register() -> None:
         return
     KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
     ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel")
-    ModelRegistry.register_model("Qwen3NextForCausalLM", "vllm_ascend_hsx.compat.qwen3_next:Qwen3NextForCausalLM")
     for point in POINTS:
         if point.replacement and point.fits:
             register_post_import_hook(point.apply, point.module)

@@ -14,6 +14,7 @@ from vllm import envs
 
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.rotation import rotation_of
+from vllm_ascend_hsx.compat.targets import layer_id_meaning
 from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
@@ -96,7 +97,15 @@ def read_settings(vllm_config: Any) -> ServerSettings:
         )
     rotation = rotation_of(vllm_config.model_config, config.rotation)
     basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
-    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization, basis=basis)
+    row_format = RowFormat(
+        target.layer_ids,
+        target.hidden_size,
+        _DTYPE_NAMES[dtype],
+        target.model,
+        config.quantization,
+        basis=basis,
+        layer_id_meaning=layer_id_meaning(vllm_config.model_config.architecture),
+    )
     if config.pinned_ring_bytes is not None and config.pinned_ring_bytes < 2 * row_format.row_bytes:
         raise UserError(
             f"{EXTRA_CONFIG}.pinned_ring_bytes",

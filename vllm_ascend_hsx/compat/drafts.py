@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.targets import refuse_unservable_target
+from vllm_ascend_hsx.compat.targets import refuse_architecture
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30
-from vllm_ascend_hsx.config import METHOD
+from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.transfer_config import read_options
 
@@ -60,10 +60,16 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
             )
         speculative.num_speculative_tokens = 0
         require_checked(read_options(self.kv_transfer_config).allow_unchecked_versions)
-        refuse_unservable_target(self.model_config)
+        refuse_architecture(self.model_config.architecture, _layer_ids(speculative))
     original(self)
     if _extracts(speculative):
         read_options(self.kv_transfer_config)
+
+
+def _layer_ids(speculative: Any) -> Sequence[int]:
+    """Return the ids of the layers to extract; empty if they are no list (see `read_target`)."""
+    layer_ids = getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None)
+    return layer_ids if isinstance(layer_ids, list | tuple) else ()
 
 
 def require_no_drafts(vllm_config: Any) -> None:

@@ -1,17 +1,21 @@
-"""The targets that can be extracted, and the patches and checks that this takes.
-
-Their classes have vLLM's interface SupportsEagle3.
-"""
+"""The targets that can be extracted, and the patches and checks that this takes."""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
+from vllm_ascend_hsx.compat.canonical import NotCanonicalError
+from vllm_ascend_hsx.compat.collector import Collection, make_collecting
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23, release_to_patch
+from vllm_ascend_hsx.config import LAYER_IDS_KEY
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.protocol.rows import RESIDUAL_STREAM
 
 DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 ASCEND_DEEPSEEK = "vllm_ascend.patch.worker.patch_deepseek_v2"  # replaces vLLM's forward
@@ -23,9 +27,29 @@ _NEMOTRON_H = (
     "stops the engine; and experts without a gate, which some of these models have, are for GPUs only "
     "(vllm/model_executor/layers/fused_moe)"
 )
-# Targets that collect hidden states but that vllm-ascend cannot serve.
+_MINIMAX_M3 = (
+    "vllm-ascend 0.30.0rc2 has the model return hidden states to the method eagle3 alone (models/minimax_m3/minimax_m3.py:1243), so that "
+    "a server would stop when all weights are loaded"
+)
+_KIMI_K3 = (
+    "a layer's output is the sum of two tensors or one of them, by the model's configuration (vllm_ascend/models/kimi_k3.py:865-948 in "
+    "0.30.0rc2), and nothing has shown that rows are right"
+)
+# Targets that collect hidden states but cannot be served, or not with right rows.
 # tests/ut/compat/test_targets.py compares the reasons with the sources.
-UNSERVABLE = {"NemotronHForCausalLM": _NEMOTRON_H, "NemotronHPuzzleForCausalLM": _NEMOTRON_H}
+UNSERVABLE = {
+    "KimiK3ForConditionalGeneration": _KIMI_K3,
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "NemotronHPuzzleForCausalLM": _NEMOTRON_H,
+}
+
+# Targets with several streams per token (hyper-connections). Their class returns the mean of the
+# streams after a layer, and never the embedding output: vllm_ascend/models/deepseek_v4/model.py:960
+# and deepseek_v41/model.py:1560, 0.30.0rc2.
+OF_STREAMS = ("DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
+MEAN_OF_STREAMS = "mean over the residual streams of a token after i layers, before they are joined"
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
 SHOWN = (
@@ -38,50 +62,6 @@ SHOWN = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-
-_IN_ALL_RELEASES = (
-    "AfmoeForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM",
-    "Cosmos3ForConditionalGeneration", "CwmForCausalLM", "DeepseekForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
-    "Ernie4_5ForCausalLM", "Exaone4_5_ForConditionalGeneration",
-    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
-    "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HunYuanVLForConditionalGeneration",
-    "IQuestCoderForCausalLM", "InternLM3ForCausalLM",
-    "InternS1ProForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
-    "KimiK25ForConditionalGeneration", "LLaMAForCausalLM", "LagunaForCausalLM",
-    "LightOnOCRForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
-    "LlamaForCausalLM", "LlavaForConditionalGeneration",
-    "MellumForCausalLM", "MiMoForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM",
-    "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration",
-    "MistralForCausalLM", "MistralLarge3ForCausalLM", "OpenCUAForConditionalGeneration",
-    "Phi3ForCausalLM", "PixtralForConditionalGeneration", "Qwen2ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Step1ForCausalLM",
-    "TeleChat2ForCausalLM", "TeleChat3ForCausalLM", "TeleFLMForCausalLM",
-)  # fmt: skip
-# By releases of vllm.
-_IN_SOME_RELEASES = {
-    "<0.26": (
-        "AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM", "MantisForConditionalGeneration",
-        "TeleChatForCausalLM", "XverseForCausalLM",
-    ),
-    "<0.30": ("Fairseq2LlamaForCausalLM", "GritLM"),
-    ">=0.26": ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
-    ">=0.30": (
-        "CohereCompassForConditionalGeneration", "InternS2MobiusForConditionalGeneration",
-        "K2HorizonForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration",
-        "Plamo3ForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM", "SarvamMLAForCausalLM",
-    ),
-}  # fmt: skip
-# The generating models of the installed vllm that collect hidden states, by themselves or with our
-# patches, and are not UNSERVABLE. tests/ut/compat/test_targets.py compares them with the sources.
-_of_this_release = (
-    name for versions, names in _IN_SOME_RELEASES.items() if release_to_patch("vllm") in SpecifierSet(versions) for name in names
-)
-ARCHITECTURES = tuple(sorted((*_IN_ALL_RELEASES, *_of_this_release)))
 
 _BOTH_ENDS = "first and last layer of DeepSeek and Kimi-K2"
 _LAYERS = "hsx serve reads a model's layers"
@@ -176,46 +156,98 @@ def published_config(model: str, *, trust_remote_code: bool, revision: str | Non
     return config.to_dict(), get_hf_text_config(config).to_dict()
 
 
-_REFUSED = "unusable targets are refused at once"
-uses("vllm.model_executor.models.interfaces", "supports_eagle3", SINCE_0_23, takes="model", why=_REFUSED)
+@dataclass(frozen=True)
+class Architectures:
+    """The generating architectures that vLLM and vllm-ascend register in one release.
+
+    `tools/record_architectures.py` records them by the code of their classes.
+
+    Attributes:
+        collected: who collects the hidden states of an architecture, by name.
+        refused: why nobody does, by name.
+    """
+
+    collected: Mapping[str, Collection]
+    refused: Mapping[str, str]
 
 
-def require_collecting_target(model_config: Any) -> None:
-    """Refuse a target whose class does not collect hidden states.
+@functools.cache
+def recorded_architectures() -> Architectures:
+    """Return the architectures of the checked release that fits the installed one best."""
+    releases = json.loads(resources.files(__package__).joinpath("architectures.json").read_text())
+    release = releases[str(release_to_patch("vllm"))]
+    collected = {name: Collection[group] for group, names in release["collected"].items() for name in names}
+    return Architectures(collected, release["refused"])
 
-    Reason: the runner refuses it too, but only when all weights are loaded, and without naming
-    alternatives (MR:3758).
+
+def is_registered(architecture: str) -> bool:
+    """Return whether vLLM or vllm-ascend registers an architecture, whatever we do with it."""
+    known = recorded_architectures()
+    return architecture in UNSERVABLE or architecture in known.collected or architecture in known.refused
+
+
+def refuse_architecture(architecture: str, layer_ids: Sequence[int]) -> None:
+    """Refuse a target that cannot be extracted, by the name of its architecture.
+
+    Reason: the runner refuses it too, but only when all weights are loaded (MR:3758). A server of
+    an unservable one may become healthy and lose its engine in the first request; vLLM only warns
+    when its warm-up of Mamba-2 kernels fails (model_executor/layers/mamba/mamba_mixer2.py:656).
+
+    Args:
+        architecture: as config.json names it. One that neither vLLM nor vllm-ascend registers is
+            let pass.
+        layer_ids: of the layers to extract.
+
+    Raises:
+        UserError: the target cannot be extracted, or not with these ids.
+    """
+    known = recorded_architectures()
+    if reason := UNSERVABLE.get(architecture):
+        raise UserError("model", architecture, f"cannot be served: {reason}", "Choose another target.")
+    if reason := known.refused.get(architecture):
+        raise _refusal(architecture, reason)
+    _check_embedding(architecture, layer_ids, known.collected.get(architecture))
+
+
+def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> None:
+    """Have the class of a target return hidden states, or refuse the target.
 
     Args:
         model_config: vllm.config.ModelConfig of the target.
+        layer_ids: of the layers to extract.
 
     Raises:
-        UserError: it does not; the message lists those that do.
+        UserError: nobody collects its hidden states, or not those of `layer_ids`.
     """
-    from vllm.model_executor.models.interfaces import supports_eagle3
-
     model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
-    if not supports_eagle3(model_class):
-        raise UserError(
-            "model",
-            architecture,
-            "collects no hidden states: its class in vLLM lacks the interface SupportsEagle3",
-            f"Targets that can be extracted are {', '.join(ARCHITECTURES)}.",
-        )
+    try:
+        collection = make_collecting(model_class)
+    except NotCanonicalError as error:
+        raise _refusal(architecture, str(error)) from None
+    _check_embedding(architecture, layer_ids, collection)
 
 
-def refuse_unservable_target(model_config: Any) -> None:
-    """Refuse a target that collects hidden states but that vllm-ascend cannot serve.
+def returns_embedding(architecture: str, collection: Collection | None) -> bool:
+    """Return whether a class returns the embedding output, which has the layer id 0.
 
-    Reason: a server of one may become healthy and lose its engine in the first request; vLLM only
-    warns when its warm-up of Mamba-2 kernels fails
-    (model_executor/layers/mamba/mamba_mixer2.py:656).
-
-    Args:
-        model_config: vllm.config.ModelConfig of the target.
-
-    Raises:
-        UserError: it is one of UNSERVABLE.
+    The Transformers backend records outputs of layers (transformers/base.py:714, 0.23.0).
     """
-    if reason := UNSERVABLE.get(model_config.architecture):
-        raise UserError("model", model_config.architecture, f"cannot be served: {reason}", "Choose another target.")
+    return collection is not Collection.BACKEND and architecture not in OF_STREAMS
+
+
+def layer_id_meaning(architecture: str) -> str:
+    """Return a sentence about layer id i of a target."""
+    return MEAN_OF_STREAMS if architecture in OF_STREAMS else RESIDUAL_STREAM
+
+
+def _refusal(architecture: str, reason: str) -> UserError:
+    problem = f"collects no hidden states: its class lacks the interface SupportsEagle3, and {reason}"
+    return UserError("model", architecture, problem, f"Targets that our tests have served are {', '.join(SHOWN)}.")
+
+
+def _check_embedding(architecture: str, layer_ids: Sequence[int], collection: Collection | None) -> None:
+    """Refuse layer id 0 of a class that does not return the embedding output."""
+    if 0 in layer_ids and not returns_embedding(architecture, collection):
+        option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
+        problem = f"has id 0, the embedding output, which the class {architecture} does not return"
+        raise UserError(option, list(layer_ids), problem, "Leave id 0 out.")

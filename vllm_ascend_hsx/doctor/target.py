@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
+from vllm_ascend_hsx.compat.collector import Collection
+from vllm_ascend_hsx.compat.targets import SHOWN, is_registered, recorded_architectures, refuse_architecture, returns_embedding
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.shape import read_config, read_shape, text_config
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -28,22 +29,16 @@ def check_target(model: str) -> Iterator[Finding]:
     named = config.get("architectures")
     architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
     # vLLM takes the first that it knows; a model that names several has the same model in each.
-    known = next((each for each in architectures if each in ARCHITECTURES or each in UNSERVABLE), None)
+    known = next((each for each in architectures if is_registered(each)), None)
     remedy = f"Choose a target of another class, such as {', '.join(SHOWN)}; docs/compatibility.md says where all are."
-    if known in UNSERVABLE:
-        yield Finding(TOPIC, "model", "problem", f"{name}: {known} cannot be served: {UNSERVABLE[known]}", remedy)
+    if not architectures:
+        yield Finding(TOPIC, "model", "problem", f"{name}: there is no architecture in its config.json", remedy)
         return
-    if known is None:
-        what = ", ".join(architectures) or "no architecture in its config.json"
-        problem = f"{name}: {what}: collects no hidden states in vLLM (no interface SupportsEagle3); a server refuses it"
-        yield Finding(TOPIC, "model", "problem", problem, remedy)
+    try:
+        yield _class(name, model, architectures[0] if known is None else known)
+    except UserError as error:
+        yield Finding(TOPIC, "model", "problem", f"{name}: {known} {error.problem}", remedy)
         return
-    collects = f"{name}: {known} collects hidden states"
-    if known in SHOWN:
-        yield Finding(TOPIC, "model", "ok", collects)
-    else:
-        remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
-        yield Finding(TOPIC, "model", "note", f"{collects}; no test has served one of this class on vllm-ascend", remedy)
     try:
         shape = read_shape(model)
     except UserError as error:
@@ -52,6 +47,25 @@ def check_target(model: str) -> Iterator[Finding]:
         return
     found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {shape.layer_bytes:,} bytes per token and layer"
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
+
+
+def _class(name: str, model: str, architecture: str) -> Finding:
+    """Return the finding about a class that a server takes.
+
+    Raises:
+        UserError: a server refuses the class.
+    """
+    refuse_architecture(architecture, ())
+    remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
+    collection = recorded_architectures().collected.get(architecture)
+    if collection is None:
+        found = f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's Transformers backend may serve it"
+        return Finding(TOPIC, "model", "note", f"{found}, and the server checks it before it loads weights", remedy)
+    found = f"{name}: {architecture}: hidden states are collected by {collection.value}"
+    if architecture in SHOWN and collection is not Collection.BACKEND:
+        return Finding(TOPIC, "model", "ok", found)
+    without = "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
+    return Finding(TOPIC, "model", "note", f"{found}{without}; no test has served one of this class on vllm-ascend", remedy)
 
 
 def stored_format(model: str | None) -> RowFormat:

@@ -15,6 +15,7 @@ from vllm_ascend_hsx.drafter.self_test import run_self_test
 from vllm_ascend_hsx.drafter.spans import select_spans
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.target import read_target
 
 
 def check_start(vllm_config: Any) -> None:
@@ -24,7 +25,7 @@ def check_start(vllm_config: Any) -> None:
         UserError: one cannot.
     """
     read_settings(vllm_config)
-    require_collecting_target(vllm_config.model_config)
+    require_collecting_target(vllm_config.model_config, read_target(vllm_config).layer_ids)
     refuse_wrong_products(vllm_config)
 
 

@@ -32,7 +32,6 @@ WEIGHTS = "weights"
 LORA, LORA_WEIGHTS = "lora", "lora_weights"
 ARRIVED = "arrived_ns"
 QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
-LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
 
 PAGE = 4096
 _LENGTH = struct.Struct("<Q")
@@ -204,7 +203,7 @@ def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
         **({LORA: valid_unicode(adapter.name)} if adapter.name else {}),
         **({LORA_WEIGHTS: adapter.weights} if adapter.weights else {}),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
-        "layer_id_meaning": LAYER_ID_MEANING,
+        "layer_id_meaning": row_format.layer_id_meaning,
         "dtype": row_format.dtype,
         **({"basis": row_format.basis} if row_format.basis else {}),
         **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),

@@ -32,6 +32,9 @@ class Adapter(NamedTuple):
 NO_ADAPTER = Adapter()
 
 
+RESIDUAL_STREAM = "residual stream after i layers, before the final norm (0: embedding output)"
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """The format of a row, as the model computes it and as it is stored.
@@ -48,6 +51,7 @@ class RowFormat:
         basis: basis of a rotated target's rows, for the metadata: "model" if rows are turned back,
             else "rotated"; empty for other targets.
         adapter: adapter of a request, for the metadata.
+        layer_id_meaning: a sentence about layer id i, for the metadata.
 
     Raises:
         ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
@@ -63,6 +67,7 @@ class RowFormat:
     weights: str = ""
     basis: Literal["", "model", "rotated"] = ""
     adapter: Adapter = NO_ADAPTER
+    layer_id_meaning: str = RESIDUAL_STREAM
 
     def __post_init__(self) -> None:
         if not self.layer_ids:

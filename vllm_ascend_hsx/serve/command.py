@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
+from vllm_ascend_hsx.compat.targets import is_registered, refuse_architecture
 from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -71,9 +71,12 @@ def build(
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
-    if reason := UNSERVABLE.get(target.architecture):
-        raise UserError("MODEL", model, f"cannot be served ({target.architecture}): {reason}", "Choose another target.")
     ids = layer_ids(layers, target.num_layers)
+    try:
+        refuse_architecture(target.architecture, ids)
+    except UserError as error:
+        option, value = ("MODEL", model) if error.option == "model" else ("--layers", layers)
+        raise UserError(option, value, f"({target.architecture}) {error.problem}", error.remedy) from None
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
@@ -150,9 +153,9 @@ def _environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _notes(target: Model) -> tuple[str, ...]:
-    if target.architecture in ARCHITECTURES:
+    if is_registered(target.architecture):
         return ()
     return (
-        f"{target.architecture or 'a model without a class'} is not among vLLM's targets that "
-        "collect hidden states; if another plugin adds it, the server checks it before it loads weights",
+        f"{target.architecture or 'a model without a class'} is none of vLLM's classes; if another plugin or vLLM's "
+        "Transformers backend serves it, the server checks it before it loads weights",
     )

@@ -4,81 +4,79 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from releases import installed_is
 
-from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE, refuse_unservable_target, require_collecting_target
+from vllm_ascend_hsx.compat import targets
+from vllm_ascend_hsx.compat.targets import SHOWN, UNSERVABLE, layer_id_meaning, refuse_architecture, require_collecting_target
+from vllm_ascend_hsx.compat.versions import release_to_patch
+from vllm_ascend_hsx.doctor.target import check_target
 from vllm_ascend_hsx.protocol.errors import UserError
-
-OURS = {"Qwen3NextForCausalLM"} if installed_is("<0.26") else set[str]()  # vllm 0.26 has the interface itself
-# Tables of vLLM's registry that list targets; the others have drafts and non-generating models.
-TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.serve.command import build
 
 
-def collecting_architectures() -> set[str]:
-    """Those of vLLM's registry whose class has SupportsEagle3 among its bases, by the sources."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    folder = Path(spec.origin).parent / "model_executor" / "models"
-    bases: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for path in folder.glob("*.py"):
-        tree = ast.parse(path.read_text())
-        origin = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                origin |= {alias.asname or alias.name: (node.module.rpartition(".")[2], alias.name) for alias in node.names}
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                names = [ast.unparse(base).partition("[")[0] for base in node.bases]
-                bases[path.stem, node.name] = [origin.get(name, (path.stem, name)) for name in names]
-
-    def collects(key: tuple[str, str]) -> bool:
-        return key[1] == "SupportsEagle3" or any(collects(base) for base in bases.get(key, []) if base != key)
-
-    found = set()
-    for node in ast.parse((folder / "registry.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in TABLES:
-            for name, place in ast.literal_eval(node.value).items():
-                if collects(tuple(place)):
-                    found.add(name)
-    return found
+@pytest.fixture(scope="module")
+def judged() -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The record of the installed release, and a server's reasons to refuse: with id 1, with 0."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, str(Path(__file__).with_name("judge_architectures.py"))]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (each for each in done.stdout.splitlines() if each.startswith("judged: "))
+    found, verdicts = json.loads(line.removeprefix("judged: "))
+    return found, verdicts
 
 
-# Classes that vLLM 0.30 has elsewhere than the others: by transformers, or per platform.
-ELSEWHERE = (
-    set[str]()
-    if installed_is("<0.30")
-    else {
-        "DeepseekV32ForCausalLM",
-        "GlmMoeDsaForCausalLM",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "HunYuanVLForConditionalGeneration",
-    }
-)
+def test_the_record_is_what_the_classes_of_the_installed_release_do(judged: tuple[dict[str, Any], dict[str, list[str]]]) -> None:
+    record = Path(targets.__file__).with_name("architectures.json")
+    assert judged[0] == json.loads(record.read_text())[str(release_to_patch("vllm"))], "call tools/record_architectures.py"
+    assert len(judged[0]["collected"]["OURS"]) >= 30
 
 
-def test_the_list_of_targets_is_vllms_and_what_we_add() -> None:
-    of_vllm = collecting_architectures()
-    assert set(ARCHITECTURES) == (of_vllm | OURS | ELSEWHERE) - set(UNSERVABLE)
-    assert set(UNSERVABLE) <= of_vllm
-    assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
-    assert not OURS & of_vllm  # else ours is no longer needed
+def test_doctor_serve_and_server_agree_about_every_class(judged: tuple[dict[str, Any], dict[str, list[str]]], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for architecture, (with_one, with_zero) in judged[1].items():
+        config.write_text(json.dumps({"architectures": [architecture], "num_hidden_layers": 4, "hidden_size": 8}))
+        finding = next(iter(check_target(str(tmp_path))))
+        assert (finding.verdict == "problem") == bool(with_one), architecture
+        assert with_one in finding.found
+        assert ("does not return layer id 0" in finding.found) == (bool(with_zero) and not with_one), architecture
+        for layers, refusal in (("1", with_one), ("0", with_zero)):
+            with pytest.raises(UserError, match=re.escape(refusal)) if refusal else nullcontext():
+                build(tmp_path, layers, tmp_path / "rows", {}, (), {})
 
 
-def test_what_the_tests_have_shown_is_a_part_of_the_list() -> None:
-    assert set(SHOWN) < set(ARCHITECTURES)
+def test_what_cannot_be_served_is_what_would_be_collected(judged: tuple[dict[str, Any], dict[str, list[str]]]) -> None:
+    itself = {name for release in (judged[0],) for name in release["collected"]["ITSELF"]}
+    assert {name for name in UNSERVABLE if name.startswith("Nemotron")} <= itself
+    if installed_is(">=0.30"):
+        assert {*UNSERVABLE, *targets.OF_STREAMS} <= itself
+
+
+def test_what_the_tests_have_shown_is_collected() -> None:
+    assert list(SHOWN) == sorted(SHOWN)
+    records = json.loads(Path(targets.__file__).with_name("architectures.json").read_text()).values()
+    assert set(SHOWN) <= {name for record in records for group in ("ITSELF", "OURS") for name in record["collected"][group]}
 
 
 @pytest.mark.parametrize("architecture", UNSERVABLE)
 def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
-    refuse_unservable_target(SimpleNamespace(architecture="Qwen3ForCausalLM"))
-    with pytest.raises(UserError, match=rf"model='{architecture}' cannot be served: .*0\.23\.0.* Choose another target"):
-        refuse_unservable_target(SimpleNamespace(architecture=architecture))
+    refuse_architecture("Qwen3ForCausalLM", (0, 1))
+    refuse_architecture("OfAnotherPlugin", (0, 1))
+    with pytest.raises(UserError, match=rf"model='{architecture}' cannot be served: .*0\.\d\d\.0.* Choose another target"):
+        refuse_architecture(architecture, (1,))
 
 
 def source(package: str, *path: str) -> ast.Module:
@@ -109,39 +107,45 @@ def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
     assert ("is_act_and_mul=False" if installed_is("<0.26") else "activation_without_mul(config.mlp_hidden_act)") in nemotron
 
 
-class Collecting:
-    """What SupportsEagle3 asks for."""
+@pytest.mark.skipif(installed_is("<0.30"), reason="about classes of vllm-ascend 0.30")
+def test_the_reasons_about_classes_of_vllm_ascend_0_30_still_hold() -> None:
+    minimax = ast.unparse(source("vllm_ascend", "models", "minimax_m3", "minimax_m3.py"))
+    assert "EagleModelMixin._set_aux_hidden_state_layers(self, ())" in minimax
+    for path in (("deepseek_v4", "model.py"), ("deepseek_v41", "model.py")):
+        assert "layer.layer_idx + 1 in self.aux_hidden_state_layers" in ast.unparse(source("vllm_ascend", "models", *path))
+    assert "materialized_aux and layer_idx in self.aux_hidden_state_layers" in ast.unparse(source("vllm_ascend", "models", "kimi_k3.py"))
 
-    supports_eagle3 = True
-    has_own_lm_head = has_own_embed_tokens = False
 
-    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None: ...
+def test_a_file_of_a_target_with_several_streams_says_that_a_row_is_their_mean() -> None:
+    assert "mean over the residual streams" in layer_id_meaning("DeepseekV4ForCausalLM")
+    assert layer_id_meaning("Qwen3ForCausalLM") == RowFormat((1,), 8, "BF16").layer_id_meaning
 
-    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return (1,)
+
+class Uncollected(torch.nn.Module):
+    def forward(self, input_ids: Any) -> Any:
+        return input_ids * 2
 
 
 def model_config(model_class: type) -> Any:
     def resolve(architectures: list[str], model_config: Any) -> tuple[type, str]:
         return model_class, architectures[0]
 
-    return SimpleNamespace(architectures=["OlmoForCausalLM"], registry=SimpleNamespace(resolve_model_cls=resolve))
+    return SimpleNamespace(architectures=["OwnForCausalLM"], registry=SimpleNamespace(resolve_model_cls=resolve))
 
 
-def test_a_target_that_collects_nothing_is_refused_with_the_list_of_those_that_do() -> None:
-    require_collecting_target(model_config(Collecting))
-    with pytest.raises(UserError, match=r"model='OlmoForCausalLM' collects no hidden states.* are Afmoe.*, Qwen3NextForCausalLM, .*"):
-        require_collecting_target(model_config(object))
+def test_a_target_that_nobody_collects_is_refused_with_the_reason() -> None:
+    problem = (
+        "model='OwnForCausalLM' collects no hidden states: its class lacks the interface SupportsEagle3, and "
+        "Uncollected.forward does not return the output of a decoder as it is. Targets that our tests have served are Deep"
+    )
+    with pytest.raises(UserError, match=problem):
+        require_collecting_target(model_config(Uncollected), (1,))
 
 
-def test_qwen3_next_collects_with_our_class() -> None:
-    from vllm.model_executor.models import qwen3_next
-    from vllm.model_executor.models.interfaces import supports_eagle3
+def test_the_transformers_backend_is_refused_with_layer_0_alone() -> None:
+    from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-    from vllm_ascend_hsx.compat.qwen3_next import Qwen3NextForCausalLM
-
-    assert supports_eagle3(Qwen3NextForCausalLM)
-    assert issubclass(Qwen3NextForCausalLM, qwen3_next.Qwen3NextForCausalLM)
-    is_needed = "Qwen3NextForCausalLM" in OURS
-    assert is_needed != supports_eagle3(qwen3_next.Qwen3NextForCausalLM)
-    assert is_needed != (Qwen3NextForCausalLM is qwen3_next.Qwen3NextForCausalLM)
+    require_collecting_target(model_config(TransformersForCausalLM), (1, 2))
+    problem = r"eagle_aux_hidden_state_layer_ids=\[1, 0\] has id 0, .* the class OwnForCausalLM does not return. Leave id 0 out"
+    with pytest.raises(UserError, match=problem):
+        require_collecting_target(model_config(TransformersForCausalLM), (1, 0))

@@ -139,6 +139,7 @@ def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
             model="/models/target",
             served_model_name="target",
             quantization=None,
+            architecture="Qwen3ForCausalLM",
             get_hidden_size=lambda: 64,
             get_total_num_hidden_layers=lambda: 36,
         ),

@@ -133,7 +133,7 @@ def states(bench: Bench) -> list[str]:
 @pytest.mark.parametrize("behaviour", ["drop", 502])
 def test_a_run_says_once_that_it_waits_for_its_only_server_and_goes_on(bench: Bench, behaviour: str | int) -> None:
     bench.server.behave = lambda seen: behaviour if 10 <= len(bench.server.seen) < 18 else "ok"
-    # One at a time: a good answer to a request that was sent before the first failure would end the pauses.
+    # One at a time: a good answer to a request sent before the first failure ends the pauses.
     code, printed = bench.run("--max-consecutive-errors", 40, "--max-retries", 30, "--concurrency", 1, records=60)
     assert code == 0, printed
     assert printed.count(f"; {bench.server.url} is tried again in 0 s") == 1, printed

@@ -1,0 +1,145 @@
+"""One factory for the tiny checkpoints of all families, by configurations of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from vllm_ascend_hsx.demo.tiny_models import (
+    EXPERTS_PER_TOKEN,
+    HEAD_DIM,
+    NUM_EXPERTS,
+    ROUTING,
+    build_model,
+    choose_experts,
+    common_config,
+    draw_weights,
+    follow_choice,
+)
+
+LAYERS = 4
+WIDE = {"intermediate_size": 256}
+HEADS = {"head_dim": HEAD_DIM}
+EXPERTS = {**WIDE, "num_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 64}
+ROUTED = {**WIDE, "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 64}
+SHARED = {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# The published head sizes: the fused attention kernel knows no others for latent keys.
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 96, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of targets.
+
+    Attributes:
+        model_type: of transformers.
+        architecture: of vLLM's registry.
+        config: keys that differ from those that all tiny models share.
+        extra: keys of config.json that vLLM reads and transformers does not write.
+        versions: releases of vllm-ascend on which it is shown.
+        experts: True if tokens are routed to experts.
+        dtype: of the weights.
+    """
+
+    model_type: str
+    architecture: str
+    config: Mapping[str, Any] = field(default_factory=lambda: WIDE)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    versions: str = ">=0.23"
+    experts: bool = False
+    dtype: str = "float32"
+
+
+def _moe(model_type: str, architecture: str, config: Mapping[str, Any], **options: Any) -> Family:
+    return Family(model_type, architecture, config, experts=True, **options)
+
+
+FAMILIES = {
+    "Qwen2.5": Family("qwen2", "Qwen2ForCausalLM"),
+    "Llama": Family("llama", "LlamaForCausalLM"),
+    "Mistral": Family("mistral", "MistralForCausalLM", {**WIDE, "sliding_window": None}),
+    "Phi-3": Family("phi3", "Phi3ForCausalLM", {**WIDE, "sliding_window": None}),
+    "GLM-4 of the first generation": Family("glm", "GlmForCausalLM", {**WIDE, **HEADS}),
+    "GLM-4-0414": Family("glm4", "Glm4ForCausalLM", {**WIDE, **HEADS}),
+    "Ernie-4.5": Family("ernie4_5", "Ernie4_5ForCausalLM", {**WIDE, **HEADS}),
+    "Gemma": Family("gemma", "GemmaForCausalLM", {**WIDE, **HEADS}),
+    "Gemma-2": Family("gemma2", "Gemma2ForCausalLM", {**WIDE, **HEADS, "sliding_window": 4096}),
+    "Gemma-3": Family("gemma3_text", "Gemma3ForCausalLM", {**WIDE, **HEADS, "sliding_window": 4096}),
+    "Granite": Family("granite", "GraniteForCausalLM", {**WIDE, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
+    "OLMo-2": Family("olmo2", "Olmo2ForCausalLM", versions="<0.30"),
+    "StarCoder2": Family("starcoder2", "Starcoder2ForCausalLM", {**WIDE, "sliding_window": None}, versions="<0.30"),
+    "Seed-OSS": Family("seed_oss", "SeedOssForCausalLM", {**WIDE, **HEADS}),
+    "EXAONE-4": Family("exaone4", "Exaone4ForCausalLM", {**WIDE, "sliding_window": 4096, "sliding_window_pattern": 4}),
+    "Qwen3-MoE": _moe("qwen3_moe", "Qwen3MoeForCausalLM", {**EXPERTS, **HEADS, "norm_topk_prob": True}),
+    "Qwen2-MoE": _moe("qwen2_moe", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "GLM-4.x": _moe("glm4_moe", "Glm4MoeForCausalLM", {**SHARED, **HEADS, "use_qk_norm": True}),
+    "Mixtral": _moe("mixtral", "MixtralForCausalLM", {**WIDE, "num_local_experts": NUM_EXPERTS, "sliding_window": None}),
+    "Ernie-4.5-MoE": _moe(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **WIDE,
+            "moe_num_experts": NUM_EXPERTS,
+            "moe_k": EXPERTS_PER_TOKEN,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_layer_end_index": LAYERS - 1,
+        },
+    ),
+    "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
+    "dots.llm1": _moe("dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.30"),
+    "Kimi-K2, DeepSeek-V3 with one group": _moe(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {**SHARED, **LATENT},
+        extra=SIGMOID,
+        dtype="bfloat16",
+    ),
+    "GLM-4.7-Flash": _moe("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**SHARED, **LATENT}, dtype="bfloat16"),
+    "Hunyuan, dense": Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", {**WIDE, **HEADS}, {"use_qk_norm": True}, "<0.30"),
+    "Hunyuan-A13B": _moe(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        {**WIDE, **HEADS, "num_experts": NUM_EXPERTS, "moe_topk": EXPERTS_PER_TOKEN},
+        extra={"use_qk_norm": True, "moe_intermediate_size": 256, "use_mixed_mlp_moe": 1, "num_shared_expert": 1},
+        versions="<0.30",
+    ),
+}
+
+
+def build_family(directory: Path, family: Family) -> Path:
+    """Build the tiny checkpoint of a family and return its directory; see build_model."""
+
+    def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+        heads = 4 if "kv_lora_rank" in family.config else 8
+        sizes = common_config(layers, heads, heads if heads == 4 else 4)
+        config = AutoConfig.for_model(family.model_type, **{**sizes, **family.config})
+        config.architectures = [family.architecture]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        draw_weights(model, generator)
+        if family.experts and family.dtype != "float32":
+            _widen_routing_margins(model, generator)
+        return model, {"architectures": [family.architecture], **family.extra}
+
+    return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+
+
+@torch.no_grad()
+def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Let the embedding decide on experts, and not rounding, as demo/tiny_models.py does."""
+    choose_experts(model.get_input_embeddings().weight, generator)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            follow_choice(parameter, 0.3, generator)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter[ROUTING] *= 0.1
+        elif name.endswith("experts.down_proj"):
+            parameter[:, ROUTING] *= 0.1

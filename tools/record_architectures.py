@@ -1,0 +1,62 @@
+"""Record who collects the hidden states of each architecture that the installed release serves.
+
+`hsx emulate -- python tools/record_architectures.py`, in the environment of the release. Writes
+vllm_ascend_hsx/compat/architectures.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_hsx.compat.canonical import NotCanonicalError
+from vllm_ascend_hsx.compat.collector import collection_of
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, release_to_patch
+
+TARGET = Path(__file__).parents[1] / "vllm_ascend_hsx" / "compat" / "architectures.json"
+# Tables of vLLM's registry that list targets; others have drafts and models without text.
+TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+
+
+def served_classes() -> dict[str, Any]:
+    """Return the class of each target that vLLM and vllm-ascend register, by its architecture.
+
+    A class whose module needs a package that is not installed is left out.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    found = {}
+    for name in sorted({name for table in TABLES for name in getattr(registry, table)} & ModelRegistry.models.keys()):
+        try:
+            found[name] = ModelRegistry.models[name].load_model_cls()
+        except ImportError:
+            continue
+    return found
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what architectures.json says of the installed release."""
+    collected: dict[str, list[str]] = defaultdict(list)
+    refused: dict[str, str] = {}
+    for name, served in served_classes().items():
+        try:
+            collected[collection_of(served).name].append(name)
+        except NotCanonicalError as error:
+            refused[name] = str(error)
+    return {"collected": dict(sorted(collected.items())), "refused": refused}
+
+
+def main() -> None:
+    known = json.loads(TARGET.read_text()) if TARGET.exists() else {}
+    known[str(release_to_patch("vllm"))] = recorded()
+    checked = {pair.vllm for pair in CHECKED_PAIRS}
+    TARGET.write_text(json.dumps({name: known[name] for name in sorted(checked & known.keys())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
