@@ -61,9 +61,11 @@ def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[i
 
 @lru_cache(maxsize=1)
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    model = kind.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
     # For a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype
     # (models/auto/auto_factory.py:386).
     return model if model.dtype == dtype else model.to(dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
@@ -30,6 +30,9 @@ ROUTED = {**WIDE, "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERT
 SHARED = {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # The published head sizes: the fused attention kernel knows no others for latent keys.
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 96, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+ROPE = {"rope_type": "default", "rope_theta": 5_000_000.0}
+DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+GEMMA4 = {"global_head_dim": HEAD_DIM, "sliding_window": 4096, "hidden_size_per_layer_input": 0}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -44,6 +47,8 @@ class Family:
         extra: keys of config.json that vLLM reads and transformers does not write.
         versions: releases of vllm-ascend on which it is shown.
         experts: True if tokens are routed to experts.
+        vision: keys of the vision tower's configuration. With it the checkpoint is served with
+            `language_model_only`. None for a model of text.
         dtype: of the weights.
     """
 
@@ -54,6 +59,12 @@ class Family:
     versions: str = ">=0.23"
     experts: bool = False
     dtype: str = "float32"
+    vision: Mapping[str, Any] | None = None
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Return the engine arguments that the family needs."""
+        return {"dtype": self.dtype, **({} if self.vision is None else {"language_model_only": True})}
 
 
 def _moe(model_type: str, architecture: str, config: Mapping[str, Any], **options: Any) -> Family:
@@ -94,6 +105,13 @@ FAMILIES = {
             "moe_layer_end_index": LAYERS - 1,
         },
     ),
+    "Qwen3-VL-MoE, text": _moe(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {**EXPERTS, **HEADS, "norm_topk_prob": True, "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}},
+        vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256, **DEEPSTACK},
+    ),
+    "Gemma-4, text": Family("gemma4_text", "Gemma4ForCausalLM", {**WIDE, **HEADS, **GEMMA4}),
     "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
     "dots.llm1": _moe("dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.30"),
     "Kimi-K2, DeepSeek-V3 with one group": _moe(
@@ -121,15 +139,26 @@ def build_family(directory: Path, family: Family) -> Path:
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         heads = 4 if "kv_lora_rank" in family.config else 8
         sizes = common_config(layers, heads, heads if heads == 4 else 4)
-        config = AutoConfig.for_model(family.model_type, **{**sizes, **family.config})
-        config.architectures = [family.architecture]
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        keys = {**sizes, **family.config}
+        kind: Any = AutoModelForCausalLM
+        if family.vision is not None:
+            keys, kind = {"text_config": keys, "vision_config": dict(family.vision)}, AutoModelForImageTextToText
+        model = kind.from_config(AutoConfig.for_model(family.model_type, **keys), dtype=torch.float32)
         draw_weights(model, generator)
         if family.experts and family.dtype != "float32":
             _widen_routing_margins(model, generator)
+        if family.experts and family.vision is not None:
+            _turn_experts(model)
         return model, {"architectures": [family.architecture], **family.extra}
 
     return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+
+
+def _turn_experts(model: PreTrainedModel) -> None:
+    """Turn experts as those of the published checkpoints are, which transformers turns back."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parameter.data = parameter.data.transpose(1, 2).contiguous()
 
 
 @torch.no_grad()

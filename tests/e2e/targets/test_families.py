@@ -17,7 +17,7 @@ from session import WITH_OUTPUT
 from test_graph_modes import COMPILER, ENVIRON
 
 from vllm_ascend_hsx.compat.collector import Collection
-from vllm_ascend_hsx.compat.targets import recorded_architectures
+from vllm_ascend_hsx.compat.targets import SHOWN, recorded_architectures
 
 CHUNK = 64
 LAYER_IDS = (LAYERS, 0, 2, 1)  # not ascending, with both ends
@@ -59,7 +59,7 @@ def check(run: Run) -> None:
 @pytest.mark.parametrize("family", families(experts=False))
 def test_rows_of_a_family_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     model = build_family(tmp_path / "model", family)
-    run = run_engine(tmp_path / "run", model, SCRIPT, layer_ids=LAYER_IDS, dtype=family.dtype, max_num_batched_tokens=CHUNK)
+    run = run_engine(tmp_path / "run", model, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, **family.engine)
     check(run)
     assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 2 * CHUNK
 
@@ -71,7 +71,6 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
         build_family(tmp_path / "model", family),
         [action for action in SCRIPT if action != ["settle"]],  # of an engine in one process
         layer_ids=LAYER_IDS,
-        dtype=family.dtype,
         max_num_batched_tokens=CHUNK,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
@@ -79,8 +78,13 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
         enforce_eager=False,
         compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
         additional_config=COMPILER,
+        **family.engine,
     )
     check(run)
+
+
+def test_each_family_is_among_the_targets_that_doctor_and_documentation_call_shown() -> None:
+    assert {each.architecture for each in FAMILIES.values()} <= set(SHOWN)
 
 
 def test_families_without_the_interface_of_vllm_are_collected_by_us() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import compatibility
 from documents import page, rows
 
-from vllm_ascend_hsx.compat.targets import SHOWN, is_registered
+from vllm_ascend_hsx.compat import targets
+from vllm_ascend_hsx.compat.targets import SHOWN
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.doctor.images import IMAGES
 
@@ -64,9 +65,10 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
         assert f"| {pair.vllm} | {pair.vllm_ascend} | works" in text
     named = re.findall(r"`(\w+For\w+)`", text)
     assert len(named) >= 8
-    assert all(map(is_registered, named))
-    targets = rows(text.partition("## Targets")[2].partition("## Features")[0])
-    assert {each for _, cell, state, _ in targets if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
+    records = json.loads(Path(targets.__file__).with_name("architectures.json").read_text()).values()
+    assert set(named) <= {name for each in records for group in (*each["collected"].values(), each["refused"]) for name in group}
+    lines = rows(text.partition("## Targets")[2].partition("## Features")[0])
+    assert {each for _, cell, state, _ in lines if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
 
 
 def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_the_pins() -> None:
