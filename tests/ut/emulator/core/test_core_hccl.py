@@ -293,7 +293,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[int], object], str]] = {
     "cpu tensor": (lambda size: dist.all_reduce(torch.ones(2)), "cpu"),
     "an asynchronous collective in a graph": (
         lambda size: capture(lambda: dist.all_reduce(zeros(2), async_op=True)),
-        "NotImplementedError: a graph capture that takes in a second stream"),
+        "NotImplementedError: a graph capture that takes in the default stream, a stream of hccl"),
 }
 
 

@@ -16,6 +16,7 @@ constexpr auto kExternalPatience = std::chrono::seconds(60);
 struct Replay {
   Nodes nodes;
   StreamState* stream;
+  std::vector<StreamState*> lanes;  // of nodes beyond the first lane
   std::thread::id launcher = std::this_thread::get_id();
   size_t next = 0;
   std::mutex mutex;
@@ -32,9 +33,9 @@ struct Replay {
       const std::shared_ptr<Node> node = nodes[next];
       if (node->waits != nullptr && !arrive(*node->waits, must)) return false;
       try {
-        if (node->group == nullptr) run(*node);
+        if (node->group == nullptr) run(*node, on(*node));
         else
-          for (const auto& inner : node->group->get()) run(*inner);
+          for (const auto& inner : node->group->get()) run(*inner, on(*node));
       } catch (...) {
         next = nodes.size();  // the rest of a replay that failed is not run
         throw;
@@ -51,6 +52,8 @@ struct Replay {
     auto engine = Engine::get().lock();
     return !e.set && (e.on == nullptr || e.on->executed >= e.position);
   }
+
+  StreamState& on(const Node& node) const { return node.lane == 0 ? *stream : *lanes.at(node.lane - 1); }
 
  private:
   bool arrive(External& e, bool must) {
@@ -84,7 +87,7 @@ struct Replay {
     }
   }
 
-  void run(Node& node) {
+  void run(Node& node, StreamState& lane) {
     if (!node.first_run) {
       if (node.run) node.run();
       return;
@@ -94,7 +97,7 @@ struct Replay {
     for (size_t i = 0; i < node.touches.size(); ++i)
       if ((node.touches[i].write = written.at(i))) writes.push_back(node.touches[i]);
     node.first_run = nullptr;
-    if (!Engine::get().defers(*stream)) order(*stream, node.name, writes);
+    if (!Engine::get().defers(*stream)) order(lane, node.name, writes);
   }
 };
 
@@ -144,14 +147,26 @@ inline void check_alive(const Node& node) {
   }
 }
 
-inline void launch_replay(StreamState& s, Nodes nodes) {
+inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamState*>& lanes = {}) {
   static const std::string* name = intern("replay");
   if (!TaskQueue::of(s.device).enter(*name)) return;
   Engine& engine = Engine::get();
   const bool defers = engine.defers(s);
   if (!defers) engine.settle(s);
+  auto replay = std::make_shared<Replay>();
+  replay->stream = &s;
+  replay->lanes = lanes;
   bool collective = false;
+  std::map<uint64_t, Clock> events;
   for (const auto& node : nodes) {
+    if (node->records != 0 || node->awaits != 0) {
+      StreamState& lane = replay->on(*node);
+      if (node->records != 0 && engine.tracking()) engine.launch(lane);
+      auto guard = engine.lock();
+      if (node->records != 0) events[node->records] = lane.clock;
+      else lane.clock.join(events.at(node->awaits));
+      continue;
+    }
     if (node->waits != nullptr) {
       External& e = *node->waits;
       auto guard = engine.lock();
@@ -161,12 +176,10 @@ inline void launch_replay(StreamState& s, Nodes nodes) {
     for (const auto& part : node->group == nullptr ? Nodes{node} : node->group->get()) {
       collective |= part->collective;
       check_alive(*part);
-      if (!part->touches.empty()) order(s, part->name, part->touches);
+      if (!part->touches.empty()) order(replay->on(*node), part->name, part->touches);
     }
   }
-  auto replay = std::make_shared<Replay>();
   replay->nodes = std::move(nodes);
-  replay->stream = &s;
   const Item item{name, [replay] { replay->advance(true); }, nullptr, [replay] { return replay->stuck(); }};
   if (defers) {
     engine.push(s, item);
