@@ -19,6 +19,7 @@ struct Replay {
   std::vector<StreamState*> lanes;  // of nodes beyond the first lane
   std::thread::id launcher = std::this_thread::get_id();
   size_t next = 0;
+  bool collective = false;
   std::mutex mutex;
 
   // Continues to the end or, unless forced, to an external event that is not recorded. True at the
@@ -156,7 +157,6 @@ inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamS
   auto replay = std::make_shared<Replay>();
   replay->stream = &s;
   replay->lanes = lanes;
-  bool collective = false;
   std::map<uint64_t, Clock> events;
   for (const auto& node : nodes) {
     if (node->records != 0 || node->awaits != 0) {
@@ -174,7 +174,7 @@ inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamS
       else e.waiting.push_back(&s);
     }
     for (const auto& part : node->group == nullptr ? Nodes{node} : node->group->get()) {
-      collective |= part->collective;
+      replay->collective |= part->collective;
       check_alive(*part);
       if (!part->touches.empty()) order(replay->on(*node), part->name, part->touches);
     }
@@ -183,7 +183,7 @@ inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamS
   const Item item{name, [replay] { replay->advance(true); }, nullptr, [replay] { return replay->stuck(); }};
   if (defers) {
     engine.push(s, item);
-    if (collective) engine.drain(s, s.issued);  // ranks meet in the order of their launches
+    if (replay->collective) engine.drain(s, s.issued);  // ranks meet in the order of their launches
   } else if (!replay->advance(false)) {
     {
       auto guard = engine.lock();
@@ -192,6 +192,18 @@ inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamS
     }
     engine.push(s, item);  // so that events and the host wait for it
   }
+}
+
+// A replay with collectives goes on by itself: other ranks wait for it while this host may wait for
+// them. A rank without requests launches nothing after its replay.
+inline void go_on(StreamState& s) {
+  std::shared_ptr<Replay> replay;
+  {
+    auto guard = Engine::get().lock();
+    if (s.replays.empty() || !s.replays.front()->collective) return;
+    replay = s.replays.front();
+  }
+  if (replay->advance(false)) finish_replays(s);
 }
 
 inline void mark_external(const std::shared_ptr<External>& e) {
@@ -217,15 +229,16 @@ inline void record_external(const std::shared_ptr<External>& e, StreamState& s) 
   }
   if (!engine.defers(s)) {
     mark_external(e);
-    return;
+  } else {
+    engine.push(s, {name, [e] { mark_external(e); }});
+    auto guard = engine.lock();
+    if (!e->set) {
+      e->on = &s;
+      e->position = s.issued;
+      e->recorded.notify_all();  // whoever waits can run it
+    }
   }
-  engine.push(s, {name, [e] { mark_external(e); }});
-  auto guard = engine.lock();
-  if (!e->set) {
-    e->on = &s;
-    e->position = s.issued;
-    e->recorded.notify_all();  // whoever waits can run it
-  }
+  for (StreamState* w : waiting) go_on(*w);
 }
 
 inline void wait_external(const std::shared_ptr<External>& e, StreamState& s) {
