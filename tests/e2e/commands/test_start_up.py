@@ -72,6 +72,8 @@ def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The process that makes a configuration refuses it, so that the log ends with the reason.
 
 BALANCE = {"additional_config": {"enable_balance_scheduling": True}}
+# Two ranks share a KV head, as vLLM requires.
+SHARED_CACHE = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "hf_overrides": {"num_key_value_heads": 1}}
 BOTH_WAYS = ('"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer"', "VLLM_PLUGINS=ascend,")
 
 
@@ -111,7 +113,7 @@ def of_connectors(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "replaced by an option of vLLM": {"kv_transfer_config": ours, "kv_offloading_size": 1},
         "misspelt option": {"kv_transfer_config": kv_transfer_config(storage, num_writer_thread=2)},
         "another role": {"kv_transfer_config": {**ours, "kv_role": "kv_both"}},
-        "decode context parallelism": {"kv_transfer_config": ours, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "decode context parallelism": {"kv_transfer_config": ours, **SHARED_CACHE},
         "balance scheduling": {"kv_transfer_config": ours, **BALANCE},
         "balance scheduling of both roles": {"kv_transfer_config": together(ours), **BALANCE},
     }
