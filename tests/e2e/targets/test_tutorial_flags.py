@@ -59,6 +59,16 @@ EXACT = {"dtype": "float32"}
 TWO = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}}
 HYBRID = {"language_model_only": True, "max_num_batched_tokens": 192}  # with aligned states a chunk is a block of 128
+LOADING = {
+    "model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8},
+    "enable_ep_weight_filter": True,
+}
+STEPS = {
+    "safetensors_load_strategy": "prefetch",
+    "block_size": 128,
+    "long_prefill_token_threshold": 32,
+    "async_scheduling": False,
+}
 SHARED_DP, OVERLAP = {"enable_shared_expert_dp": True}, {"multistream_overlap_shared_expert": True}
 SP = {"enable_flashcomm1": True}
 # By flag, what vllm-ascend logs where its configuration does not tell that it took the flag.
@@ -78,6 +88,8 @@ CASES = {
     # The tutorials' float16 is for Atlas 300I alone: the kernels of A2 and A3 refuse it.
     "states in float32": Case("qwen3_5_moe", {}, {**TWO, **HYBRID, "mamba_ssm_cache_dtype": "float32"}),
     "MTP weights": Case("deepseek_v3 with MTP", {}, TWO),
+    "weights loaded by threads, those of own experts alone": Case("qwen3_moe", {}, EXACT | TWO | LOADING),
+    "prefetched weights, other steps": Case("qwen3_moe", {}, EXACT | TWO | STEPS),
     "FULL_DECODE_ONLY": Case("qwen3_moe", COMPILER, EXACT | TWO | GRAPHS, ENVIRON),
     "many at once": Case(
         "deepseek_v3 with MTP",
