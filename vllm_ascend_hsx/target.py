@@ -89,15 +89,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             "Leave it out.",
         )
     parallel = vllm_config.parallel_config
-    for option, reason in ONE_ONLY.items():
-        value = getattr(parallel, option, 1)
-        if value > 1:
-            raise UserError(
-                option,
-                value,
-                reason,
-                f"Use {option}=1; scale with tensor, data and expert parallelism.",
-            )
+    refuse_parallelism(parallel)
     model = vllm_config.model_config
     layer_ids = validate_layer_ids(
         getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None),
@@ -112,6 +104,21 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         tensor_parallel=parallel.tensor_parallel_size,
     )
+
+
+def refuse_parallelism(parallel_config: Any) -> None:
+    """Refuse parallel settings that are not supported.
+
+    Args:
+        parallel_config: vllm.config.ParallelConfig.
+
+    Raises:
+        UserError: one of ONE_ONLY is above 1.
+    """
+    for option, reason in ONE_ONLY.items():
+        value = getattr(parallel_config, option, 1)
+        if value > 1:
+            raise UserError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
 
 
 ONE_ONLY = {

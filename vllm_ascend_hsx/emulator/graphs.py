@@ -44,10 +44,13 @@ def graph_pool_handle() -> PoolId:
 
 
 class NPUGraph:
-    """Work of a stream, recorded by a capture. Replays run it on the same memory.
+    """Work of streams, recorded by a capture. Replays run it on the same memory.
 
-    Not supported: random operators, copies to the host, a second stream, nested graphs, and
-    ``update``.
+    A stream that waits for an event of the capture is captured, too. The stream that began the
+    capture must wait for it before the end.
+
+    Not supported: random operators, copies to the host, asynchronous collectives, nested graphs,
+    and ``update``.
     """
 
     def __init__(self) -> None:

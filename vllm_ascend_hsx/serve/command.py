@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_hsx.compat.scheduling import refuse_balance_scheduling
 from vllm_ascend_hsx.compat.targets import is_registered, refuse_architecture
 from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_OPTION
@@ -65,6 +66,7 @@ def build(
         UserError: if an argument is invalid or the model cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
+    refuse_balance_scheduling(_additional_config(vllm_arguments), "kv_producer", environ)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
     if options.get("sink") != "mooncake":  # `hsx generate` names each row's file
         options = {PATH_OPTION: True, **options}
@@ -143,6 +145,24 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
             raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
+
+
+def _additional_config(vllm_arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the value of --additional-config, of which keys may be options of their own."""
+    config: dict[str, Any] = {}
+    for option, text in _arguments(vllm_arguments):
+        name, *keys = option.split(".")
+        if name != "--additional-config":
+            continue
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue  # vLLM says what is wrong with it
+        for key in reversed(keys):
+            value = {key: value}
+        if isinstance(value, dict):
+            config |= value
+    return config
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -71,6 +71,9 @@ def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The process that makes a configuration refuses it, so that the log ends with the reason.
 
+BALANCE = {"additional_config": {"enable_balance_scheduling": True}}
+# Two ranks share a KV head, as vLLM requires.
+SHARED_CACHE = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "hf_overrides": {"num_key_value_heads": 1}}
 BOTH_WAYS = ('"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer"', "VLLM_PLUGINS=ascend,")
 
 
@@ -110,11 +113,14 @@ def of_connectors(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "replaced by an option of vLLM": {"kv_transfer_config": ours, "kv_offloading_size": 1},
         "misspelt option": {"kv_transfer_config": kv_transfer_config(storage, num_writer_thread=2)},
         "another role": {"kv_transfer_config": {**ours, "kv_role": "kv_both"}},
+        "decode context parallelism": {"kv_transfer_config": ours, **SHARED_CACHE},
+        "balance scheduling": {"kv_transfer_config": ours, **BALANCE},
+        "balance scheduling of both roles": {"kv_transfer_config": together(ours), **BALANCE},
     }
     return refusals(tiny_qwen3, cases)
 
 
-@pytest.mark.parametrize("case", ["ours", "ours beside another"])
+@pytest.mark.parametrize("case", ["ours", "ours beside another", "balance scheduling of both roles"])
 def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str) -> None:
     assert of_connectors[case] is None
 
@@ -145,8 +151,16 @@ def test_vllms_own_connector_beside_ours_is_refused(of_connectors: dict[str, str
     assert found is not None and "ExampleHiddenStatesConnector" in found and "Leave it out" in found
 
 
-@pytest.mark.parametrize(("case", "named"), [("misspelt option", "num_writer_thread=2"), ("another role", "kv_role='kv_both'")])
-def test_options_of_our_connector_are_refused_there_too(of_connectors: dict[str, str | None], case: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("misspelt option", "num_writer_thread=2"),
+        ("another role", "kv_role='kv_both'"),
+        ("decode context parallelism", "decode_context_parallel_size=2 has not been shown to keep the order of the rows"),
+        ("balance scheduling", "additional_config.enable_balance_scheduling=True is taken by vllm-ascend with kv_role='kv_both' alone"),
+    ],
+)
+def test_unusable_options_are_refused_there_too(of_connectors: dict[str, str | None], case: str, named: str) -> None:
     assert named in (of_connectors[case] or "")
 
 

@@ -27,9 +27,10 @@ class Driver:
     # The engine
 
     def start(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Build an engine from EngineArgs, and return facts about its KV cache and scheduling."""
+        """Build an engine from EngineArgs, and return facts about it."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm_ascend.ascend_config import get_ascend_config
 
         self.arguments = arguments
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -42,6 +43,7 @@ class Driver:
             "async_scheduling": self.core.async_scheduling,
             "hybrid_kv_cache_manager": not self.core.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
             "mamba_cache_mode": self.core.vllm_config.cache_config.mamba_cache_mode,
+            "ascend_config": {name: value for name, value in vars(get_ascend_config()).items() if isinstance(value, bool | int)},
         }
 
     def runner(self) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, build_model, common_config, draw_weights
@@ -33,6 +35,24 @@ def build_deepseek_v3(
 
     model_type = "deepseek_v3" if q_lora_rank is not None else "deepseek_v3 without q_lora_rank"
     return build_model(directory, model_type, create, dtype=dtype, layers=layers, seed=seed)
+
+
+def add_mtp_layer(model: Path) -> Path:
+    """Add the layer that predicts a second token (MTP), as published checkpoints have it.
+
+    The decoder must not load it: its weights are those of the last layer, times 10.
+    """
+    weights = load_file(model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    last, added = f"model.layers.{config['num_hidden_layers'] - 1}.", f"model.layers.{config['num_hidden_layers']}."
+    weights |= {name.replace(last, added): 10 * weight for name, weight in weights.items() if name.startswith(last)}
+    norm, embedding = weights["model.norm.weight"], weights["model.embed_tokens.weight"]
+    own = {"enorm.weight": norm, "hnorm.weight": norm, "shared_head.norm.weight": norm, "embed_tokens.weight": embedding}
+    own |= {"shared_head.head.weight": weights["lm_head.weight"], "eh_proj.weight": torch.cat(2 * [torch.eye(HIDDEN_SIZE)], dim=1)}
+    weights |= {added + name: 10 * weight.to(norm.dtype) for name, weight in own.items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return model
 
 
 def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | None) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -147,6 +147,12 @@ def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> 
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size='2' leaves each stage with the hidden states of its own layers only"),
         (("-pp", "2"), "--pipeline-parallel-size='2' leaves"),
         (("--decode_context_parallel_size=2",), "--decode-context-parallel-size='2' has not been shown to keep the order"),
+        (("--additional-config", '{"enable_balance_scheduling": true}'), "additional_config.enable_balance_scheduling=True is taken by"),
+        (("--additional_config.enable_balance_scheduling=true",), "additional_config.enable_balance_scheduling=True is taken by"),
+        (
+            ("--additional-config.scheduler_config.enable_balance_scheduling", "true"),
+            "additional_config.scheduler_config.enable_balance_scheduling=True is taken by",
+        ),
         (("-pcp=4",), "--prefill-context-parallel-size='4' reorders the tokens"),
     ],
 )
@@ -162,7 +168,18 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> No
         command(nemotron)
 
 
-@pytest.mark.parametrize("vllm", [("-pp", "1"), ("--pipeline-parallel-size=1",), ("--seed", "-1"), ("--tensor-parallel-size", "2")])
+@pytest.mark.parametrize(
+    "vllm",
+    [
+        ("-pp", "1"),
+        ("--pipeline-parallel-size=1",),
+        ("--seed", "-1"),
+        ("--tensor-parallel-size", "2"),
+        ("--additional-config", '{"enable_flashcomm1": true}'),
+        ("--additional-config", "{"),
+        ("--additional-config", "1"),
+    ],
+)
 def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]) -> None:
     assert command(model, *vllm).arguments[3 : 3 + len(vllm)] == vllm
 

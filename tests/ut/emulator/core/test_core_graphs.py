@@ -105,6 +105,9 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "an event": (lambda x: torch.npu.current_stream().record_event().synchronize(), CAPTURED),
     "an event's query": (lambda x: torch.npu.current_stream().record_event().query(), CAPTURED),
     "an event from outside": (lambda x: torch.npu.current_stream().wait_event(OUTSIDE.record_event()), "recorded outside of the capture"),
+    "a stream that has joined it": (
+        lambda x: (OUTSIDE.wait_stream(torch.npu.current_stream()), torch.npu.current_stream().wait_stream(OUTSIDE), OUTSIDE.synchronize()),
+        CAPTURED),
     "an update": (lambda x: torch.npu.graph_task_update_begin(torch.npu.current_stream(), None), "TaskGroup|capturing"),
 }
 
@@ -123,7 +126,8 @@ MISSING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "random numbers": (lambda x: x.uniform_(), "aten::uniform_: random numbers in a graph"),
     "random permutations": (lambda x: torch.randperm(4, device=NPU), "aten::randperm.*: random numbers in a graph"),
     "an asynchronous copy to the host": (lambda x: pinned(0, 0, 0, 0).copy_(x, non_blocking=True), "a copy to the host in a graph"),
-    "a second stream": (lambda x: OUTSIDE.wait_stream(torch.npu.current_stream()), "a graph capture that takes in a second stream"),
+    "the default stream": (
+        lambda x: torch.npu.default_stream().wait_stream(torch.npu.current_stream()), "a graph capture that takes in the default stream"),
     "a graph": (lambda x: INNER.replay(), "the replay of a graph in another graph's capture"),
     "an operator without a reference": (lambda x: torch.ops.npu.npu_clipped_swiglu(x), "npu_clipped_swiglu has no reference"),
 }
@@ -215,3 +219,62 @@ def test_events_within_a_capture_order_its_stream_and_mean_nothing_outside() -> 
     assert x.tolist() == [4, 4, 4, 4]
     with pytest.raises(RuntimeError, match="a graph capture that has ended"):
         torch.npu.current_stream().wait_event(event)
+
+
+# ---- a second stream ----
+
+
+def beside(side: torch.npu.Stream, first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    """Return a body that launches `second` on `side` beside `first`, and waits for it."""
+
+    def body() -> None:
+        side.wait_stream(torch.npu.current_stream())
+        first()
+        with torch.npu.stream(side):
+            second()
+        torch.npu.current_stream().wait_stream(side)
+
+    return body
+
+
+@both_modes
+def test_a_stream_that_waits_for_a_capture_is_captured_too() -> None:
+    x, y, z, side = full(1.0), full(0.0), full(0.0), torch.npu.Stream()
+    total = full(0.0)
+    run = beside(side, lambda: y.copy_(x * 2), lambda: z.copy_(x * 3))
+
+    def body() -> None:
+        run()
+        total.copy_(y + z)
+
+    graph = capture(body)
+    assert (y.tolist(), z.tolist()) == ([0] * 4, [0] * 4)
+    for value in (1.0, 4.0):
+        x.fill_(value)
+        graph.replay()
+        assert total.tolist() == [5 * value] * 4
+    with torch.npu.stream(side):  # it is as it was before
+        assert not torch.npu.is_current_stream_capturing()
+        side.wait_stream(torch.npu.default_stream())
+        z.fill_(7)
+    side.synchronize()
+    assert z.tolist() == [7] * 4
+
+
+def test_a_stream_that_the_capture_does_not_wait_for_is_an_error_at_the_end() -> None:
+    side, x = torch.npu.Stream(), full(1.0)
+
+    def body() -> None:
+        side.wait_stream(torch.npu.current_stream())
+        torch.npu.current_stream().wait_stream(side)
+        with torch.npu.stream(side):
+            x.add_(1)
+
+    with pytest.raises(RuntimeError, match=f"has not waited for all that stream {side.stream_id} has captured"):
+        capture(body)
+    assert not torch.npu.is_current_stream_capturing()
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        x.add_(1)
+    side.synchronize()
+    assert x.tolist() == [2] * 4

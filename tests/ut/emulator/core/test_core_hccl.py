@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,21 @@ def captured(name: str, rank: int, size: int) -> None:
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_called_or_captured_follows_its_definition(ranks: Ranks, name: str, run: Scenario, late_ranks: bool) -> None:
     ranks.run(partial(run, name), late_ranks)
+
+
+def replayed_beside_an_idle_host(mode: str, rank: int, size: int) -> None:
+    summed, event, store = zeros(4) + 1, torch.npu.ExternalEvent(), dist.distributed_c10d._get_default_store()
+    graph = capture(lambda: (event.wait(), dist.all_reduce(summed)))
+    graph.replay()
+    event.record(torch.npu.Stream())
+    if rank == 0:  # its host launches nothing more, and waits for the hosts of the others
+        store.wait([f"{mode} {other} has seen it" for other in range(1, size)], timedelta(seconds=30))
+    check(summed, torch.full((4,), float(size)))
+    store.set(f"{mode} {rank} has seen it", "")
+
+
+def test_a_replay_meets_other_ranks_while_its_host_waits_for_theirs(ranks: Ranks, late_ranks: bool) -> None:
+    ranks.run(partial(replayed_beside_an_idle_host, f"late={late_ranks}"), late_ranks)
 
 
 def all_reduce_bits(rank: int, size: int) -> bytes:
@@ -293,7 +309,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[int], object], str]] = {
     "cpu tensor": (lambda size: dist.all_reduce(torch.ones(2)), "cpu"),
     "an asynchronous collective in a graph": (
         lambda size: capture(lambda: dist.all_reduce(zeros(2), async_op=True)),
-        "NotImplementedError: a graph capture that takes in a second stream"),
+        "NotImplementedError: a graph capture that takes in the default stream, a stream of hccl"),
 }
 
 

@@ -192,3 +192,27 @@ def test_an_error_in_a_replay_surfaces_where_the_host_waits_and_the_stream_goes_
     index.fill_(2)
     replay_aside(graph).synchronize()
     assert x.tolist() == [1, 1, 5, 1]
+
+
+@late
+@pytest.mark.parametrize("aside", [False, True])
+def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool) -> None:
+    x, y, side = full(1.0), full(0.0), torch.npu.Stream()
+
+    def body(waits: bool) -> None:
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            y.copy_(x * 2)
+        if waits:
+            torch.npu.current_stream().wait_stream(side)
+        y.add_(1)
+        torch.npu.current_stream().wait_stream(side)
+
+    right, wrong = capture(lambda: body(True)), capture(lambda: body(False))
+    for _ in range(2):
+        replayed = replay_aside(right) if aside else right.replay()
+        if replayed is not None:
+            torch.npu.current_stream().wait_stream(replayed)
+        assert y.tolist() == [3] * 4
+    with pytest.raises(RuntimeError, match=RACE + r": aten::add\.\w+ on .* that aten::copy_ on stream"):
+        replay_aside(wrong) if aside else wrong.replay()

@@ -31,6 +31,7 @@ inline std::shared_ptr<TaskGroup> end_task_group(StreamState& s) {
   auto node = std::make_shared<Node>();
   node->name = intern("graph_task_group");
   node->group = std::move(r.group);
+  node->lane = lane_of(r, s);
   r.group = nullptr;
   r.nodes.push_back(node);
   return node->group;
@@ -120,24 +121,25 @@ class Graph {
       std::lock_guard<std::mutex> lock(pool_->mutex);
       ++pool_->graphs;
     }
-    stream_ = &s;
     recording_ = std::make_unique<Recording>();
     recording_->capture = ++captures;
     recording_->pool = pool_;
     recording_->mode = mode;
     recording_->owner = std::this_thread::get_id();
+    recording_->streams = {&s};
     Engine::get().set_recording(s, recording_.get());
     active_capture() = recording_.get();
   }
 
   void end() {
     TORCH_CHECK(recording_ != nullptr, "capture_end without a capture_begin");
-    TORCH_CHECK(&current_stream(device_) == stream_, "Capture must end on the same stream it began on.");
-    active_capture() = nullptr;
-    Engine::get().set_recording(*stream_, nullptr);
+    TORCH_CHECK(&current_stream(device_) == recording_->streams.front(), "Capture must end on the same stream it began on.");
+    stop_recording();
     const std::unique_ptr<Recording> recording = std::move(recording_);
     TORCH_CHECK(recording->group == nullptr, "the capture ends inside of a task group (graph_task_group_begin without its end)");
+    check_joined(*recording);
     nodes_ = std::move(recording->nodes);
+    while (lanes_.size() + 1 < recording->streams.size()) lanes_.push_back(&Engine::get().private_stream(device_));
     captured_ = true;
   }
 
@@ -145,7 +147,7 @@ class Graph {
     TORCH_CHECK(captured_, "Called NPUGraph::replay without a preceding successful capture.");
     StreamState& s = current_stream(device_);
     TORCH_CHECK_NOT_IMPLEMENTED(s.recording == nullptr, "the replay of a graph in another graph's capture is not implemented by the emulated NPU");
-    launch_replay(s, nodes_);
+    launch_replay(s, nodes_, lanes_);
   }
 
   void reset() {
@@ -159,10 +161,14 @@ class Graph {
   }
 
  private:
+  void stop_recording() {
+    active_capture() = nullptr;
+    for (StreamState* s : recording_->streams) Engine::get().set_recording(*s, nullptr);
+  }
+
   void drop() {
     if (recording_ != nullptr) {
-      active_capture() = nullptr;
-      Engine::get().set_recording(*stream_, nullptr);
+      stop_recording();
       recording_ = nullptr;
     }
     captured_ = false;
@@ -173,11 +179,11 @@ class Graph {
 
   bool captured_ = false;
   int device_ = -1;
-  StreamState* stream_ = nullptr;
   PoolId pool_id_{0, 0};
   std::shared_ptr<Pool> pool_;
   std::unique_ptr<Recording> recording_;
   Nodes nodes_;
+  std::vector<StreamState*> lanes_;  // that stand for all its streams but the one that replays it
 };
 
 // ---- what Python records ------------------------------------------------------------------------

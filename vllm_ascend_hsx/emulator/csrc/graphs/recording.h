@@ -2,8 +2,11 @@
 //
 // A recorded operator is a Node: a closure that can run any number of times, and the tensors that
 // it touches. Nodes hold bytes (Memory), not blocks, so that what the capture frees goes back to
-// the graph's pool (memory/blocks.h). One stream per capture: a capture that another stream joins
-// is not implemented.
+// the graph's pool (memory/blocks.h).
+//
+// A stream that waits for an event of a capture joins it, as in CANN (aclmdlRICaptureBegin) and
+// CUDA. Each stream is a lane of the graph. Replays run the nodes of all lanes in the order of their
+// capture; the race detector sees the lanes as streams that only the captured events order.
 #pragma once
 
 #include "relabel.h"
@@ -32,6 +35,8 @@ struct Node {
   std::shared_ptr<External> waits;
   std::shared_ptr<TaskGroup> group;
   bool collective = false;
+  size_t lane = 0;  // the stream that captured it: index into Recording::streams
+  uint64_t records = 0, awaits = 0;  // number of the captured event that it records or waits for
 };
 using Nodes = std::vector<std::shared_ptr<Node>>;
 
@@ -54,6 +59,8 @@ struct Recording {
   Nodes nodes;
   std::vector<Touch> touches;  // of the node that comes next
   std::shared_ptr<TaskGroup> group;  // open, or being updated
+  std::vector<StreamState*> streams;  // that capture; the first began it
+  uint64_t events = 0;
 };
 
 inline std::atomic<Recording*>& active_capture() {
@@ -64,6 +71,66 @@ inline std::atomic<Recording*>& active_capture() {
 inline uint64_t capture_of(const StreamState& s) { return s.recording == nullptr ? 0 : s.recording->capture; }
 
 inline std::shared_ptr<Pool> pool_of(const StreamState& s) { return s.recording == nullptr ? nullptr : s.recording->pool; }
+
+inline bool is_underway(uint64_t capture) {
+  const Recording* active = active_capture();
+  return active != nullptr && active->capture == capture;
+}
+
+inline void join_capture(StreamState& s) {
+  Recording* capture = active_capture();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !s.is_default() && s.id <= kPoolStreams && s.device == capture->streams.front()->device,
+      "a graph capture that takes in the default stream, a stream of hccl or one of another NPU is not implemented by the emulated NPU");
+  TORCH_CHECK(s.recording == nullptr, "NPU error: a stream joins a graph capture while it updates a task group");
+  capture->streams.push_back(&s);
+  Engine::get().set_recording(s, capture);
+}
+
+inline size_t lane_of(const Recording& r, const StreamState& s) {
+  const auto found = std::find(r.streams.begin(), r.streams.end(), &s);
+  return found == r.streams.end() ? 0 : static_cast<size_t>(found - r.streams.begin());  // an update has none
+}
+
+inline void record_event_node(StreamState& s, const char* name, uint64_t records, uint64_t awaits) {
+  auto node = std::make_shared<Node>();
+  node->name = intern(name);
+  node->lane = lane_of(*s.recording, s);
+  node->records = records;
+  node->awaits = awaits;
+  s.recording->nodes.push_back(std::move(node));
+}
+
+inline uint64_t record_in_capture(StreamState& s) {
+  const uint64_t event = ++s.recording->events;
+  record_event_node(s, "record_event", event, 0);
+  return event;
+}
+
+inline void wait_in_capture(StreamState& s, uint64_t event) { record_event_node(s, "wait_event", 0, event); }
+
+// Called at the end of a capture: the stream that began it has waited for all that the others did.
+inline void check_joined(const Recording& r) {
+  using Progress = std::vector<uint64_t>;  // nodes of each lane
+  const size_t lanes = r.streams.size();
+  std::vector<Progress> seen(lanes, Progress(lanes));
+  std::map<uint64_t, Progress> at;
+  for (const auto& node : r.nodes) {
+    Progress& own = seen[node->lane];
+    if (node->records != 0) {
+      at[node->records] = own;
+      continue;
+    }
+    ++own[node->lane];
+    if (node->awaits == 0) continue;
+    const Progress& other = at.at(node->awaits);
+    for (size_t lane = 0; lane < lanes; ++lane) own[lane] = std::max(own[lane], other[lane]);
+  }
+  for (size_t lane = 1; lane < lanes; ++lane)
+    TORCH_CHECK(
+        seen[0][lane] == seen[lane][lane], "NPU error: the capture ends, and the stream that began it has not waited for all that stream ",
+        r.streams[lane]->id, " has captured");
+}
 
 // A synchronous copy during a capture: refused in mode "global" for every thread, in "thread_local"
 // for the capturing one.
@@ -89,6 +156,7 @@ inline void record_node(StreamState& s, std::shared_ptr<Node> node) {
   Recording& r = *s.recording;
   node->touches = std::move(r.touches);
   r.touches.clear();
+  node->lane = lane_of(r, s);
   if (r.capture != 0 && r.group != nullptr) r.group->nodes.push_back(std::move(node));
   else r.nodes.push_back(std::move(node));
 }

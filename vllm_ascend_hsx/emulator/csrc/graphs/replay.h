@@ -16,8 +16,10 @@ constexpr auto kExternalPatience = std::chrono::seconds(60);
 struct Replay {
   Nodes nodes;
   StreamState* stream;
+  std::vector<StreamState*> lanes;  // of nodes beyond the first lane
   std::thread::id launcher = std::this_thread::get_id();
   size_t next = 0;
+  bool collective = false;
   std::mutex mutex;
 
   // Continues to the end or, unless forced, to an external event that is not recorded. True at the
@@ -32,9 +34,9 @@ struct Replay {
       const std::shared_ptr<Node> node = nodes[next];
       if (node->waits != nullptr && !arrive(*node->waits, must)) return false;
       try {
-        if (node->group == nullptr) run(*node);
+        if (node->group == nullptr) run(*node, on(*node));
         else
-          for (const auto& inner : node->group->get()) run(*inner);
+          for (const auto& inner : node->group->get()) run(*inner, on(*node));
       } catch (...) {
         next = nodes.size();  // the rest of a replay that failed is not run
         throw;
@@ -51,6 +53,8 @@ struct Replay {
     auto engine = Engine::get().lock();
     return !e.set && (e.on == nullptr || e.on->executed >= e.position);
   }
+
+  StreamState& on(const Node& node) const { return node.lane == 0 ? *stream : *lanes.at(node.lane - 1); }
 
  private:
   bool arrive(External& e, bool must) {
@@ -84,7 +88,7 @@ struct Replay {
     }
   }
 
-  void run(Node& node) {
+  void run(Node& node, StreamState& lane) {
     if (!node.first_run) {
       if (node.run) node.run();
       return;
@@ -94,7 +98,7 @@ struct Replay {
     for (size_t i = 0; i < node.touches.size(); ++i)
       if ((node.touches[i].write = written.at(i))) writes.push_back(node.touches[i]);
     node.first_run = nullptr;
-    if (!Engine::get().defers(*stream)) order(*stream, node.name, writes);
+    if (!Engine::get().defers(*stream)) order(lane, node.name, writes);
   }
 };
 
@@ -144,14 +148,25 @@ inline void check_alive(const Node& node) {
   }
 }
 
-inline void launch_replay(StreamState& s, Nodes nodes) {
+inline void launch_replay(StreamState& s, Nodes nodes, const std::vector<StreamState*>& lanes = {}) {
   static const std::string* name = intern("replay");
   if (!TaskQueue::of(s.device).enter(*name)) return;
   Engine& engine = Engine::get();
   const bool defers = engine.defers(s);
   if (!defers) engine.settle(s);
-  bool collective = false;
+  auto replay = std::make_shared<Replay>();
+  replay->stream = &s;
+  replay->lanes = lanes;
+  std::map<uint64_t, Clock> events;
   for (const auto& node : nodes) {
+    if (node->records != 0 || node->awaits != 0) {
+      StreamState& lane = replay->on(*node);
+      if (node->records != 0 && engine.tracking()) engine.launch(lane);
+      auto guard = engine.lock();
+      if (node->records != 0) events[node->records] = lane.clock;
+      else lane.clock.join(events.at(node->awaits));
+      continue;
+    }
     if (node->waits != nullptr) {
       External& e = *node->waits;
       auto guard = engine.lock();
@@ -159,18 +174,16 @@ inline void launch_replay(StreamState& s, Nodes nodes) {
       else e.waiting.push_back(&s);
     }
     for (const auto& part : node->group == nullptr ? Nodes{node} : node->group->get()) {
-      collective |= part->collective;
+      replay->collective |= part->collective;
       check_alive(*part);
-      if (!part->touches.empty()) order(s, part->name, part->touches);
+      if (!part->touches.empty()) order(replay->on(*node), part->name, part->touches);
     }
   }
-  auto replay = std::make_shared<Replay>();
   replay->nodes = std::move(nodes);
-  replay->stream = &s;
   const Item item{name, [replay] { replay->advance(true); }, nullptr, [replay] { return replay->stuck(); }};
   if (defers) {
     engine.push(s, item);
-    if (collective) engine.drain(s, s.issued);  // ranks meet in the order of their launches
+    if (replay->collective) engine.drain(s, s.issued);  // ranks meet in the order of their launches
   } else if (!replay->advance(false)) {
     {
       auto guard = engine.lock();
@@ -179,6 +192,18 @@ inline void launch_replay(StreamState& s, Nodes nodes) {
     }
     engine.push(s, item);  // so that events and the host wait for it
   }
+}
+
+// A replay with collectives goes on by itself: other ranks wait for it while this host may wait for
+// them. A rank without requests launches nothing after its replay.
+inline void go_on(StreamState& s) {
+  std::shared_ptr<Replay> replay;
+  {
+    auto guard = Engine::get().lock();
+    if (s.replays.empty() || !s.replays.front()->collective) return;
+    replay = s.replays.front();
+  }
+  if (replay->advance(false)) finish_replays(s);
 }
 
 inline void mark_external(const std::shared_ptr<External>& e) {
@@ -204,15 +229,16 @@ inline void record_external(const std::shared_ptr<External>& e, StreamState& s) 
   }
   if (!engine.defers(s)) {
     mark_external(e);
-    return;
+  } else {
+    engine.push(s, {name, [e] { mark_external(e); }});
+    auto guard = engine.lock();
+    if (!e->set) {
+      e->on = &s;
+      e->position = s.issued;
+      e->recorded.notify_all();  // whoever waits can run it
+    }
   }
-  engine.push(s, {name, [e] { mark_external(e); }});
-  auto guard = engine.lock();
-  if (!e->set) {
-    e->on = &s;
-    e->position = s.issued;
-    e->recorded.notify_all();  // whoever waits can run it
-  }
+  for (StreamState* w : waiting) go_on(*w);
 }
 
 inline void wait_external(const std::shared_ptr<External>& e, StreamState& s) {

@@ -12,7 +12,10 @@ inline void Engine::record(EventState& e, StreamState& s) {
     auto guard = lock();
     e.stream = &s;
     e.capture = capture_of(s);
-    if (e.capture != 0) return;
+    if (e.capture != 0) {
+      e.captured = record_in_capture(s);
+      return;
+    }
   }
   TaskQueue& tasks = TaskQueue::of(s.device);
   tasks.count_record(*e.mark);
@@ -46,12 +49,12 @@ inline void Engine::wait(StreamState& s, const EventState& e) {
   if (e.stream == nullptr) return;
   const uint64_t here = capture_of(s);
   if (here != 0 || e.capture != 0) {
-    // Within one stream a capture is in order by itself.
-    if (here == e.capture) return;
-    TORCH_CHECK(here == 0, "NPU error: a stream that captures a graph waits for an event that was recorded outside of the capture");
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        capture_of(*e.stream) != e.capture, "a graph capture that takes in a second stream is not implemented by the emulated NPU");
-    TORCH_CHECK(false, "NPU error: the event was recorded in a graph capture that has ended, and stands for nothing outside of it");
+    TORCH_CHECK(
+        here == 0 || here == e.capture, "NPU error: a stream that captures a graph waits for an event that was recorded outside of the capture");
+    TORCH_CHECK(is_underway(e.capture), "NPU error: the event was recorded in a graph capture that has ended, and stands for nothing outside of it");
+    if (here == 0) join_capture(s);
+    wait_in_capture(s, e.captured);
+    return;
   }
   TaskQueue& tasks = TaskQueue::of(s.device);
   if (!tasks.enter("wait_event", [&] { return event_task(*e.mark); })) return;

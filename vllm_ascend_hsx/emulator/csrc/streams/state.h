@@ -52,6 +52,10 @@ void finish_replays(StreamState& s);
 bool replay_waits(StreamState& s);  // for an external event that the host has not recorded
 uint64_t capture_of(const StreamState& s);  // number of the capture that the stream records, or 0
 std::shared_ptr<Pool> pool_of(const StreamState& s);
+bool is_underway(uint64_t capture);
+void join_capture(StreamState& s);  // the stream captures, too, from here on
+uint64_t record_in_capture(StreamState& s);  // number of the event among those of the capture
+void wait_in_capture(StreamState& s, uint64_t event);
 
 // What hardware says to a host that waits for work which is only being recorded.
 constexpr const char* kCapturedStream = "error code is 107027: stream is captured";
@@ -89,6 +93,7 @@ struct EventState {
   std::shared_ptr<Mark> mark = std::make_shared<Mark>();
   int refused_queries = 0;
   uint64_t capture = 0;  // recorded inside this capture
+  uint64_t captured = 0;  // its number there
 };
 
 }  // namespace hsx

@@ -1,0 +1,52 @@
+"""Balance scheduling is refused where vllm-ascend refuses it, in a message that names a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from releases import installed_is
+
+from vllm_ascend_hsx.compat.scheduling import refuse_balance_scheduling
+from vllm_ascend_hsx.protocol.errors import UserError
+
+KEY, VARIABLE = "enable_balance_scheduling", "VLLM_ASCEND_BALANCE_SCHEDULING"
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "named"),
+    [
+        ({KEY: True}, {}, f"additional_config.{KEY}=True"),
+        ({KEY: 1}, {VARIABLE: "0"}, f"additional_config.{KEY}=1"),
+        ({"scheduler_config": {KEY: True}}, {}, f"additional_config.scheduler_config.{KEY}=True"),
+        ({"scheduler_config": {KEY: True}, KEY: False}, {}, f"additional_config.scheduler_config.{KEY}=True"),
+    ],
+)
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_it_is_refused_by_option_value_and_remedy(config: dict[str, Any], environ: dict[str, str], named: str, role: str) -> None:
+    with pytest.raises(UserError) as refused:
+        refuse_balance_scheduling(config, role, environ)
+    assert str(refused.value).startswith(f"{named} is taken by vllm-ascend with kv_role='kv_both' alone, and this server has {role!r}.")
+    assert "Leave it out, or make this connector a child of a MultiConnector" in str(refused.value)
+
+
+def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
+    if installed_is(">=0.30"):
+        refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
+        return
+    with pytest.raises(UserError, match=f"^{VARIABLE}='1' is taken by"):
+        refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "role"),
+    [
+        ({}, {}, "kv_producer"),
+        ({KEY: False}, {VARIABLE: "1"}, "kv_producer"),
+        ({"scheduler_config": {KEY: False}, KEY: True}, {}, "kv_producer"),
+        ({"scheduler_config": None}, {VARIABLE: "0"}, "kv_producer"),
+        ({KEY: True}, {VARIABLE: "1"}, "kv_both"),
+    ],
+)
+def test_a_server_without_it_is_not_refused(config: dict[str, Any], environ: dict[str, str], role: str) -> None:
+    refuse_balance_scheduling(config, role, environ)
