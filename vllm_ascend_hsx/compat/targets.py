@@ -85,6 +85,7 @@ SHOWN = (
     "Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "SeedOssForCausalLM",
     "Starcoder2ForCausalLM",

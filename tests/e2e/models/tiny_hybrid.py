@@ -1,4 +1,4 @@
-"""Builds tiny Qwen3.5-MoE and Qwen3-Next: GatedDeltaNet in three of four layers, experts."""
+"""Builds tiny Qwen3.5, with experts and dense, and Qwen3-Next: GatedDeltaNet in 3 of 4 layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from harness import Run
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3NextConfig,
@@ -36,6 +38,11 @@ def build_qwen3_5_moe(directory: str | Path, *, dtype: str = "bfloat16", layers:
     return build_model(directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed)
 
 
+def build_qwen3_5(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+    """Build a dense Qwen3.5. Otherwise like build_qwen3_5_moe."""
+    return build_model(directory, "qwen3_5", _qwen3_5, dtype=dtype, layers=layers, seed=seed)
+
+
 def build_qwen3_next(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
     """Build a Qwen3-Next of 20 MB."""
     return build_model(directory, "qwen3_next", _qwen3_next, dtype=dtype, layers=layers, seed=seed)
@@ -56,17 +63,32 @@ def _hybrid_config(layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,  # two share a key, as in the published models
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
     }
 
 
+EXPERTS = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": EXPERTS_PER_TOKEN,
+}
+
+
 def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+    return _of_qwen3_5(Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig, EXPERTS, layers, generator)
+
+
+def _qwen3_5(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+    return _of_qwen3_5(Qwen3_5ForConditionalGeneration, Qwen3_5Config, {"intermediate_size": 256}, layers, generator)
+
+
+def _of_qwen3_5(
+    model_type: type[PreTrainedModel], config_type: Any, sizes: dict[str, Any], layers: int, generator: torch.Generator
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     rope = {**ROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    config = Qwen3_5MoeConfig(
-        text_config={**_hybrid_config(layers, heads=8, kv_heads=4), "rope_parameters": rope, "mamba_ssm_dtype": "float32"},
+    text = {**_hybrid_config(layers, heads=8, kv_heads=4), **sizes, "rope_parameters": rope, "mamba_ssm_dtype": "float32"}
+    config = config_type(
+        text_config=text,
         vision_config={
             "depth": 1,
             "hidden_size": 32,
@@ -80,7 +102,7 @@ def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedMod
         vision_start_token_id=5,
         vision_end_token_id=6,
     )
-    model = Qwen3_5MoeForConditionalGeneration(config)
+    model = model_type(config)
     # transformers 5.5.4 undoes the renaming of the text model (conversion_mapping.py:152) for the
     # vision tower, too. Without renamings the names are those of the published checkpoints.
     model._weight_conversions = []
@@ -90,7 +112,7 @@ def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedMod
 
 def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
     # Half of Qwen3.5's heads: states are bfloat16, a page of them as large as 128 tokens' keys.
-    config = Qwen3NextConfig(**_hybrid_config(layers, heads=4, kv_heads=2), intermediate_size=256, rope_parameters=ROPE)
+    config = Qwen3NextConfig(**_hybrid_config(layers, heads=4, kv_heads=2), **EXPERTS, intermediate_size=256, rope_parameters=ROPE)
     model = Qwen3NextForCausalLM(config)
     _draw(model, model.model, generator)
     return model, {}
@@ -132,6 +154,8 @@ def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
     for layer in decoder.layers:
         mixer = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
         mixer.weight[ROUTING] *= 0.1
+        if not hasattr(layer.mlp, "experts"):
+            continue
         layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
         layer.mlp.shared_expert.down_proj.weight[ROUTING] *= 0.1
         follow_choice(layer.mlp.gate.weight, 0.1, generator)

@@ -22,7 +22,7 @@ from oracle import Reference
 from releases import only_with
 from session import WITH_OUTPUT
 from stage import Stage, Stages
-from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next, regret
+from tiny_hybrid import build_qwen3_5, build_qwen3_5_moe, build_qwen3_next, regret
 from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
 
 from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
@@ -40,6 +40,7 @@ class Target(NamedTuple):
         engine: EngineArgs that it needs. flags: the same on the command line.
         prefix: of its layers' names.
         sequence_parallel: whether vllm-ascend starts it so.
+        experts: whether it has some.
     """
 
     build: Callable[[Path], Path]
@@ -47,16 +48,20 @@ class Target(NamedTuple):
     flags: tuple[str, ...]
     prefix: str
     sequence_parallel: bool
+    experts: bool = True
 
     @property
     def environ(self) -> dict[str, str]:
         return FLASHCOMM if self.sequence_parallel else {}
 
 
+# The helper of servers turns expert parallelism on.
+_DENSE_FLAGS = ("--no-enable-expert-parallel", "--language-model-only")
 TARGETS = {
     # vllm 0.23.0 registers the form with a vision tower. With sequence parallelism vllm-ascend
     # gives it embeddings (ops/linear_op.py:470): without the tower it does not start.
     "qwen3_5_moe": Target(build_qwen3_5_moe, {"language_model_only": True}, ("--language-model-only",), "language_model.model", False),
+    "qwen3_5": Target(build_qwen3_5, {"language_model_only": True}, _DENSE_FLAGS, "language_model.model", False, experts=False),
     "qwen3_next": Target(build_qwen3_next, {}, (), "model", True),
 }
 # With aligned states a chunk is a block, and waits for a step with room for a whole one.
@@ -77,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: target.build(directory / name) for name, target in TARGETS.items()}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe", pytest.param("qwen3_next", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5", "qwen3_next"))])
 def target(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -126,8 +131,9 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "tiny-align": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
     "tiny-none": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
 }
-# Qwen3-Next differs in projections, rotation and bfloat16 states: fewer situations show that.
-OF_QWEN3_NEXT: dict[str, tuple[Callable[[Stage], None], ...]] = {
+# Fewer situations show how the others differ: Qwen3-Next in projections, rotation and bfloat16
+# states, the dense Qwen3.5 in having no experts.
+OF_THE_OTHERS: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "align": (
         scenarios.decodes_beside_new_prefills,
         prompts_of_several_blocks,
@@ -145,10 +151,10 @@ def references(models: dict[str, Path]) -> dict[str, Reference]:
 
 def cases() -> Iterator[Any]:
     """Return cases in an order that starts each engine once."""
-    for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_next", OF_QWEN3_NEXT)):
+    for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_5", OF_THE_OTHERS), ("qwen3_next", OF_THE_OTHERS)):
         for engine, played in played_on.items():
             for play in played:
-                marks = pytest.mark.long if name == "qwen3_next" or engine in ("none", "tiny-none") else ()
+                marks = pytest.mark.long if name != "qwen3_5_moe" or engine in ("none", "tiny-none") else ()
                 yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}", marks=marks)
 
 
@@ -223,7 +229,7 @@ def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: 
         layer_ids=LAYER_IDS,
         environ=TARGETS[target].environ,
         tensor_parallel_size=2,
-        enable_expert_parallel=True,
+        enable_expert_parallel=TARGETS[target].experts,
         max_num_batched_tokens=STEP,
         **TARGETS[target].engine,
     )
@@ -331,8 +337,9 @@ def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) 
     assert (far[:96].amax(-1) > 2 * TOLERANCE).float().mean() > 0.9
 
 
-def test_experts_are_chosen_evenly_and_alike_in_both_precisions(target: str, models: dict[str, Path]) -> None:
-    assert_experts_are_chosen_evenly_and_alike(models[target], tokens(400))
+@pytest.mark.parametrize("name", [name for name, each in TARGETS.items() if each.experts])
+def test_experts_are_chosen_evenly_and_alike_in_both_precisions(name: str, models: dict[str, Path]) -> None:
+    assert_experts_are_chosen_evenly_and_alike(models[name], tokens(400))
 
 
 def test_the_reference_is_computed_in_the_precision_that_is_asked_for(target: str, models: dict[str, Path]) -> None:

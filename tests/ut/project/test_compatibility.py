@@ -71,6 +71,23 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
     assert {each for _, cell, state, _ in lines if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
 
 
+# The core supported models, of text and multimodal, of vllm-ascend 0.23.0.post1 and 0.30.0rc2
+# (docs/source/user_guide/support_matrix/supported_models.md of the source distributions).
+CORE = (
+    "Cohere Transcribe", "DeepSeek-R1", "DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "DeepSeekOCR2", "GLM-4.5", "GLM-5.1",
+    "GLM-5.2", "GLM-5.3", "GLM-5.3-Flash", "Gemma4", "Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.6", "Kimi-K3", "MiniMax-M2", "MiniMax-M3",
+    "Qwen2.5-Math-RM-72B", "Qwen3, dense", "Qwen3-235B", "Qwen3-30B-A3B", "Qwen3-Coder", "Qwen3-Next", "Qwen3-Omni", "Qwen3-VL-235B",
+    "Qwen3-VL-30B-A3B", "Qwen3-VL, dense", "Qwen3.5-27B", "Qwen3.5-397B-A17B", "Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-Flash-Next",
+    "V3.1", "V4-Flash-Vision", "V4-Pro", "V4.1",
+)  # fmt: skip
+
+
+def test_each_core_family_of_vllm_ascend_has_a_row() -> None:
+    lines = rows(page("compatibility.md").partition("## Targets")[2].partition("## Features")[0])
+    named = ", ".join(first for first, *_ in lines)
+    assert [name for name in CORE if not re.search(rf"(^|, ){re.escape(name)}(,| |$)", named)] == []
+
+
 def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_the_pins() -> None:
     section = page("compatibility.md").partition("## Official images")[2].partition("\n## ")[0]
     found = rows(section)
