@@ -9,7 +9,7 @@ target differ by more than two of a target in bfloat16: rows are compared with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +80,10 @@ TARGETS = {
     # Experts, the shared one and latent attention are quantised; its kernels sum in another order.
     "deepseek-v3": Target(build_deepseek_v3, dynamic, False, {}, {}, exact=False),
     "deepseek-v3-parallel": Target(build_deepseek_v3, mixed, False, PARALLEL, {}, exact=False),
+    "deepseek-v3-quarot": Target(build_deepseek_v3, mixed, True, {}, {}, exact=False),
 }
 SHORT_RUN = ("qwen3-quarot", "deepseek-v3")
+SHORT_RUN_UNDONE = ("qwen3-quarot", "minimax-m2-quarot-sequence-parallel")
 ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
 
@@ -120,13 +122,18 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
     return Served(source, checkpoint, target.rotated, run, target.exact and options.get("tensor_parallel_size", 1) == 1)
 
 
-@pytest.fixture(scope="module", params=[each if each in SHORT_RUN else pytest.param(each, marks=pytest.mark.long) for each in TARGETS])
+def long_but(names: Iterable[str], short: Collection[str]) -> list[Any]:
+    """Return the names as parameters, of which only some are in the short run."""
+    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in names]
+
+
+@pytest.fixture(scope="module", params=long_but(TARGETS, SHORT_RUN))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory, target = tmp_path_factory.mktemp("quantised"), TARGETS[request.param]
     return serve(directory, target, target.build(directory / "source"))
 
 
-@pytest.fixture(scope="module", params=ROTATED)
+@pytest.fixture(scope="module", params=long_but(ROTATED, SHORT_RUN_UNDONE))
 def undone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A rotated target with default options."""
     directory, target = tmp_path_factory.mktemp("undone"), TARGETS[request.param]
