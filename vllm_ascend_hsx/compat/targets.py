@@ -36,6 +36,7 @@ SHOWN = (
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
 

@@ -21,6 +21,8 @@ from releases import only_with
 from session import WITH_OUTPUT
 from tiny_deepseek_v3 import build_deepseek_v3
 from tiny_model_claims import TOLERANCE
+from tiny_qwen3_moe import build_bfloat16_qwen3_moe
+from tiny_vision import dress_as_qwen3_vl_moe
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx import load
@@ -59,6 +61,7 @@ class Target(NamedTuple):
         int8_cache: with an int8 KV cache (C8).
         script: that the engine runs.
         exact: attention sums in the order of the reference.
+        dress: makes what is served of the checkpoint, with the same rows.
     """
 
     build: Callable[[Path], Path]
@@ -69,9 +72,11 @@ class Target(NamedTuple):
     int8_cache: bool = False
     script: Sequence[Sequence[Any]] = SCRIPT
     exact: bool = True
+    dress: Callable[[Path, Path], Path] = lambda checkpoint, _: checkpoint
 
 
 PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+TEXT_ONLY = {"language_model_only": True}
 TARGETS = {
     "qwen3": Target(build_qwen3, mixed, False, {}, {}),
     "qwen3-quarot": Target(build_qwen3, mixed, True, {}, {}),
@@ -81,6 +86,8 @@ TARGETS = {
     "deepseek-v3": Target(build_deepseek_v3, dynamic, False, {}, {}, exact=False),
     "deepseek-v3-parallel": Target(build_deepseek_v3, mixed, False, PARALLEL, {}, exact=False),
     "deepseek-v3-quarot": Target(build_deepseek_v3, mixed, True, {}, {}, exact=False),
+    # vllm-ascend turns queries and keys of Qwen3-VL by angles in bfloat16.
+    "qwen3-vl-moe-quarot": Target(build_bfloat16_qwen3_moe, mixed, True, TEXT_ONLY, {}, exact=False, dress=dress_as_qwen3_vl_moe),
 }
 SHORT_RUN = ("qwen3-quarot", "deepseek-v3")
 SHORT_RUN_UNDONE = ("qwen3-quarot", "minimax-m2-quarot-sequence-parallel")
@@ -114,8 +121,9 @@ class Served(NamedTuple):
 def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Served:
     checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated, int8_cache=target.int8_cache)
     options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **target.engine, **engine}
+    served = target.dress(checkpoint, directory / "dressed")
     run = run_engine(
-        directory / "run", checkpoint, target.script, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
+        directory / "run", served, target.script, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     # Each of several ranks rounds its share of a sum to bfloat16.
