@@ -1,27 +1,45 @@
-"""A tiny Qwen3-MoE in float32, in which rounding decides no routing."""
+"""Tiny Qwen3-MoE models: in float32, and in bfloat16, where rounding decides no routing either."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vllm_ascend_hsx.demo.tiny_models import EXPERTS_PER_TOKEN, HEAD_DIM, NUM_EXPERTS, build_model, common_config, draw_weights
+from vllm_ascend_hsx.demo.tiny_models import (
+    EXPERTS_PER_TOKEN,
+    HEAD_DIM,
+    NUM_EXPERTS,
+    ROUTING,
+    build_model,
+    choose_experts,
+    common_config,
+    draw_weights,
+    follow_choice,
+)
 
 
 def build_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
-    """Build one of four layers and return its directory; see build_model."""
-    return build_model(directory, "qwen3_moe", _create, dtype="float32", layers=4, seed=seed)
+    """Build one of four layers in float32 and return its directory; see build_model."""
+    create = partial(_create, {}, HEAD_DIM)
+    return build_model(directory, "qwen3_moe", create, dtype="float32", layers=4, seed=seed)
 
 
-def _create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+def build_bfloat16_qwen3_moe(directory: Path, *, layers: int = 4, seed: int = 0) -> Path:
+    """Build one with the heads of published models, whose experts the embedding decides on."""
+    create = partial(_create, {"heads": 4, "kv_heads": 2}, 128)
+    return build_model(directory, "qwen3_moe of wide heads", create, dtype="bfloat16", layers=layers, seed=seed)
+
+
+def _create(heads: dict[str, int], head_dim: int, layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = Qwen3MoeConfig(
-        **common_config(layers),
+        **common_config(layers, **heads),
         intermediate_size=512,
         moe_intermediate_size=128,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         norm_topk_prob=True,
@@ -29,4 +47,15 @@ def _create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, d
     )
     model = Qwen3MoeForCausalLM(config)
     draw_weights(model, generator)
+    if heads:
+        _widen_routing_margins(model, generator)
     return model, {}
+
+
+@torch.no_grad()
+def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+    choose_experts(model.get_input_embeddings().weight, generator)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[ROUTING] *= 0.1
+        layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
+        follow_choice(layer.mlp.gate.weight, 0.3, generator)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from oracle import WIDER, Reference
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -20,9 +23,12 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, VOCAB_SIZE, build_model, common_config, draw_weights
 from vllm_ascend_hsx.demo.tokenizer import BOS, EOS, ROLE, build_tokenizer
@@ -140,6 +146,42 @@ def _with_processor(directory: Path, patch: int, family: str) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
+    """Write a checkpoint of msmodelslim of a Qwen3-MoE as the text part of a Qwen3-VL-MoE.
+
+    It has no vision tower: serve it `language_model_only`. Its rows are those of the Qwen3-MoE, as
+    all three positions of a text token are the same.
+    """
+    shutil.copytree(text, directory)
+    config = json.loads((text / "config.json").read_text())
+    rope = {**config["rope_parameters"], "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 144, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE, "deepstack_visual_indexes": [0]}
+    whole = {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "dtype": config["dtype"],
+        "text_config": {**config, "model_type": "qwen3_vl_moe_text", "rope_parameters": rope},
+        "vision_config": {**vision, "model_type": "qwen3_vl_moe"},
+        "tie_word_embeddings": False,
+        **_IDS,
+    }
+    (directory / "config.json").write_text(json.dumps(whole))
+    with torch.device("meta"):
+        tower = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**whole)).model.visual.state_dict()
+    described = {f"model.visual.{name}": FLOAT for name in tower}  # vllm-ascend asks, although it loads none
+    described |= _within_the_whole(json.loads((text / DESCRIPTION).read_text()))
+    (directory / DESCRIPTION).write_text(json.dumps(described))
+    tensors = _within_the_whole(load_file(text / WEIGHTS))
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, WEIGHTS)}))
+    return _with_processor(directory, 16, "Qwen3VL")
+
+
+def _within_the_whole(named: dict[str, Any]) -> dict[str, Any]:
+    """Rename what belongs to the text part."""
+    return {re.sub(r"^model\.", "model.language_model.", name): value for name, value in named.items()}
 
 
 def picture(seed: int, unit: int) -> Image.Image:

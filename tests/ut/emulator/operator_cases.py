@@ -90,6 +90,11 @@ def quantised_grouped(seed: int) -> Call:
     return ([int8(6, 8, seed=seed)], [int8(2, 8, 5)]), {**options, **scales, "output_dtype": 15}
 
 
+def sums_of_int8(seed: int, **options: Any) -> Call:
+    scales = {"weight_scale": random(64, seed=1).abs() / 1000, "activation_scale": random(4, seed=seed).abs()}
+    return (int8(4, 64, seed=seed).int() * 300,), {**scales, "quant_mode": 1, **options}
+
+
 def decode(seed: int) -> Call:
     options = {"block_table": int32(1, 0, 2, 0).view(2, 2), "context_lens": int32(17, 3), "out": torch.zeros(2, 4, 8)}
     return (random(2, 4, 8, seed=seed), random(3, 16, 2, 8), random(3, 16, 2, 8, seed=4), 2, 4, 0.3), options
@@ -170,6 +175,8 @@ CASES: dict[str, Callable[[int], Call]] = {
         (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()), {"bias": int8(5).int() * 9, "output_dtype": 15}),
     "npu::npu_quant_matmul, of rows with scales": lambda seed: (
         (int8(3, 8, seed=seed), int8(8, 5), half(5, seed=1)), {"pertoken_scale": random(3, seed=seed).abs(), "output_dtype": 15}),
+    "npu::npu_quant_matmul, of which the sums are wanted": lambda seed: (
+        (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()), {"output_dtype": 3}),
     "npu::npu_moe_token_unpermute": lambda seed: (
         (random(6, 8, seed=seed), int32(*[5, 0, 1, 2, 4, 3][:: 1 - 2 * (seed % 2)])), {"probs": random(3, 2).abs()}),
     "npu::npu_top_k_top_p": lambda seed: ((random(3, 8, seed=seed),), {"k": int32(2, 1 + seed, 8)}),
@@ -185,6 +192,8 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_moe_init_routing_custom, quantised": quantised_routing,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda seed: (
         (int8(6, 8, seed=seed), int8(2, 8, 6), random(2, 6).abs(), random(6, seed=seed).abs(), torch.tensor([2, 4 + seed])), {}),
+    "_C_ascend::npu_dequant_swiglu_quant": lambda seed: sums_of_int8(seed, swiglu_mode=1),
+    "_C_ascend::npu_dequant_swiglu_quant, of a group": lambda seed: sums_of_int8(seed, group_index=torch.tensor([2 + seed])),
     **{f"_C_ascend::{name}_shrink": partial(shrink, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
     **{f"_C_ascend::{name}_expand": partial(expand, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
     "_C_ascend::moe_gating_top_k": lambda seed: (

@@ -15,10 +15,10 @@ from operator_cases import int8
 
 from vllm_ascend_hsx.emulator.ops import moe_experts
 from vllm_ascend_hsx.emulator.ops.poison import POISON
-from vllm_ascend_hsx.emulator.ops.quantization import experts, linear
+from vllm_ascend_hsx.emulator.ops.quantization import experts, linear, shared_experts
 
 BFLOAT = torch.bfloat16
-QINT8, INT8, BF16 = 12, 1, 15  # c10::ScalarType
+QINT8, INT8, INT32, BF16 = 12, 1, 3, 15  # c10::ScalarType
 INT8_POISON = 127
 
 
@@ -114,6 +114,15 @@ def test_an_integer_bias_is_scaled_and_another_is_not() -> None:
     near(linear.npu_quant_matmul(rows, matrix, scale, bias=floats, output_dtype=BF16), exact)
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
+def test_a_result_of_int32_is_the_sums_which_no_scale_changes(scale_dtype: torch.dtype) -> None:
+    rows, matrix, scale, bias = int8(4, 33, seed=1), int8(33, 6, seed=2), random(6, dtype=scale_dtype), int32(70_000, -5, 12, 0, 1, 2)
+    found = linear.npu_quant_matmul(rows, matrix, scale, output_dtype=INT32)
+    assert found.dtype == torch.int32
+    assert torch.equal(found.double(), sums(rows, matrix))
+    assert torch.equal(linear.npu_quant_matmul(rows, matrix, scale, bias=bias, output_dtype=INT32), found + bias)
+
+
 def test_the_largest_sums_are_exact_too() -> None:
     """float32 would lose the last 1 of 65535 * 128 * 128 + 1."""
     rows = torch.full((1, 65535), -128, dtype=torch.int8)
@@ -158,6 +167,73 @@ def test_the_fused_product_quantises_each_row_of_its_swiglu(ends: list[int]) -> 
         assert scales[row].item() == pytest.approx(exact.abs().max().item() / 127, rel=1e-5)
         assert y[row].abs().max() == 127
         assert ((y[row] * scales[row] - exact).abs() <= scales[row] * 0.501).all()
+
+
+# SwiGLU of sums
+
+
+def swiglu(x: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return shared_experts.npu_dequant_swiglu_quant(x, weight_scale=scale, activation_scale=tokens, quant_mode=1, **options)
+
+
+def quantised_near(y: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that int8 rows ``y`` [M, H] and their ``scale`` [M] stand for ``exact``, float64."""
+    assert (y.dtype, scale.dtype) == (torch.int8, torch.float32)
+    torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=1e-5, atol=0)
+    assert (y.abs().amax(-1) == 127).all()
+    assert ((y * scale.double().unsqueeze(-1) - exact).abs() <= scale.double().unsqueeze(-1) * 0.501).all()
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + (-x).exp())
+
+
+SUMS, OF_COLUMNS, OF_ROWS = int8(6, 64).int() * 300, random(64, seed=1).abs() / 1000, random(6, seed=2).abs() / 4
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2)])
+@pytest.mark.parametrize("options", [{"swiglu_mode": 1}, {"group_index": torch.tensor([6])}])
+def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
+    y, scale = swiglu(SUMS.view(*shape, 64), OF_COLUMNS, OF_ROWS.view(*shape, 1), **options)
+    assert (y.shape, scale.shape) == ((*shape, 32), shape)
+    quantised_near(y.view(6, 32), scale.view(6), silu(scaled[:, :32]) * scaled[:, 32:])
+
+
+def test_without_scales_of_rows_sums_are_scaled_by_column_alone() -> None:
+    scaled = SUMS * OF_COLUMNS.double()
+    y, scale = shared_experts.npu_dequant_swiglu_quant(SUMS, weight_scale=OF_COLUMNS, quant_mode=1, swiglu_mode=1)
+    quantised_near(y, scale, silu(scaled[:, :32]) * scaled[:, 32:])
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 6, 0], [0, 0, 0]])
+def test_each_group_of_sums_has_scales_of_its_own(counts: list[int]) -> None:
+    columns = random(3, 64, seed=5).abs() / 1000
+    y, scale = swiglu(SUMS, columns, OF_ROWS, group_index=torch.tensor(counts))
+    for row, group in enumerate(by_group(torch.tensor(counts).cumsum(0).tolist(), 6)):
+        if group is None:
+            assert (y[row] == INT8_POISON).all(), "rows past the last group are undefined, not zero"
+            assert scale[row] == POISON
+            continue
+        scaled = SUMS[row] * columns[group].double() * OF_ROWS[row].double()
+        quantised_near(y[row : row + 1], scale[row : row + 1], (silu(scaled[:32]) * scaled[32:]).unsqueeze(0))
+
+
+def test_mode_1_limits_the_gate_from_above_the_rest_on_both_sides_and_shifts_it() -> None:
+    scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
+    gate, up = scaled[:, :32].clamp(max=2.5), scaled[:, 32:].clamp(-2.5, 2.5)
+    assert ((scaled[:, :32] < -2.5).any(), (scaled[:, 32:].abs() > 2.5).any()) == (True, True)
+    tuned = {"clamp_limit": 2.5, "glu_alpha": 1.702, "glu_bias": 1.0}
+    quantised_near(*swiglu(SUMS, OF_COLUMNS, OF_ROWS, swiglu_mode=1, **tuned), gate / (1 + (-1.702 * gate).exp()) * (up + 1))
+    plain = swiglu(SUMS, OF_COLUMNS, OF_ROWS, group_index=torch.tensor([6]))
+    for found, expected in zip(swiglu(SUMS, OF_COLUMNS, OF_ROWS, group_index=torch.tensor([6]), **tuned), plain, strict=True):
+        assert torch.equal(found, expected)  # mode 0 ignores the three
+
+
+def test_a_row_of_sums_that_are_zero_stays_zero() -> None:
+    y, scale = swiglu(torch.zeros(1, 64, dtype=torch.int32), OF_COLUMNS, OF_ROWS[:1], swiglu_mode=1)
+    assert (y == 0).all()
+    assert scale.tolist() == [0]
 
 
 ROUTING = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
@@ -213,6 +289,11 @@ def fused(**changes: Any) -> Callable[[], object]:
     return lambda: experts.grouped_matmul_swiglu_quant_weight_nz(**{**given, **changes})
 
 
+def of_sums(x: torch.Tensor = SUMS, **changes: Any) -> Callable[[], object]:
+    given = {"weight_scale": OF_COLUMNS, "activation_scale": OF_ROWS, "quant_mode": 1, "swiglu_mode": 1, **changes}
+    return lambda: shared_experts.npu_dequant_swiglu_quant(x, **given)
+
+
 def grouped(**changes: Any) -> Callable[[], object]:
     given = {
         "scale": [torch.ones(3, 6)], "per_token_scale": [torch.ones(2)], "group_list": torch.tensor([1, 1, 2]), "group_list_type": 0,
@@ -253,6 +334,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an int8 bias": (product(bias=int8(3)), ValueError, "bias: dtype"),
     "a result of int8": (product(output_dtype=None), NotImplementedError, "output_dtype=None"),
     "a result of float16": (product(output_dtype=5), NotImplementedError, "output_dtype=5"),
+    "an int32 result with row scales": (product(output_dtype=INT32, pertoken_scale=torch.ones(2)), ValueError, "pertoken_scale: must not"),
+    "an int32 result with a bias of floats": (product(output_dtype=INT32, bias=torch.ones(3)), ValueError, "bias: dtype torch.float32"),
+    "an int32 result with a float16 scale": (product(output_dtype=INT32, scale=torch.ones(3).half()), ValueError, "scale: dtype"),
     "an offset": (product(offset=torch.ones(3)), NotImplementedError, "offset"),
     "groups of scales": (product(group_sizes=[1, 1, 32]), NotImplementedError, "group_sizes"),
     "fused with a bias": (fused(bias=torch.zeros(3, 6)), NotImplementedError, "bias"),
@@ -262,6 +346,31 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rows of bfloat16, fused": (fused(x=HALF), ValueError, "x: dtype"),
     "another number of row scales, fused": (fused(x_scale=torch.ones(3)), ValueError, "x_scale: shape"),
     "counts instead of running totals": (fused(group_list=torch.tensor([2, 1, 0])), ValueError, "group_list"),
+    "sums of floats": (of_sums(SUMS.float()), ValueError, "x: dtype torch.float32"),
+    "rows of bfloat16 that are not scaled": (of_sums(SUMS.bfloat16()), NotImplementedError, "x=a tensor"),
+    "sums in one dimension": (of_sums(SUMS[0]), ValueError, "x: shape"),
+    "no sums": (of_sums(SUMS[:0]), ValueError, r"x: shape \(0, 64\) has no rows"),
+    "sums of a width that is no multiple of 64": (of_sums(SUMS[:, :32]), ValueError, "x: last dimension 32"),
+    "wider sums than a core holds": (of_sums(SUMS.repeat(1, 146)), ValueError, "x: last dimension 9344 must not exceed 9280"),
+    "sums without a scale": (of_sums(weight_scale=None), ValueError, "weight_scale: must be given"),
+    "scales of columns in bfloat16": (of_sums(weight_scale=OF_COLUMNS.bfloat16()), ValueError, "weight_scale: dtype"),
+    "scales of two groups for one": (of_sums(weight_scale=OF_COLUMNS.repeat(2, 1)), ValueError, r"weight_scale: shape \(2, 64\)"),
+    "one scale for two groups": (of_sums(group_index=torch.tensor([2, 2])), ValueError, r"weight_scale: shape \(64,\) must be \(2, 64\)"),
+    "groups in int32": (of_sums(group_index=int32(6)), ValueError, "group_list: dtype torch.int32"),
+    "groups of more rows than there are": (of_sums(group_index=torch.tensor([7])), ValueError, "7 rows are more than the 6"),
+    "scales of rows in bfloat16": (of_sums(activation_scale=OF_ROWS.bfloat16()), ValueError, "activation_scale: dtype"),
+    "another number of row scales": (of_sums(activation_scale=OF_ROWS[:5]), ValueError, "activation_scale: shape"),
+    "a bias of sums": (of_sums(bias=OF_COLUMNS), NotImplementedError, "bias"),
+    "smooth scales of SwiGLU": (of_sums(quant_scale=OF_COLUMNS[:32]), NotImplementedError, "quant_scale"),
+    "one scale for all rows": (of_sums(quant_mode=0), NotImplementedError, "quant_mode=0"),
+    "a mode of quantisation that does not exist": (of_sums(quant_mode=2), ValueError, "quant_mode: 2"),
+    "a mode of SwiGLU that does not exist": (of_sums(swiglu_mode=2), ValueError, "swiglu_mode: 2"),
+    "plain SwiGLU without groups, another kernel": (of_sums(swiglu_mode=0), NotImplementedError, "group_index=None"),
+    "the gate on the right": (of_sums(activate_left=False), NotImplementedError, "activate_left=False"),
+    "a negative limit": (of_sums(clamp_limit=-1.0), ValueError, "clamp_limit: -1.0"),
+    "an endless limit": (of_sums(clamp_limit=float("inf")), ValueError, "clamp_limit: inf"),
+    "a factor that is no number": (of_sums(glu_alpha=float("nan")), ValueError, "glu_alpha: nan"),
+    "an endless shift": (of_sums(glu_bias=float("inf")), ValueError, "glu_bias: inf"),
     "a grouped product without scales": (grouped(scale=None), NotImplementedError, "without scale"),
     "a grouped product in int32": (grouped(output_dtype=3), NotImplementedError, "output_dtype=3"),
     "two scales for a weight": (grouped(scale=[torch.ones(3, 6)] * 2), ValueError, "scale: 2 tensors"),

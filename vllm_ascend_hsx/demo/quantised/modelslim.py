@@ -1,6 +1,6 @@
-"""Write checkpoints of Qwen3 and MiniMax-M2 as msmodelslim does: quantised, rotated, or both.
+"""Write checkpoints of Qwen3, MiniMax-M2 and DeepSeek-V3 as msmodelslim does.
 
-vllm-ascend reads them with `--quantization ascend`.
+They are quantised, rotated, or both. vllm-ascend reads them with `--quantization ascend`.
 """
 
 import json
@@ -58,7 +58,8 @@ def write_modelslim(
     The same arguments give the same bytes. Embedding, norms, router and head stay as they are.
 
     Args:
-        source: directory of a bfloat16, or for `plain` any, Qwen3 or MiniMax-M2 in safetensors.
+        source: directory of a bfloat16, or for `plain` any, Qwen3, MiniMax-M2 or DeepSeek-V3 in
+            safetensors.
         directory: a new or empty one.
         choose: returns STATIC, DYNAMIC or FLOAT for the weight of a linear layer, by its name.
             Experts cannot be STATIC, and layers that vLLM fuses need the same answer.

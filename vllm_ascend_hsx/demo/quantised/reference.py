@@ -8,10 +8,11 @@ ascend's kernels compute in one go is rounded once here, where transformers woul
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 BFLOAT = torch.bfloat16
 Tensors = dict[str, torch.Tensor]
+_ROTARIES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # names of an expert's layers
 
 
 def rotation_of(directory: Path) -> torch.Tensor:
@@ -44,8 +47,9 @@ def quantised_hidden_states(
     model = _load(directory)
     for layer in model.model.layers:
         layer.self_attn.cached_from = cached_from
-    module = sys.modules[type(model).__module__]
-    with patch.object(module, "apply_rotary_pos_emb", _rotary_in_float32(module.apply_rotary_pos_emb)):
+    module = vars(sys.modules[type(model).__module__])
+    rotaries = {name: _rotary_in_float32(module[name]) for name in _ROTARIES if name in module}
+    with patch.dict(module, rotaries):
         return hidden_states_of(model, token_ids, layer_ids)
 
 
@@ -102,15 +106,22 @@ def _load(directory: Path) -> Any:
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}.self_attn."
         layer.self_attn.cache_scales = [tensors.get(f"{prefix}{name}.kv_cache_scale") for name in ("k_proj", "v_proj")]
-        if hasattr(layer.mlp, "gate_proj"):
-            layer.mlp.forward = partial(swiglu_layer, layer.mlp)
+        _compute_as_ascend(layer.mlp, index, products)
     for layer, product in products.items():
         if ".experts." not in layer:
             model.get_submodule(layer.removesuffix(".")).forward = product
-    for index in sorted({int(layer.split(".")[2]) for layer in quantised if ".experts." in layer}):
-        prefix = f"model.layers.{index}.block_sparse_moe.experts."
-        model.model.layers[index].mlp.experts.forward = Experts({name.removeprefix(prefix): each for name, each in products.items()})
     return model
+
+
+def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) -> None:
+    """Replace gated layers and experts of a decoder layer: in transformers they round elsewhere."""
+    if hasattr(mlp, "gate_proj"):
+        mlp.forward = partial(swiglu_layer, mlp)
+    if experts := [Expert(products, prefix) for prefix in _prefixes_of_experts(products, index)]:
+        mlp.experts.forward = Experts(experts)
+    if shared := getattr(mlp, "shared_experts", None):
+        prefix = f"model.layers.{index}.mlp.shared_experts."
+        shared.forward = Expert(products, prefix) if f"{prefix}gate_proj." in products else partial(swiglu_layer, shared)
 
 
 class Product:
@@ -147,17 +158,33 @@ def swiglu_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class Expert:
+    """A gated layer whose product of int8 is scaled, activated and quantised without rounding."""
+
+    def __init__(self, products: Mapping[str, Product], prefix: str) -> None:
+        names = next(names for names in _GATED if f"{prefix}{names[0]}." in products)
+        self._gate, self._up, self._down = (products[f"{prefix}{name}."] for name in names)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(torch.nn.functional.silu(self._gate.exact(x)) * self._up.exact(x))
+
+
 class Experts:
     """Experts whose results are rounded, and then added with shares in bfloat16."""
 
-    def __init__(self, products: dict[str, Product]) -> None:
-        self._products = products
+    def __init__(self, experts: Sequence[Expert]) -> None:
+        self._experts = experts
 
     def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros(hidden_states.shape)
         for token, (chosen, shares) in enumerate(zip(top_k_index.tolist(), top_k_weights.to(BFLOAT).float(), strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
-                gate, up, down = (self._products[f"{expert}.{name}."] for name in ("w1", "w3", "w2"))
-                inner = torch.nn.functional.silu(gate.exact(hidden_states[token])) * up.exact(hidden_states[token])
-                result[token] += share * down(inner).float()
+                result[token] += share * self._experts[expert](hidden_states[token]).float()
         return result.to(BFLOAT)
+
+
+def _prefixes_of_experts(layers: Iterable[str], index: int) -> list[str]:
+    """Return the prefix of each expert of a decoder layer, in the order of their numbers."""
+    pattern = re.compile(rf"(model\.layers\.{index}\.\w+\.experts\.(\d+)\.)\w+\.")
+    found = {int(match[2]): match[1] for match in map(pattern.fullmatch, layers) if match}
+    return [found[number] for number in sorted(found)]

@@ -1,4 +1,4 @@
-"""Rotate the residual stream of a Qwen3 or MiniMax-M2 checkpoint, as QuaRot does.
+"""Rotate the residual stream of a Qwen3, MiniMax-M2 or DeepSeek-V3 checkpoint, as QuaRot does.
 
 A row x of the residual stream becomes x Q. The model's output stays the same: norms commute with a
 rotation once their weights are in the layers that read them.
@@ -12,16 +12,21 @@ import torch
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 _LAYER = r"(?P<layer>model\.layers\.\d+\.)"
-_EXPERT = r"block_sparse_moe\.experts\.\d+"
+_EXPERT = r"(mlp|block_sparse_moe)\.experts\.\d+"
 # Linear layers that read the residual stream, by the norm before them, and those that write to it.
 _READERS = {
-    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.[qkv]_proj\.weight"),
-    "post_attention_layernorm": re.compile(rf"{_LAYER}(mlp\.(gate|up)_proj|block_sparse_moe\.gate|{_EXPERT}\.w[13])\.weight"),
+    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa)\.weight"),
+    "post_attention_layernorm": re.compile(
+        rf"{_LAYER}(mlp\.(shared_experts\.)?(gate|up)_proj|(mlp|block_sparse_moe)\.gate|{_EXPERT}\.(w[13]|(gate|up)_proj))\.weight"
+    ),
 }
-_WRITER = re.compile(rf"{_LAYER}(self_attn\.o_proj|mlp\.down_proj|{_EXPERT}\.w2)\.weight")
+_ROUTER = re.compile(rf"{_LAYER}(mlp|block_sparse_moe)\.gate\.weight")
+_WRITER = re.compile(rf"{_LAYER}(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj|{_EXPERT}\.(w2|down_proj))\.weight")
 _NORM = re.compile(rf"{_LAYER}({'|'.join(_READERS)})\.weight")
-# Within a head, over all heads, and of the router's logits: none is in the residual stream.
-_ASIDE = re.compile(rf"{_LAYER}(self_attn\.[qk]_norm\.weight|block_sparse_moe\.e_score_correction_bias)")
+# Of latents, within a head, over all heads, and of the router's logits: none is in the residual
+# stream.
+_OF_LATENT = re.compile(rf"{_LAYER}self_attn\.(q_b_proj|kv_b_proj)\.weight")
+_ASIDE = re.compile(rf"{_LAYER}(self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight|(mlp\.gate|block_sparse_moe)\.e_score_correction_bias)")
 
 
 def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
@@ -69,12 +74,16 @@ def _rotated(name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor
             return exact * weights[f"{match['layer']}{norm}.weight"].double() @ rotation
     if _WRITER.fullmatch(name):
         return rotation.t() @ exact
-    if _ASIDE.fullmatch(name):
+    if _ASIDE.fullmatch(name) or _OF_LATENT.fullmatch(name):
         return exact
-    raise ValueError(f"{name}: no weight of Qwen3 or MiniMax-M2, whose residual stream can be rotated")
+    raise ValueError(f"{name}: no weight of Qwen3, MiniMax-M2 or DeepSeek-V3, whose residual stream can be rotated")
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a weight is that of a linear layer in the decoder; a router is none."""
-    reads = any(reader.fullmatch(name) for reader in _READERS.values())
-    return (reads and not name.endswith("block_sparse_moe.gate.weight")) or bool(_WRITER.fullmatch(name))
+    """Return whether a weight is that of a linear layer that may be quantised.
+
+    A router is none. kv_b_proj of DeepSeek is none, as vllm-ascend multiplies by parts of it.
+    """
+    reads = any(reader.fullmatch(name) for reader in _READERS.values()) and not _ROUTER.fullmatch(name)
+    of_latent = _OF_LATENT.fullmatch(name) and not name.endswith("kv_b_proj.weight")
+    return reads or bool(of_latent) or bool(_WRITER.fullmatch(name))

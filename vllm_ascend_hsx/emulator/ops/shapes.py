@@ -102,6 +102,11 @@ def _grouped_swiglu(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: obj
     return x.new_empty(x.shape[0], weight.shape[-1] // 2), scales, x.new_empty((), dtype=torch.float32)
 
 
+def _dequant_swiglu(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [..., H] and its scales for x [..., 2 H]."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
 def _unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None, *_: object, **__: object
 ) -> torch.Tensor:
@@ -148,6 +153,7 @@ SHAPES: dict[str, Shape] = {
     "_C_ascend::sgmv_expand": _adapted_runs,
     "_C_ascend::dispatch_ffn_combine": _experts_out,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
+    "_C_ascend::npu_dequant_swiglu_quant": _dequant_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,
 }
 

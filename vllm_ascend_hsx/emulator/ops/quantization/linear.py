@@ -115,21 +115,26 @@ def npu_quant_matmul(
     output_dtype: int | None = None,
     **dtypes_and_groups: object,
 ) -> torch.Tensor:
-    """Multiply int8 ``x1`` [M, K] by int8 ``x2`` [K, N] in int32; return bfloat16 [M, N].
+    """Multiply int8 ``x1`` [M, K] by int8 ``x2`` [K, N] in int32; return [M, N].
 
     An int32 ``bias`` is added to the sums, which are then scaled: by ``scale`` of the column, and
     ``pertoken_scale`` of the row. Another bias is added after that. All but the sums is float32,
     rounded once at the end (aclnnQuantMatmulV4 of CANN). Supported: matrices, and ``output_dtype``
-    bfloat16.
+    bfloat16 or int32.
+
+    An int32 result is the sums alone. ``scale`` must be given for it, and has no effect (ops-nn of
+    22 Aug 2026, matmul/quant_batch_matmul_v3: docs/aclnnQuantMatmulV4.md:468 for the dtypes,
+    op_kernel/quant_batch_matmul_v3.h:266 for the scale).
 
     Args:
         scale: float32 or bfloat16 [N] or [1].
-        pertoken_scale: float32 [M].
-        bias: int32, bfloat16 or float32 [N].
+        pertoken_scale: float32 [M]; for bfloat16 only.
+        bias: int32 [N], or for bfloat16 also bfloat16 or float32.
     """
     op = "npu_quant_matmul"
     refuse_options(op, offset=offset, **dtypes_and_groups)
-    if dtype_of(output_dtype) is not torch.bfloat16:
+    wanted = dtype_of(output_dtype)
+    if wanted not in (torch.bfloat16, torch.int32):
         raise unsupported(op, "output_dtype", output_dtype)
     for name, tensor in (("x1", x1), ("x2", x2)):
         check_dtype(op, name, tensor, (torch.int8,))
@@ -141,9 +146,12 @@ def npu_quant_matmul(
     check(tuple(scale.shape) in ((columns,), (1,)), op, "scale", f"shape {tuple(scale.shape)} must be ({columns},) or (1,)")
     sums = int8_product(x1, x2)
     if bias is not None:
-        check_dtype(op, "bias", bias, (torch.int32, torch.bfloat16, torch.float32))
+        check_dtype(op, "bias", bias, (torch.int32,) if wanted is torch.int32 else (torch.int32, torch.bfloat16, torch.float32))
         check(tuple(bias.shape) == (columns,), op, "bias", f"shape {tuple(bias.shape)} must be ({columns},)")
         sums = sums + bias if bias.dtype == torch.int32 else sums
+    if wanted is torch.int32:
+        check(pertoken_scale is None, op, "pertoken_scale", "must not be given for a result of int32")
+        return sums
     y = sums.float() * scale.float()
     if pertoken_scale is not None:
         check_dtype(op, "pertoken_scale", pertoken_scale, (torch.float32,))
