@@ -94,7 +94,7 @@ def read_settings(vllm_config: Any) -> ServerSettings:
             f"{target.hidden_size} make {elements}",
             'Use "none", or extract another number of layers.',
         )
-    rotation = rotation_of(vllm_config.model_config, config.rotation)
+    rotation = rotation_of(vllm_config, config.rotation)
     basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
     row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization, basis=basis)
     if config.pinned_ring_bytes is not None and config.pinned_ring_bytes < 2 * row_format.row_bytes:

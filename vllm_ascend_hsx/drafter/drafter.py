@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.compat.adapters import refuse_wrong_products
+from vllm_ascend_hsx.compat.rotation import refuse_undeclared_rotation
 from vllm_ascend_hsx.compat.runner import BatchRow, find_layers
 from vllm_ascend_hsx.compat.targets import require_collecting_target
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
@@ -41,12 +42,19 @@ class Drafter:
     model: Any
     staging: StagingCache
 
-    def finish_loading(self) -> None:
-        """Set `staging` and test it, once the model is loaded.
+    def finish_loading(self, target: torch.nn.Module) -> None:
+        """Set `staging` and test it, once target and drafter are loaded.
+
+        Args:
+            target: the model with its weights.
 
         Raises:
+            UserError: if the target is rotated and nothing says so.
             SelfTestError: if known rows do not reach the host as they should.
         """
+        settings = read_settings(self.vllm_config)
+        if settings.config.rotation == "undo" and not settings.row_format.basis:
+            refuse_undeclared_rotation(self.vllm_config.model_config, target)
         (layer,) = find_layers(self.vllm_config, AscendCacheOnlyLayer).values()
         self.staging = layer.staging
         run_self_test(self.staging)
