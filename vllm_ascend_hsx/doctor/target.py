@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vllm_ascend_hsx.caveats import caveats_of
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.shape import read_config, read_shape, text_config
@@ -44,6 +45,8 @@ def check_target(model: str) -> Iterator[Finding]:
     else:
         remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
         yield Finding(TOPIC, "model", "note", f"{collects}; no test has served one of this class on vllm-ascend", remedy)
+    for caveat in caveats_of(config, text_config(config)):
+        yield Finding(TOPIC, "rows", "note", f"{name}: {caveat.problem}", caveat.remedy)
     try:
         shape = read_shape(model)
     except UserError as error:

@@ -70,7 +70,12 @@ def build(
         options = {PATH_OPTION: True, **options}
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
-    target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
+    target = read_model(
+        model,
+        trust_remote_code="--trust-remote-code" in given,
+        revision=given.get("--revision"),
+        hf_overrides=given.get("--hf-overrides", ""),
+    )
     if reason := UNSERVABLE.get(target.architecture):
         raise UserError("MODEL", model, f"cannot be served ({target.architecture}): {reason}", "Choose another target.")
     ids = layer_ids(layers, target.num_layers)
@@ -150,9 +155,11 @@ def _environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _notes(target: Model) -> tuple[str, ...]:
+    caveats = tuple(map(str, target.caveats))
     if target.architecture in ARCHITECTURES:
-        return ()
+        return caveats
     return (
         f"{target.architecture or 'a model without a class'} is not among vLLM's targets that "
         "collect hidden states; if another plugin adds it, the server checks it before it loads weights",
+        *caveats,
     )
