@@ -5,6 +5,15 @@ its quantisation, which names the file with Q. vllm-ascend reads it for drafts
 (patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0); from 0.26 on also where the file has its
 usual name and none is given (spec_decode/llm_base_proposer.py:407 in 0.26.0rc1). 0.30 knows targets
 that only say that they are rotated (utils.py:1853 in 0.30.0rc2).
+
+Some checkpoints do not say it. Older scripts of msmodelslim never do, such as that of vllm-ascend's
+tutorial for Qwen3-235B (example/Qwen3-MOE with `--rot`, msmodelslim 3de0a3c). Newer ones do unless
+`export_extra_info` is off. The final norm shows the rotation: QuaRot moves its weights into the
+head, since a norm commutes with a rotation only if its weights are equal (set_bias_to_ones in
+example/common/rot_utils/rot_qwen.py, fuse_ln_linear in msmodelslim/processor/quarot). Training
+leaves different ones. The norms of layers do not show it: most recipes smooth after they rotate,
+and smoothing scales them. It leaves out the final norm (get_norm_linear_subgraph in
+msmodelslim/pytorch/llm_ptq/anti_outlier/dag_utils/torch_dag_adapter.py).
 """
 
 from __future__ import annotations
