@@ -8,6 +8,7 @@ tests/e2e/targets/test_rows_of_caveats.py with rows.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -66,7 +67,7 @@ def caveats_of(whole: Config, text: Config, hf_overrides: object = None, max_tok
 
 
 def warn_of_caveats(model_config: Any) -> None:
-    """Log the differences of a server's target.
+    """Log the differences of a server's target, once per process.
 
     Args:
         model_config: vllm.config.ModelConfig.
@@ -74,7 +75,13 @@ def warn_of_caveats(model_config: Any) -> None:
     whole = {**model_config.hf_config.to_dict(), "architectures": [model_config.architecture]}
     text = model_config.hf_text_config.to_dict()
     for caveat in caveats_of(whole, text, model_config.hf_overrides, model_config.max_model_len):
-        logger.warning("%s: %s", model_config.model, caveat)
+        _warn(f"{model_config.model}: {caveat}")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Log a warning once per process: model runner V2 makes two speculators."""
+    logger.warning("%s", message)
 
 
 def _start_with(whole: Config, override: Config) -> str:
