@@ -64,14 +64,26 @@ def weights_of(vllm_config: Any) -> str:
     Args:
         vllm_config: vllm.config.VllmConfig.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
     try:
-        place = _local_place(model.model, model.revision, load.download_dir)
-        found = None if place is None else find_checkpoint(place, str(load.load_format))
+        found = local_checkpoint(vllm_config)
         return "" if found is None else fingerprint(found)
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
         logger.warning("files will not name their weights, whose checkpoint cannot be read: %s", error)
         return ""
+
+
+def local_checkpoint(vllm_config: Any) -> Checkpoint | None:
+    """Return the files that vLLM loads a target from; None if they are not on this machine yet.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: as find_checkpoint.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    place = _local_place(model.model, model.revision, load.download_dir)
+    return None if place is None else find_checkpoint(place, str(load.load_format))
 
 
 def _local_place(model: str, revision: str | None, cache: str | None) -> Path | None:
@@ -83,8 +95,11 @@ def _local_place(model: str, revision: str | None, cache: str | None) -> Path | 
     if envs.VLLM_USE_MODELSCOPE:
         from modelscope.hub.snapshot_download import snapshot_download as of_modelscope
 
-        # vLLM passes no download_dir on (model_loader/default_loader.py:109, vLLM 0.23.0).
-        return Path(of_modelscope(model, revision=revision, local_files_only=True))
+        try:
+            # vLLM passes no download_dir on (model_loader/default_loader.py:109, vLLM 0.23.0).
+            return Path(of_modelscope(model, revision=revision, local_files_only=True))
+        except ValueError:  # nothing of it is there (hub/snapshot_download.py, modelscope 016d22d)
+            return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -103,7 +118,7 @@ def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
 
     Raises:
         OSError: if the directory or an index cannot be read.
-        ValueError: if an index is invalid.
+        ValueError, KeyError, TypeError: if an index is invalid.
     """
     patterns = _PATTERNS.get(load_format)
     if patterns is None:

@@ -145,7 +145,8 @@ class HsxConfig(BaseModel):
         default="undo",
         description="Rows of a target whose weights are rotated (QuaRot): 'undo' turns them back "
         "into the model's own basis, 'keep' stores them as the server computes them. The "
-        "metadata `basis` of a file says which. Other targets are not concerned.",
+        "metadata `basis` of a file says which. With 'undo' a target is refused if it is rotated and "
+        "does not say so. Other targets are not concerned.",
     )
     check_finite: bool = Field(
         default=False, description="Fail requests whose rows contain a NaN or an infinity."

@@ -95,7 +95,7 @@ def read_settings(vllm_config: Any) -> ServerSettings:
             f"{target.hidden_size} make {elements}",
             'Use "none", or extract another number of layers.',
         )
-    rotation = rotation_of(vllm_config.model_config, config.rotation)
+    rotation = rotation_of(vllm_config, config.rotation)
     basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
     row_format = RowFormat(
         target.layer_ids,

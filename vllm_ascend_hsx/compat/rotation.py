@@ -5,21 +5,35 @@ its quantisation, which names the file with Q. vllm-ascend reads it for drafts
 (patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0); from 0.26 on also where the file has its
 usual name and none is given (spec_decode/llm_base_proposer.py:407 in 0.26.0rc1). 0.30 knows targets
 that only say that they are rotated (utils.py:1853 in 0.30.0rc2).
+
+Some checkpoints do not say it. Older scripts of msmodelslim never do, such as that of vllm-ascend's
+tutorial for Qwen3-235B (example/Qwen3-MOE with `--rot`, msmodelslim 3de0a3c). Newer ones do unless
+`export_extra_info` is off. The final norm shows the rotation: QuaRot moves its weights into the
+head, since a norm commutes with a rotation only if its weights are equal (set_bias_to_ones in
+example/common/rot_utils/rot_qwen.py, fuse_ln_linear in msmodelslim/processor/quarot). Training
+leaves different ones. The norms of layers do not show it: most recipes smooth after they rotate,
+and smoothing scales them. It leaves out the final norm (get_norm_linear_subgraph in
+msmodelslim/pytorch/llm_ptq/anti_outlier/dag_utils/torch_dag_adapter.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_ascend_hsx.checkpoint import local_checkpoint
 from vllm_ascend_hsx.compat.patch_points import uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23
 from vllm_ascend_hsx.protocol.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 FILES = "vllm_ascend.quantization.utils"
 DESCRIPTION = "quant_model_description.json"
@@ -27,24 +41,30 @@ USUAL = "optional/quarot.safetensors"
 MATRIX = "global_rotation"  # name of the tensor, and key of its file
 _ORTHOGONAL = 0.01  # largest deviation of Q @ Q.T from the identity; that of a Q in bfloat16 is 0.004
 _ROWS_AT_ONCE = 512
-_REMEDY = (
-    "Complete the checkpoint with the file that its description names, or store rows as they are with "
-    "kv_connector_extra_config.rotation='keep'."
-)
+_KEEP = "store rows as they are with kv_connector_extra_config.rotation='keep'."
+_REMEDY = f"Complete the checkpoint with the file that its description names, or {_KEEP}"
+_UNDECLARED = "is rotated (QuaRot) and does not say so: all weights of its final norm are equal, as they are when they are in the head"
+_REMEDY_IF_UNDECLARED = f"Put the rotation into {USUAL} (msmodelslim writes it with export_extra_info), or {_KEEP}"
+# In checkpoints and in models of vLLM; the language model may be a part of a multimodal model.
+_FINAL_NORM = re.compile(r"((model|language_model)\.)*norm\.weight")
 
 uses(FILES, "get_model_file", SINCE_0_23, takes="model filename revision", why="rows are in the model's own basis")
 
 
-def rotation_of(model_config: Any, wish: str) -> Path | None:
+def rotation_of(vllm_config: Any, wish: str) -> Path | None:
     """Return the file of a target's rotation; None if the target is not rotated.
 
+    A rotation that is not declared is found as soon as the weights are on this machine.
+
     Args:
-        model_config: vllm.config.ModelConfig of the target.
+        vllm_config: vllm.config.VllmConfig.
         wish: option `rotation`. With "keep" the file need not be there.
 
     Raises:
-        UserError: if the description cannot be read, or names a file that is not there.
+        UserError: if the description cannot be read or names a file that is not there, or if the
+            rotation is not declared.
     """
+    model_config = vllm_config.model_config
     if model_config.quantization != "ascend":
         return None
     find = importlib.import_module(FILES).get_model_file
@@ -59,12 +79,58 @@ def rotation_of(model_config: Any, wish: str) -> Path | None:
     if name is None:
         says_so = isinstance(description, Mapping) and description.get("is_rot_used") is True
         if not says_so and find(model_config.model, USUAL, revision=model_config.revision) is None:
-            return None
+            if not _has_equal_weights(_final_norms_of_checkpoint(vllm_config)):
+                return None
+            if wish == "undo":
+                raise UserError("model", model_config.model, _UNDECLARED, _REMEDY_IF_UNDECLARED)
         name = USUAL
     found: Path | None = find(model_config.model, name, revision=model_config.revision)
     if found is None and wish == "undo":
         raise UserError("model", model_config.model, f"is rotated (QuaRot), and its matrix {name} is not there", _REMEDY)
     return found or Path(model_config.model, name)
+
+
+def refuse_undeclared_rotation(model_config: Any, target: torch.nn.Module) -> None:
+    """Refuse a loaded target that is rotated, and whose checkpoint did not show it.
+
+    Reason: a checkpoint may be loaded from a place that `rotation_of` cannot read.
+
+    Args:
+        model_config: vllm.config.ModelConfig of the target.
+        target: the model with its weights. A final norm is on every rank.
+
+    Raises:
+        UserError: it is rotated.
+    """
+    norms = (weight for name, weight in target.named_parameters() if _FINAL_NORM.fullmatch(name))
+    if model_config.quantization == "ascend" and _has_equal_weights(norms):
+        raise UserError("model", model_config.model, _UNDECLARED, _REMEDY_IF_UNDECLARED)
+
+
+def _has_equal_weights(norms: Iterable[torch.Tensor]) -> bool:
+    """Return whether all weights of the final norm are equal; False if there is none.
+
+    They are 1, or 0 of a norm that multiplies by 1 + weight.
+    """
+    norm = next(iter(norms), None)
+    return norm is not None and bool((norm.cpu() == norm.cpu()[0]).all())
+
+
+def _final_norms_of_checkpoint(vllm_config: Any) -> Iterator[torch.Tensor]:
+    """Yield the final norm's weight from the files on this machine, if there is one.
+
+    It is in one of the last files of most checkpoints. vLLM reports files that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        checkpoint = local_checkpoint(vllm_config)
+        for path in reversed(checkpoint.weights if checkpoint else ()):
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    yield from (file.get_tensor(name) for name in file.keys() if _FINAL_NORM.fullmatch(name))  # noqa: SIM118
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        logger.warning("whether %s is rotated is seen when it is loaded: %s", vllm_config.model_config.model, error)
 
 
 def _file_of(description: Any) -> str | None:

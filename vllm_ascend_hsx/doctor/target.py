@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vllm_ascend_hsx.caveats import caveats_of
 from vllm_ascend_hsx.compat.collector import Collection
 from vllm_ascend_hsx.compat.targets import SHOWN, is_registered, recorded_architectures, refuse_architecture, returns_embedding
 from vllm_ascend_hsx.doctor.findings import Finding
@@ -39,6 +40,8 @@ def check_target(model: str) -> Iterator[Finding]:
     except UserError as error:
         yield Finding(TOPIC, "model", "problem", f"{name}: {known} {error.problem}", remedy)
         return
+    for caveat in caveats_of(config, text_config(config)):
+        yield Finding(TOPIC, "rows", "note", f"{name}: {caveat.problem}", caveat.remedy)
     try:
         shape = read_shape(model)
     except UserError as error:

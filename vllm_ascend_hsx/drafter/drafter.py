@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from vllm_ascend_hsx.caveats import warn_of_caveats
 from vllm_ascend_hsx.compat.adapters import refuse_wrong_products
-from vllm_ascend_hsx.compat.runner import BatchRow, find_layers
+from vllm_ascend_hsx.compat.rotation import refuse_undeclared_rotation
+from vllm_ascend_hsx.compat.runner import BatchRow, find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.compat.targets import require_collecting_target
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
 from vllm_ascend_hsx.drafter.self_test import run_self_test
@@ -21,12 +23,16 @@ from vllm_ascend_hsx.target import read_target
 def check_start(vllm_config: Any) -> None:
     """Refuse settings and targets that cannot be used, before weights are loaded.
 
+    One rank of all logs the caveats of the target.
+
     Raises:
         UserError: one cannot.
     """
     read_settings(vllm_config)
     require_collecting_target(vllm_config.model_config, read_target(vllm_config).layer_ids)
     refuse_wrong_products(vllm_config)
+    if vllm_config.parallel_config.data_parallel_rank == 0 and tensor_parallel_rank() == 0:
+        warn_of_caveats(vllm_config.model_config)
 
 
 class Drafter:
@@ -42,12 +48,19 @@ class Drafter:
     model: Any
     staging: StagingCache
 
-    def finish_loading(self) -> None:
-        """Set `staging` and test it, once the model is loaded.
+    def finish_loading(self, target: torch.nn.Module) -> None:
+        """Set `staging` and test it, once target and drafter are loaded.
+
+        Args:
+            target: the model with its weights.
 
         Raises:
+            UserError: if the target is rotated and nothing says so.
             SelfTestError: if known rows do not reach the host as they should.
         """
+        settings = read_settings(self.vllm_config)
+        if settings.config.rotation == "undo" and not settings.row_format.basis:
+            refuse_undeclared_rotation(self.vllm_config.model_config, target)
         (layer,) = find_layers(self.vllm_config, AscendCacheOnlyLayer).values()
         self.staging = layer.staging
         run_self_test(self.staging)

@@ -38,7 +38,7 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter, which creates the cache-only layer and its staging slots."""
         super().load_model(target_model)
-        self.finish_loading()
+        self.finish_loading(target_model)
 
     def propose(
         self,

@@ -39,7 +39,7 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self.finish_loading()
+        self.finish_loading(target_model)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the cache-only layer is in no KV cache group."""

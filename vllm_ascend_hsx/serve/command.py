@@ -72,7 +72,12 @@ def build(
         options = {PATH_OPTION: True, **options}
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
-    target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
+    target = read_model(
+        model,
+        trust_remote_code="--trust-remote-code" in given,
+        revision=given.get("--revision"),
+        hf_overrides=given.get("--hf-overrides", ""),
+    )
     ids = layer_ids(layers, target.num_layers)
     try:
         refuse_architecture(target.architecture, ids)
@@ -173,9 +178,11 @@ def _environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _notes(target: Model) -> tuple[str, ...]:
+    caveats = tuple(map(str, target.caveats))
     if is_registered(target.architecture):
-        return ()
+        return caveats
     return (
         f"{target.architecture or 'a model without a class'} is none of vLLM's classes; if another plugin or vLLM's "
         "Transformers backend serves it, the server checks it before it loads weights",
+        *caveats,
     )

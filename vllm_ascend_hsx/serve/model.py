@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, NamedTuple
 
+from vllm_ascend_hsx.caveats import Caveat, caveats_of
 from vllm_ascend_hsx.plan.shape import MODEL, read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -15,18 +17,20 @@ class Model(NamedTuple):
     Attributes:
         num_layers: decoder layers.
         architecture: its class, from config.json; empty if there is none.
+        caveats: see caveats_of.
     """
 
     num_layers: int
     architecture: str
+    caveats: tuple[Caveat, ...] = ()
 
 
-def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Model:
+def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None, hf_overrides: str = "") -> Model:
     """Read a model's config.json.
 
     Args:
         name: a directory, or a repository's name, which vLLM resolves.
-        trust_remote_code, revision: as for vllm serve.
+        trust_remote_code, revision, hf_overrides: as for vllm serve.
 
     Raises:
         UserError: if there is no such model, or its config lacks a needed field.
@@ -41,7 +45,19 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
         whole, text = _ask_vllm(name, trust_remote_code, revision)
     names = whole.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else ""
-    return Model(whole_number(name, text, "num_hidden_layers"), architecture if isinstance(architecture, str) else "")
+    return Model(
+        whole_number(name, text, "num_hidden_layers"),
+        architecture if isinstance(architecture, str) else "",
+        caveats_of(whole, text, _parsed(hf_overrides)),
+    )
+
+
+def _parsed(hf_overrides: str) -> object:
+    """Return the value of an option; None if it is not JSON, which vLLM refuses."""
+    try:
+        return json.loads(hf_overrides)
+    except ValueError:
+        return None
 
 
 def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:

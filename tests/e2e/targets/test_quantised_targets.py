@@ -9,6 +9,8 @@ target differ by more than two of a target in bfloat16: rows are compared with t
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import torch
 from harness import Run, run_engine, tokens
 from launch import FLASHCOMM
 from releases import only_with
+from safetensors.torch import load_file
 from session import WITH_OUTPUT
 from tiny_deepseek_v3 import build_deepseek_v3
 from tiny_model_claims import TOLERANCE
@@ -26,7 +29,7 @@ from tiny_vision import dress_as_qwen3_vl_moe
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, Choose, dynamic, mixed, plain, write_modelslim
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, ROTATION, WEIGHTS, Choose, dynamic, mixed, plain, write_modelslim
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
@@ -259,6 +262,44 @@ def test_turning_back_is_exact_in_float32(float32_qwen3: Path, tmp_path: Path) -
         expected = reference_hidden_states(float32_qwen3, run.sequence(request_id), LAYER_IDS)
         torch.testing.assert_close(served.rows(request_id), expected @ rotation_of(checkpoint), atol=1e-4, rtol=0)
         torch.testing.assert_close(served.turned_back(request_id), expected, atol=1e-4, rtol=0)
+
+
+# Rotated, and declared nowhere
+
+
+def undeclared(source: Path, directory: Path) -> tuple[Path, torch.Tensor]:
+    """Write a rotated checkpoint of which nothing says that it is, and return its rotation, too."""
+    checkpoint = write_modelslim(source, directory, mixed, rotated=True)
+    rotation = rotation_of(checkpoint)
+    shutil.rmtree((checkpoint / ROTATION).parent)
+    description = json.loads((checkpoint / DESCRIPTION).read_text())
+    (checkpoint / DESCRIPTION).write_text(json.dumps(description | {"optional": {}}))
+    return checkpoint, rotation
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)], ids=["by its files", "once it is loaded"])
+def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(tiny_qwen3: Path, tmp_path: Path, late: bool) -> None:
+    checkpoint, _ = undeclared(tiny_qwen3, tmp_path / "checkpoint")
+    if late:  # files that only vLLM reads
+        torch.save(load_file(checkpoint / WEIGHTS), checkpoint / "pytorch_model.bin")
+        (checkpoint / WEIGHTS).unlink()
+    refused = run_engine(tmp_path / "run", checkpoint, [], quantization="ascend")
+    assert refused.error is not None
+    assert "is rotated (QuaRot) and does not say so: all weights of its final norm are equal" in refused.error
+    assert "kv_connector_extra_config.rotation='keep'" in refused.error
+    assert ("Loading weights took" in refused.log) == late
+
+
+@pytest.mark.long
+def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(tiny_qwen3: Path, tmp_path: Path) -> None:
+    checkpoint, rotation = undeclared(tiny_qwen3, tmp_path / "checkpoint")
+    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}}
+    run = run_engine(tmp_path / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, **options)
+    assert run.error is None, run.error
+    assert load(run.path("chunked")).metadata["basis"] == "rotated"
+    turned_back = run.rows("chunked")["hidden_states"].float() @ rotation.t()
+    found = errors(turned_back, reference_hidden_states(tiny_qwen3, run.sequence("chunked"), LAYER_IDS))
+    assert found.max() < LOST
 
 
 # With an int8 KV cache (C8)

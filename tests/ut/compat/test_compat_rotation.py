@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_hsx.compat.rotation import DESCRIPTION, read_rotation, rotation_of
+from vllm_ascend_hsx.compat.rotation import DESCRIPTION, logger, read_rotation, refuse_undeclared_rotation, rotation_of
 from vllm_ascend_hsx.protocol.errors import UserError
 
 SIZE = 8
@@ -28,7 +28,8 @@ def checkpoint(directory: Path, description: Any, matrix: torch.Tensor | None = 
     if matrix is not None:
         (directory / NAME).parent.mkdir(exist_ok=True)
         save_file({"global_rotation": matrix}, directory / NAME)
-    return SimpleNamespace(model=str(directory), revision=None, quantization=quantization)
+    model = SimpleNamespace(model=str(directory), revision=None, quantization=quantization)
+    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=None))
 
 
 def test_the_file_is_the_one_that_the_description_names(tmp_path: Path) -> None:
@@ -106,3 +107,88 @@ def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> No
     found = read_rotation(tmp_path / NAME, SIZE, CPU)
     assert found.dtype == torch.float32
     assert torch.equal(found, matrix.to(dtype).float())
+
+
+# A rotation that nothing declares
+
+UNDECLARED = r"does not say so: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
+EQUAL, TRAINED = torch.ones(SIZE), torch.linspace(0.5, 1.5, SIZE)
+FILES = ("quant_model_weights-00001-of-00002.safetensors", "quant_model_weights-00002-of-00002.safetensors")
+NORMS_OF_A_LAYER = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+
+
+def with_norms(directory: Path, final: torch.Tensor, name: str = "model.norm.weight", of_a_layer: torch.Tensor = TRAINED) -> Any:
+    """A checkpoint of two files whose description declares nothing."""
+    found = checkpoint(directory, {"model.norm.weight": "FLOAT"})
+    save_file({"lm_head.weight": torch.ones(2, SIZE), name: final.contiguous()}, directory / FILES[0])
+    save_file({each: of_a_layer.clone() for each in NORMS_OF_A_LAYER}, directory / FILES[1])
+    return found
+
+
+@pytest.mark.parametrize("final", [EQUAL, EQUAL.bfloat16(), torch.zeros(SIZE)], ids=["1", "bfloat16", "0, of a norm that adds 1"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight"]
+)
+def test_a_rotation_that_is_not_declared_is_refused_unless_rows_are_kept(tmp_path: Path, name: str, final: torch.Tensor) -> None:
+    """The norms of layers are as smoothing leaves them, which follows the rotation."""
+    config = with_norms(tmp_path, final, name)
+    with pytest.raises(UserError, match=UNDECLARED):
+        rotation_of(config, "undo")
+    assert rotation_of(config, "keep") is not None, "files say that rows are rotated"
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "visual.merger.norm.weight", "model.layers.3.shared_head.norm.weight"])
+def test_a_target_whose_final_norm_was_trained_is_not_rotated(tmp_path: Path, name: str) -> None:
+    final = TRAINED if name == "model.norm.weight" else EQUAL
+    assert rotation_of(with_norms(tmp_path, final, name, of_a_layer=EQUAL), "undo") is None
+
+
+def test_equal_weights_of_a_target_that_is_not_quantised_mean_nothing(tmp_path: Path) -> None:
+    config = with_norms(tmp_path, EQUAL)
+    config.model_config.quantization = None
+    assert rotation_of(config, "undo") is None
+    refuse_undeclared_rotation(config.model_config, target(EQUAL))
+
+
+def test_what_the_description_declares_goes_before_the_norm(tmp_path: Path) -> None:
+    config = with_norms(tmp_path, EQUAL)
+    checkpoint(tmp_path, QUAROT, torch.eye(SIZE))
+    assert rotation_of(config, "undo") == tmp_path / NAME
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer"])
+def test_weights_that_are_not_there_yet_are_looked_at_when_they_are_loaded(tmp_path: Path, load_format: str) -> None:
+    config = checkpoint(tmp_path, {})
+    config.load_config.load_format = load_format
+    assert rotation_of(config, "undo") is None
+    with pytest.raises(UserError, match=UNDECLARED):
+        refuse_undeclared_rotation(config.model_config, target(EQUAL))
+    refuse_undeclared_rotation(config.model_config, target(TRAINED))
+    refuse_undeclared_rotation(config.model_config, torch.nn.Module())
+
+
+def test_dummy_weights_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+    config = with_norms(tmp_path, EQUAL)
+    config.load_config.load_format = "dummy"
+    assert rotation_of(config, "undo") is None
+
+
+@pytest.mark.parametrize("damage", ["file", "index"])
+def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = with_norms(tmp_path, EQUAL)
+    if damage == "file":
+        (tmp_path / FILES[1]).write_bytes(b"no safetensors")
+    else:
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with caplog.at_level("WARNING", logger.name):
+        assert rotation_of(config, "undo") is None
+    assert "is seen when it is loaded" in caplog.text
+
+
+def target(final: torch.Tensor) -> torch.nn.Module:
+    """As much of a model as has a final norm."""
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.norm = torch.nn.Module()
+    model.model.norm.weight = torch.nn.Parameter(final)
+    return model

@@ -225,6 +225,17 @@ def test_a_model_of_modelscope_is_looked_up_there(tmp_path: Path, monkeypatch: p
     assert asked == [("somebody/model", {"revision": "v2", "local_files_only": True})]
 
 
+def test_a_model_that_modelscope_has_not_loaded_yet_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(model: str, **options: object) -> str:
+        raise ValueError("Cannot find the requested files in the cached path")
+
+    modules = {"modelscope": {}, "modelscope.hub": {}, "modelscope.hub.snapshot_download": {"snapshot_download": snapshot_download}}
+    for name, values in modules.items():
+        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(**values))
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert checkpoint.local_checkpoint(config("somebody/model")) is None
+
+
 @pytest.mark.parametrize("damage", ["no index", "index", "unreadable"])
 def test_a_checkpoint_that_cannot_be_read_is_unknown_and_stops_nothing(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

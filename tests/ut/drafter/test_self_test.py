@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
 from vllm_ascend_hsx.drafter import self_test
+from vllm_ascend_hsx.drafter.drafter import Drafter
 from vllm_ascend_hsx.drafter.landing import HostChunk, Lander
 from vllm_ascend_hsx.drafter.proposer import HsxProposer
 from vllm_ascend_hsx.drafter.ring import PinnedRing
@@ -21,6 +23,7 @@ from vllm_ascend_hsx.drafter.self_test import SelfTestError, run_self_test
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.emulator.native import core
+from vllm_ascend_hsx.protocol.errors import UserError
 
 DEVICE = torch.device("npu:0")
 HIDDEN = 64
@@ -145,6 +148,8 @@ def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.Mo
     layer = SimpleNamespace(staging=make_staging())
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer})
     monkeypatch.setattr(AscendExtractHiddenStatesProposer, "load_model", lambda self, target: None)
+    kept = SimpleNamespace(config=SimpleNamespace(rotation="keep"))
+    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: kept)
     proposer = HsxProposer.__new__(HsxProposer)
     proposer.vllm_config = None
     proposer.load_model(torch.nn.Module())
@@ -152,6 +157,22 @@ def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.Mo
     stacks_other_layers(monkeypatch)
     with pytest.raises(SelfTestError, match="'stack'"):
         proposer.load_model(torch.nn.Module())
+
+
+@pytest.mark.parametrize(("basis", "wish", "refused"), [("", "undo", True), ("", "keep", False), ("model", "undo", False)])
+def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, basis: str, wish: str, refused: bool
+) -> None:
+    layer = SimpleNamespace(staging=make_staging())
+    settings = SimpleNamespace(config=SimpleNamespace(rotation=wish), row_format=SimpleNamespace(basis=basis))
+    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer})
+    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: settings)
+    target = torch.nn.Module()
+    target.norm = torch.nn.LayerNorm(HIDDEN)  # its weights are 1
+    drafter = Drafter()
+    drafter.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="a-w8a8-rot", quantization="ascend"))
+    with pytest.raises(UserError, match="model='a-w8a8-rot' is rotated") if refused else nullcontext():
+        drafter.finish_loading(target)
 
 
 # Each case has a device on which no other test launches anything.

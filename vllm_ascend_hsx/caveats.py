@@ -1,0 +1,220 @@
+"""Differences between a target on vllm-ascend and the same target in vLLM and transformers.
+
+They follow from a model's config.json. Rows are those of the served model, so nothing is refused.
+`hsx doctor`, `hsx serve` and a server name them in the same words. They hold for all checked
+releases: tests/ut/config/test_caveats.py compares them with the sources, and
+tests/e2e/targets/test_rows_of_caveats.py with rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+Config = Mapping[str, Any]
+_NEGLIGIBLE = 1e-6  # relative difference of a frequency
+_LARGEST_HEAD = 1 << 16
+_SECTIONS = "mrope_section"
+# gpt-oss gives the key `truncate` itself (models/gpt_oss.py:99 in vLLM 0.23.0).
+_GIVES_TRUNCATE = frozenset({"gpt_oss"})
+# Has kv_lora_rank, and vLLM's plain attention (models/minicpm3.py:121 in vLLM 0.23.0).
+_NOT_LATENT = frozenset({"minicpm3"})
+
+
+class Caveat(NamedTuple):
+    """A difference.
+
+    Attributes:
+        problem: the difference, as a part of a sentence.
+        remedy: a sentence.
+    """
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}"
+
+
+def caveats_of(whole: Config, text: Config, hf_overrides: object = None, max_tokens: int | None = None) -> tuple[Caveat, ...]:
+    """Return the differences of a target.
+
+    Args:
+        whole: config.json, as published or as vLLM reads it.
+        text: the fields of the language model; the same as `whole` if there is nothing else.
+        hf_overrides: vLLM's option. Only a mapping is read.
+        max_tokens: longest sequence that the server takes; by default the model's.
+    """
+    # vLLM sets what is given, and goes into `text_config` alone (ModelConfig._apply_dict_overrides,
+    # config/model.py:449 in 0.23.0).
+    given = hf_overrides if isinstance(hf_overrides, Mapping) else {}
+    nested = isinstance(whole.get("text_config"), Mapping)
+    of_text = given.get("text_config", {}) if nested else given
+    if isinstance(of_text, Mapping):
+        text = {**text, **of_text}
+        if "sliding_window" in of_text:  # chosen for vllm-ascend
+            text = {**text, "sliding_window": None}
+    if not nested:
+        whole = {**whole, **given}
+    found = (_of_yarn(whole, text), _of_window(whole, text, max_tokens or text.get("max_position_embeddings")))
+    return tuple(each for each in found if each is not None)
+
+
+def warn_of_caveats(model_config: Any) -> None:
+    """Log the differences of a server's target, once per process.
+
+    Args:
+        model_config: vllm.config.ModelConfig.
+    """
+    whole = {**model_config.hf_config.to_dict(), "architectures": [model_config.architecture]}
+    text = model_config.hf_text_config.to_dict()
+    for caveat in caveats_of(whole, text, model_config.hf_overrides, model_config.max_model_len):
+        _warn(f"{model_config.model}: {caveat}")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Log a warning once per process: model runner V2 makes two speculators."""
+    logger.warning("%s", message)
+
+
+def _start_with(whole: Config, override: Config) -> str:
+    if isinstance(whole.get("text_config"), Mapping):
+        override = {"text_config": override}
+    return f"start the server with --hf-overrides '{json.dumps(override)}'."
+
+
+def _is_latent(text: Config) -> bool:
+    """Return whether a target has latent attention (MLA), or that of DeepSeek-V4.
+
+    vLLM gives such a target a rotary embedding of its own, `deepseek_yarn`, which rounds as
+    transformers does (models/deepseek_v2.py in vLLM; AscendDeepseekScalingRotaryEmbedding in
+    vllm-ascend, ops/rotary_embedding.py:298 in 0.23.0). Its attention has no window (mla_v1.py), or
+    one of the right width (dsa_v1.py:1144 in 0.30.0rc2).
+    """
+    kind = str(text.get("model_type"))
+    return kind.startswith("deepseek_v") or (bool(text.get("kv_lora_rank")) and kind not in _NOT_LATENT)
+
+
+# YaRN
+
+
+def _of_yarn(whole: Config, text: Config) -> Caveat | None:
+    """Return the difference of a target with YaRN.
+
+    Reason: YaRN scales frequencies beyond a bound, leaves those before another one, and has a ramp
+    between them. AscendYaRNRotaryEmbedding does not round the bounds unless the key `truncate` says
+    so (ops/rotary_embedding.py:269 in 0.23.0 and :344 in 0.30.0rc2). vLLM and transformers round by
+    default (layers/rotary_embedding/yarn_scaling_rope.py:31, modeling_rope_utils.py:450). For
+    positions with sections (mrope) vLLM derives the bounds from four times the model's length
+    (layers/rotary_embedding/mrope.py:238 in 0.23.0).
+    """
+    architectures = whole.get("architectures")
+    if isinstance(architectures, list) and str(next(iter(architectures), "")).startswith("Transformers"):
+        return None  # transformers' own frequencies
+    if text.get("model_type") in _GIVES_TRUNCATE or _is_latent(text):
+        return None
+    ropes = dict(_ropes(text))
+    differences = {kind: difference for kind, rope in ropes.items() if (difference := _difference(rope, text)) > _NEGLIGIBLE}
+    if not differences:
+        return None
+    percent = f"{100 * max(differences.values()):.2g} %"
+    if any(_SECTIONS in ropes[kind] for kind in differences):
+        return Caveat(
+            f"YaRN with {_SECTIONS}: vLLM takes the model's length for four times as long, so frequencies differ from those of "
+            f"transformers by up to {percent}, and rows are computed with them",
+            "No option of vLLM changes that.",
+        )
+    repaired = {kind: {**rope, "truncate": True} if kind in differences else rope for kind, rope in ropes.items()}
+    return Caveat(
+        'YaRN without the key "truncate": vllm-ascend does not round as vLLM and transformers do, so its frequencies differ from theirs '
+        f"by up to {percent}, and rows are computed with them",
+        "For the model's own frequencies " + _start_with(whole, {"rope_parameters": repaired.get("", repaired)}),
+    )
+
+
+def _ropes(text: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield rope_parameters in their current form, by type of layer; "" if there is one for all."""
+    found = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(found, Mapping):
+        return
+    by_layer = all(isinstance(each, Mapping) for each in found.values())
+    for kind, rope in found.items() if by_layer else (("", found),):
+        outside = {key: text[key] for key in ("rope_theta", "original_max_position_embeddings") if text.get(key) is not None}
+        renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+        yield kind, outside | renamed
+
+
+def _difference(rope: Config, text: Config) -> float:
+    """Return the largest relative difference of a frequency; 0 if it is not YaRN."""
+    numbers: list[Any] = [
+        _rotary_size(rope, text),
+        rope.get("rope_theta", 10_000),
+        rope.get("factor"),
+        rope.get("original_max_position_embeddings"),
+        rope.get("beta_fast") or 32,
+        rope.get("beta_slow") or 1,
+    ]
+    head, base, factor, length, *turns = numbers
+    usable = all(isinstance(each, int | float) and each > 0 for each in numbers)
+    if rope.get("rope_type") != "yarn" or not usable or base <= 1 or head > _LARGEST_HEAD:  # vLLM refuses odd numbers
+        return 0.0
+
+    def scales(length: float, rounds: bool) -> list[float]:
+        """What each frequency is multiplied by."""
+        low, high = (head * math.log(length / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns)
+        low, high = (math.floor(low), math.ceil(high)) if rounds else (low, high)
+        low, high = max(low, 0), min(high, head - 1)
+        ramp = (min(max((index - low) / (high - low or 0.001), 0), 1) for index in range(int(head) // 2))
+        return [1 - share + share / factor for share in ramp]
+
+    sections = _SECTIONS in rope
+    served = scales(4 * length if sections else length, rope.get("truncate", sections))
+    own = scales(length, rope.get("truncate", True))
+    return max((abs(ours / right - 1) for ours, right in zip(served, own, strict=True)), default=0.0)
+
+
+def _rotary_size(rope: Config, text: Config) -> Any:
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    divided = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
+    head = text.get("qk_rope_head_dim") or text.get("head_dim") or divided
+    share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
+    if not isinstance(head, int) or not isinstance(share, int | float):
+        return text.get("rotary_dim") or head
+    return int(head * share)
+
+
+# Sliding windows
+
+
+def _of_window(whole: Config, text: Config, max_tokens: Any) -> Caveat | None:
+    """Return the difference of a target with a sliding window that its sequences can leave.
+
+    Reason: vllm-ascend gives the window to CANN as `pre_tokens` (attention/attention_v1.py:837 and
+    1290 in 0.23.0, :634 and 928 in 0.30.0rc2), which counts the keys before the query's own.
+    """
+    window = text.get("sliding_window")
+    if not isinstance(window, int) or window < 2 or not _slides(text) or (isinstance(max_tokens, int) and max_tokens <= window):
+        return None
+    return Caveat(
+        f"sliding window of {window} tokens: vllm-ascend lets each token see {window + 1}, so from position {window} on rows are those "
+        f"of a model whose window is {window + 1}",
+        "For the model's own window " + _start_with(whole, {"sliding_window": window - 1}),
+    )
+
+
+def _slides(text: Config) -> bool:
+    """Return whether layers have the window of the config."""
+    if text.get("use_sliding_window") is False or _is_latent(text):
+        return False
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    full, layers = text.get("max_window_layers"), text.get("num_hidden_layers")  # of Qwen2: only layers after them slide
+    return not (isinstance(full, int) and isinstance(layers, int) and full >= layers)
