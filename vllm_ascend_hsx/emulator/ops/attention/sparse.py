@@ -29,13 +29,13 @@ class _Sequence(NamedTuple):
     """One sequence of a batch.
 
     Attributes:
-        index: of the sequence.
+        number: of the sequence.
         first, end: its rows in the query.
         keys: number of keys in the cache.
         visible: int64 [rows], how many of the first keys each query sees; none is negative.
     """
 
-    index: int
+    number: int
     first: int
     end: int
     keys: int
@@ -52,7 +52,7 @@ class _Batch(NamedTuple):
     block_table: torch.Tensor | None
     sparse_mode: int
 
-    def check(self, query_layout: str, key_layout: str, pre_tokens: int, next_tokens: int) -> None:
+    def check_options(self, query_layout: str, key_layout: str, pre_tokens: int, next_tokens: int) -> None:
         """Check everything that does not depend on the operator."""
         op = self.op
         key_option = self.k_lengths_name.replace("actual_seq_lengths", "layout")
@@ -136,7 +136,7 @@ def npu_lightning_indexer(
     """
     op = "npu_lightning_indexer"
     batch = _Batch(op, actual_seq_lengths_query, actual_seq_lengths_key, "actual_seq_lengths_key", block_table, sparse_mode)
-    batch.check(layout_query, layout_key, pre_tokens, next_tokens)
+    batch.check_options(layout_query, layout_key, pre_tokens, next_tokens)
     refuse_options(op, return_value=return_value)
     beyond = sparse_count % _COUNT_STEP == 0 and sparse_count <= _LARGEST_COUNT
     check(sparse_count > 0 and (sparse_count <= _COUNT_AT_MOST or beyond), op, "sparse_count",
@@ -146,7 +146,7 @@ def npu_lightning_indexer(
     pages = PagedKeys(op, key, block_table, 1)
     chosen = torch.full((query.shape[0], 1, sparse_count), torch.iinfo(torch.int32).max, dtype=torch.int32, device=query.device)
     for sequence in batch.sequences(query.shape[0]):
-        rows, keys = slice(sequence.first, sequence.end), pages.of(sequence.index, sequence.keys)[:, 0].float()
+        rows, keys = slice(sequence.first, sequence.end), pages.of(sequence.number, sequence.keys)[:, 0].float()
         scores = (torch.relu(query[rows].float() @ keys.t()) * weights[rows].float().unsqueeze(-1)).sum(1)
         hidden = torch.arange(sequence.keys, device=query.device) >= sequence.visible.unsqueeze(-1)
         order = scores.masked_fill(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :sparse_count]
@@ -216,7 +216,7 @@ def npu_sparse_flash_attention(
     """
     op = "npu_sparse_flash_attention"
     batch = _Batch(op, actual_seq_lengths_query, actual_seq_lengths_kv, "actual_seq_lengths_kv", block_table, sparse_mode)
-    batch.check(layout_query, layout_kv, pre_tokens, next_tokens)
+    batch.check_options(layout_query, layout_kv, pre_tokens, next_tokens)
     refuse_options(op, return_softmax_lse=return_softmax_lse)
     check(attention_mode == 2, op, "attention_mode", f"{attention_mode} must be 2")
     power = sparse_block_size > 0 and sparse_block_size & (sparse_block_size - 1) == 0
@@ -236,10 +236,10 @@ def npu_sparse_flash_attention(
     out = poisoned(tuple(query.shape), query)
     whole = torch.cat((query, query_rope), -1)
     for sequence in batch.sequences(query.shape[0]):
-        rows, index, count = slice(sequence.first, sequence.end), sequence.index, sequence.keys
-        keys = torch.cat((latents.of(index, count), ropes.of(index, count)), -1)[:, 0].float()
+        rows, number, count = slice(sequence.first, sequence.end), sequence.number, sequence.keys
+        keys = torch.cat((latents.of(number, count), ropes.of(number, count)), -1)[:, 0].float()
         times = _times_chosen(sparse_indices[rows, 0], sequence)
-        out[rows] = _attend_chosen(whole[rows], keys, values.of(index, count)[:, 0].float(), scale_value, times).to(out.dtype)
+        out[rows] = _attend_chosen(whole[rows], keys, values.of(number, count)[:, 0].float(), scale_value, times).to(out.dtype)
     return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
