@@ -29,7 +29,9 @@ UNSERVABLE = {"NemotronHForCausalLM": _NEMOTRON_H, "NemotronHPuzzleForCausalLM":
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
 SHOWN = (
+    "DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
