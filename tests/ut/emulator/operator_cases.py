@@ -75,6 +75,7 @@ def indexer(seed: int) -> Call:
 def sparse_attention(seed: int) -> Call:
     shapes = ((3, 2, 512), (3, 2, 64), (5, 16, 1, 512), (5, 16, 1, 64))
     query, rope, keys, key_rope = (half(*shape, seed=seed + i) for i, shape in enumerate(shapes))
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)  # as vllm-ascend gives it
     ropes = {"query_rope": rope, "key_rope": key_rope}
     chosen = int32(3, 17 - seed, 2, 0, 1, -1, 8, 0, -1).view(3, 1, 3)
     return (query, keys, keys.clone(), chosen, 0.1), {

@@ -77,7 +77,7 @@ def _chosen_tokens(
 
 def _sparse_attention(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output and two empty tensors."""
-    return torch.empty_like(query), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
 def _init_routing(
