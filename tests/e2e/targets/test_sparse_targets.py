@@ -14,6 +14,9 @@ import tiny_sparse
 import torch
 from harness import Run, run_engine, tokens
 from session import WITH_OUTPUT
+from test_graph_modes import REQUESTS as GRAPH_REQUESTS
+from test_graph_modes import forwards
+from test_graph_modes import run as run_with_graphs
 from tiny_model_claims import TOLERANCE
 from tiny_sparse import DEEPSEEK_V32, GLM_5, SELECTED, Indexer, SparseForCausalLM, build_sparse, load_sparse, prompt
 
@@ -105,6 +108,16 @@ def test_rows_are_right_on_two_ranks(model: Path, reference: SparseForCausalLM, 
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     for request_id in ("decoding", "r1", "r7", "r101", "long"):
         comparison = compared(run, request_id, reference)
+        assert comparison.matches, f"{request_id}: {comparison}"
+
+
+@pytest.mark.long
+def test_rows_are_right_in_replays_of_full_graphs(model: Path, reference: SparseForCausalLM, tmp_path: Path) -> None:
+    done, (events,) = run_with_graphs(tmp_path, model, "FULL_DECODE_ONLY", layer_ids=LAYER_IDS)
+    assert done.error is None, f"{done.error}\n{done.log[-4000:]}"
+    assert ("FULL", 2) in forwards(events)
+    for request_id in GRAPH_REQUESTS:
+        comparison = compared(done, request_id, reference)
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
