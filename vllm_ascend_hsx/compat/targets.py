@@ -53,6 +53,7 @@ MEAN_OF_STREAMS = "mean over the residual streams of a token after i layers, bef
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
 SHOWN = (
+    "DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5ForCausalLM",
@@ -66,6 +67,7 @@ SHOWN = (
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GlmForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",

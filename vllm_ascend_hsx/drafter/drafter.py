@@ -17,7 +17,6 @@ from vllm_ascend_hsx.drafter.self_test import run_self_test
 from vllm_ascend_hsx.drafter.spans import select_spans
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.settings import read_settings
-from vllm_ascend_hsx.target import read_target
 
 
 def check_start(vllm_config: Any) -> None:
@@ -28,8 +27,8 @@ def check_start(vllm_config: Any) -> None:
     Raises:
         UserError: one cannot.
     """
-    read_settings(vllm_config)
-    require_collecting_target(vllm_config.model_config, read_target(vllm_config).layer_ids)
+    settings = read_settings(vllm_config)
+    require_collecting_target(vllm_config.model_config, settings.target.layer_ids)
     refuse_wrong_products(vllm_config)
     if vllm_config.parallel_config.data_parallel_rank == 0 and tensor_parallel_rank() == 0:
         warn_of_caveats(vllm_config.model_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ KV_LORA_RANK, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
 Q_LORA_RANK = 96
 NUM_EXPERTS, EXPERT_GROUPS = 16, 4  # the router's kernel wants more than two experts in a group
 GROUPS_PER_TOKEN, EXPERTS_PER_TOKEN = 2, 4
+LEVELS = ((4.0, 1.5), (4.0, 1.5), (2.75,))  # see widen_routing_margins
 DENSE_LAYERS = 1
 YARN_FACTOR = 32.0
+# Keys that vllm 0.23.0 reads (models/deepseek_v2.py) and transformers does not write.
+FURTHER_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def build_deepseek_v3(
@@ -56,25 +60,34 @@ def add_mtp_layer(model: Path) -> Path:
 
 
 def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    config = DeepseekV3Config(
+    model = DeepseekV3ForCausalLM(deepseek_v3_config(layers, q_lora_rank=q_lora_rank))
+    draw_weights(model, generator)
+    sharpen_attention(model)
+    widen_routing_margins(model, generator)
+    return model, dict(FURTHER_KEYS)
+
+
+def deepseek_v3_config(layers: int, **changes: Any) -> DeepseekV3Config:
+    """Return the configuration with these keys changed or added."""
+    keys = {
         **common_config(layers, NUM_HEADS, NUM_HEADS),
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        n_shared_experts=1,
-        n_routed_experts=NUM_EXPERTS,
-        routed_scaling_factor=1.5,
-        kv_lora_rank=KV_LORA_RANK,
-        q_lora_rank=q_lora_rank,
-        qk_rope_head_dim=ROPE_DIM,
-        v_head_dim=VALUE_DIM,
-        qk_nope_head_dim=NOPE_DIM,
-        n_group=EXPERT_GROUPS,
-        topk_group=GROUPS_PER_TOKEN,
-        num_experts_per_tok=EXPERTS_PER_TOKEN,
-        first_k_dense_replace=DENSE_LAYERS,
-        norm_topk_prob=True,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": NUM_EXPERTS,
+        "routed_scaling_factor": 1.5,
+        "kv_lora_rank": KV_LORA_RANK,
+        "q_lora_rank": Q_LORA_RANK,
+        "qk_rope_head_dim": ROPE_DIM,
+        "v_head_dim": VALUE_DIM,
+        "qk_nope_head_dim": NOPE_DIM,
+        "n_group": EXPERT_GROUPS,
+        "topk_group": GROUPS_PER_TOKEN,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "first_k_dense_replace": DENSE_LAYERS,
+        "norm_topk_prob": True,
         # Prompts of the tests are longer than the original length, so that the scaling shows.
-        rope_parameters={
+        "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
             "factor": YARN_FACTOR,
@@ -84,17 +97,12 @@ def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | Non
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-    )
-    model = DeepseekV3ForCausalLM(config)
-    draw_weights(model, generator)
-    _sharpen_attention(model)
-    _widen_routing_margins(model, generator)
-    # Keys that vllm 0.23.0 reads (models/deepseek_v2.py) and transformers does not write.
-    return model, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    }
+    return DeepseekV3Config(**keys | changes)
 
 
 @torch.no_grad()
-def _sharpen_attention(model: PreTrainedModel) -> None:
+def sharpen_attention(model: PreTrainedModel) -> None:
     """Sharpen attention: an average over the whole prompt would hide a wrong row."""
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -104,20 +112,22 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+def widen_routing_margins(model: PreTrainedModel, generator: torch.Generator, levels: Sequence[Sequence[float]] = LEVELS) -> None:
     """Let the embedding decide on experts, and not rounding, as demo/tiny_models.py does.
 
-    Two experts in each of two groups, and a lone expert in a third that scores higher than some of
-    the four: a router that ignored the groups would choose it.
+    Args:
+        levels: the experts of a token that stand out, for each of three groups. By default two in
+            each of two groups, and a lone one in a third that scores higher than some of the four:
+            a router that ignored the groups would choose it.
     """
     size = NUM_EXPERTS // EXPERT_GROUPS
     routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
     code = torch.full((VOCAB_SIZE, EXPERT_GROUPS, size), -3.0)
     for token in range(VOCAB_SIZE):
-        first, second, other = torch.randperm(EXPERT_GROUPS, generator=generator)[:3].tolist()
-        for group, levels in ((first, (4.0, 1.5)), (second, (4.0, 1.5)), (other, (2.75,))):
-            experts = torch.randperm(size, generator=generator)[: len(levels)]
-            code[token, group, experts] = torch.tensor(levels)
+        groups = torch.randperm(EXPERT_GROUPS, generator=generator)[: len(levels)].tolist()
+        for group, values in zip(groups, levels, strict=True):
+            experts = torch.randperm(size, generator=generator)[: len(values)]
+            code[token, group, experts] = torch.tensor(values)
     model.get_input_embeddings().weight[:, routing] = code.flatten(1)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[routing] *= 0.1

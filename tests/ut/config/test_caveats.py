@@ -253,8 +253,9 @@ def test_serve_knows_what_is_overridden(tmp_path: Path, whole: dict[str, Any], o
 @pytest.mark.parametrize(("data_rank", "tensor_rank", "warns"), [(0, 0, True), (0, 1, False), (1, 0, False), (1, 1, False)])
 def test_one_rank_of_a_server_warns(monkeypatch: pytest.MonkeyPatch, data_rank: int, tensor_rank: int, warns: bool) -> None:
     warned: list[Any] = []
-    for name in ("read_settings", "require_collecting_target", "refuse_wrong_products"):
-        monkeypatch.setattr(drafter, name, lambda config: None)
+    monkeypatch.setattr(drafter, "read_settings", lambda config: SimpleNamespace(target=SimpleNamespace(layer_ids=(1,))))
+    for name in ("require_collecting_target", "refuse_wrong_products"):
+        monkeypatch.setattr(drafter, name, lambda *arguments: None)
     monkeypatch.setattr(drafter, "tensor_parallel_rank", lambda: tensor_rank)
     monkeypatch.setattr(drafter, "warn_of_caveats", warned.append)
     drafter.check_start(SimpleNamespace(model_config="of the target", parallel_config=SimpleNamespace(data_parallel_rank=data_rank)))

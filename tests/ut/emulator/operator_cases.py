@@ -61,6 +61,28 @@ def latent_cache(seed: int, rows: bool) -> Call:
     return (*given, torch.tensor([seed, -1, 6]), *caches), {"cache_mode": "PA", "is_output_kv": rows}
 
 
+def two_sequences(seed: int) -> dict[str, Any]:
+    """Two sequences of one and two queries over a paged cache of blocks of 16."""
+    table = torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32)
+    return {"actual_seq_lengths_query": int32(1, 3), "block_table": table, "layout_query": "TND"}
+
+
+def indexer(seed: int) -> Call:
+    options = {"actual_seq_lengths_key": int32(18, 9), "layout_key": "PA_BSND", "sparse_count": 5, **two_sequences(seed)}
+    return (half(3, 2, 128, seed=seed), half(5, 16, 1, 128, seed=9), half(3, 2, seed=seed + 1)), options
+
+
+def sparse_attention(seed: int) -> Call:
+    shapes = ((3, 2, 512), (3, 2, 64), (5, 16, 1, 512), (5, 16, 1, 64))
+    query, rope, keys, key_rope = (half(*shape, seed=seed + i) for i, shape in enumerate(shapes))
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)  # as vllm-ascend gives it
+    ropes = {"query_rope": rope, "key_rope": key_rope}
+    chosen = int32(3, 17 - seed, 2, 0, 1, -1, 8, 0, -1).view(3, 1, 3)
+    return (query, keys, keys.clone(), chosen, 0.1), {
+        "actual_seq_lengths_kv": int32(18, 9), "layout_kv": "PA_BSND", **ropes, **two_sequences(seed),
+    }
+
+
 def init_routing(seed: int, active: tuple[int, int] = (0, 4)) -> Call:
     options = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "quant_mode": -1}
     return (random(3, 8, seed=seed), experts(seed)), {"scale": random(3, seed=seed), "active_expert_range": list(active), **options}
@@ -163,6 +185,9 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_kv_rmsnorm_rope_cache, with rows": lambda seed: latent_cache(seed, rows=True),
     "npu::npu_transpose_batchmatmul": lambda seed: (
         (random(2, 3, 128, seed=seed), random(3, 128, 128)), {"perm_x1": [1, 0, 2], "perm_y": [1, 0, 2]}),
+    "npu::npu_scatter_nd_update_": lambda seed: (
+        (random(6, 4), torch.tensor([[seed], [-1], [5]]), random(3, 4, seed=seed + 1)), {}),
+    "npu::npu_lightning_indexer": indexer,
     "npu::npu_moe_gating_top_k_softmax": lambda seed: ((random(3, 8, seed=seed),), {"k": 2}),
     "npu::npu_moe_init_routing_v2": init_routing,
     "npu::npu_moe_init_routing_v2, of some experts": lambda seed: init_routing(seed, active=(1, 3)),
@@ -186,6 +211,10 @@ CASES: dict[str, Callable[[int], Call]] = {
     "atb::_npu_paged_attention": decode,
     "atb::_npu_rotary_embedding": lambda seed: (
         (torch.tensor([3, seed]), random(2, 16, seed=seed), random(2, 8, seed=1), 8, random(4, 8, seed=2), True), {}),
+    "_C_ascend::npu_lightning_indexer": indexer,
+    "_C_ascend::npu_sparse_flash_attention": sparse_attention,
+    "_C_ascend::batch_matmul_transpose": lambda seed: (
+        (half(3, 2, 16, seed=seed), half(2, 16, 8, seed=1), torch.zeros(3, 2, 8).bfloat16()), {}),
     "_C_ascend::npu_add_rms_norm_bias": norm,
     "_C_ascend::npu_add_rms_norm_bias, without beta": lambda seed: norm(seed, None, 1e-6),
     "_C_ascend::npu_moe_init_routing_custom": init_routing,

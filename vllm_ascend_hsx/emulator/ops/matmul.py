@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank
+from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, unsupported
 
 
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) -> None:
@@ -21,6 +21,48 @@ def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor)
     check(x.shape[0] == weight.shape[0] and tuple(C.shape) == (x.shape[1], weight.shape[1]), op, "C",
           f"shape {tuple(C.shape)} does not fit x {tuple(x.shape)} and weight {tuple(weight.shape)}")
     C.add_(x.float().t() @ weight.float())
+
+
+_PRODUCT_ROWS_AT_MOST = 1024  # MAX_CAPTURE_NUM
+
+
+def batch_matmul_transpose(
+    tensor_a: torch.Tensor,
+    tensor_b: torch.Tensor,
+    tensor_c: torch.Tensor,
+    format_mode: str | None = None,
+    quant_mode: str | None = None,
+) -> None:
+    """Write a product per batch to ``tensor_c`` [M, B, N]: [M, K] of ``tensor_a`` by [K, N].
+
+    Summed in float32, rounded once. The kernel takes addresses alone, so a tensor that is not
+    contiguous would be misread. Supported is the format ND without quantisation.
+    (csrc/batch_matmul_transpose/op_host/batch_matmul_transpose.h:47 in vllm-ascend 0.23.0.)
+
+    Args:
+        tensor_a: float16 or bfloat16 [M, B, K], M at most 1024.
+        tensor_b: [B, K, N].
+    """
+    op = "batch_matmul_transpose"
+    for option, mode, known, default in (
+        ("format_mode", format_mode, ("ND", "NZ"), "ND"),
+        ("quant_mode", quant_mode, ("per_channel_symm", "per_channel_asymm", "per_token_symm"), "per_channel_symm"),
+    ):
+        check(mode is None or mode in known, op, option, f"{mode!r} is not one of {known}")
+        if mode not in (None, default):
+            raise unsupported(op, option, mode)
+    for name, tensor in (("tensor_a", tensor_a), ("tensor_b", tensor_b), ("tensor_c", tensor_c)):
+        check_rank(op, name, tensor, 3)
+        check_dtype(op, name, tensor, (torch.float16, torch.bfloat16))
+        check(tensor.dtype == tensor_a.dtype, op, name, f"dtype {tensor.dtype} must equal tensor_a's {tensor_a.dtype}")
+        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+    rows, batches, inner = tensor_a.shape
+    check(0 < rows <= _PRODUCT_ROWS_AT_MOST, op, "tensor_a", f"{rows} rows must be 1 to {_PRODUCT_ROWS_AT_MOST}")
+    check(tuple(tensor_b.shape[:2]) == (batches, inner), op, "tensor_b",
+          f"shape {tuple(tensor_b.shape)} does not fit tensor_a {tuple(tensor_a.shape)}")
+    wanted = (rows, batches, tensor_b.shape[2])
+    check(tuple(tensor_c.shape) == wanted, op, "tensor_c", f"shape {tuple(tensor_c.shape)} must be {wanted}")
+    tensor_c.copy_(torch.bmm(tensor_a.float().transpose(0, 1), tensor_b.float()).transpose(0, 1))
 
 
 # Adapters (LoRA): vllm-ascend's own kernels, csrc/kernels/{b,s}gmv_{shrink,expand}.cpp in 0.23.0.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
-from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged
+from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged, sparse
 from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
 from vllm_ascend_hsx.emulator.ops.quantization import experts, linear, shared_experts
@@ -31,6 +31,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             fused.npu_fused_infer_attention_score, fused.npu_fused_infer_attention_score_v2,
             mla.npu_interleave_rope, mla.npu_kv_rmsnorm_rope_cache, mla.npu_transpose_batchmatmul,
             mla.npu_attention_update, mla.npu_gather_pa_kv_cache,
+            cache.npu_scatter_nd_update_, sparse.npu_lightning_indexer,
             moe_gating.npu_moe_gating_top_k, moe_gating.npu_moe_gating_top_k_softmax,
             moe_experts.npu_moe_init_routing_v2, moe_experts.npu_grouped_matmul, moe_experts.npu_moe_token_permute,
             moe_experts.npu_moe_token_unpermute,
@@ -58,6 +59,8 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         **_by_name(
             norm.npu_add_rms_norm_bias, norm.npu_gemma_rms_norm,
             moe_gating.moe_gating_top_k,
+            matmul.batch_matmul_transpose, cache.npu_scatter_nd_update_sk,
+            sparse.npu_lightning_indexer, sparse.npu_sparse_flash_attention,
             matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
             fused_mc2.dispatch_ffn_combine, moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             shared_experts.npu_dequant_swiglu_quant,

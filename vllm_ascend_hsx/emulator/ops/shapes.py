@@ -69,6 +69,17 @@ def _latent_cache(
     return k_cache, ckv_cache, torch.empty_like(cos), kv.new_empty(*kv.shape[:-1], gamma.shape[0])
 
 
+def _chosen_tokens(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, *, sparse_count: int = 2048, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape[0], 1, sparse_count, dtype=torch.int32), query.new_empty(0)
+
+
+def _sparse_attention(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output and two empty tensors."""
+    return query.new_empty(query.shape), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+
+
 def _init_routing(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
@@ -115,6 +126,11 @@ def _unpermute(
     return permuted_tokens.new_empty(sorted_indices.shape[0] // top_k, permuted_tokens.shape[1])
 
 
+def _scattered(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Return ``input``, which the schema marks as written."""
+    return input
+
+
 def _adapted(
     x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, *_: object
 ) -> torch.Tensor:
@@ -145,6 +161,8 @@ SHAPES: dict[str, Shape] = {
     "npu::npu_fused_infer_attention_score_v2": _attention_v2,
     "npu::npu_fused_infer_attention_score_v2.out": _attention_out,
     "npu::npu_kv_rmsnorm_rope_cache": _latent_cache,
+    "npu::npu_scatter_nd_update_": _scattered,
+    "npu::npu_lightning_indexer": _chosen_tokens,
     "npu::npu_moe_init_routing_v2": _init_routing,
     "npu::npu_grouped_matmul": _grouped_matmul,
     "npu::npu_moe_token_unpermute": _unpermute,
@@ -152,6 +170,8 @@ SHAPES: dict[str, Shape] = {
     "_C_ascend::bgmv_expand": _adapted,
     "_C_ascend::sgmv_expand": _adapted_runs,
     "_C_ascend::dispatch_ffn_combine": _experts_out,
+    "_C_ascend::npu_lightning_indexer": _chosen_tokens,
+    "_C_ascend::npu_sparse_flash_attention": _sparse_attention,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
     "_C_ascend::npu_dequant_swiglu_quant": _dequant_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,

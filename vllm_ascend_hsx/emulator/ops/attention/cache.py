@@ -3,9 +3,12 @@
 import torch
 
 from vllm_ascend_hsx.emulator.ops.checks import check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.poison import poisoned
 
 FRACTAL_BYTES = 32  # of a part of a row in the format FRACTAL_NZ
 ACL_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}  # the two that vllm-ascend 0.23.0 asks for (utils.py, ACL_FORMAT_*)
+# By npu_scatter_nd_update_ on A2 and A3 (op-plugin, torch_npu-npu_scatter_nd_update_.md).
+_SCATTERED = (torch.float32, torch.float16, torch.bool, torch.bfloat16, torch.int64, torch.int8)
 
 
 def _store(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -109,6 +112,50 @@ def _store_fractal(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, 
     kept = slots >= 0
     at = slots[kept].long()
     cache.permute(0, 3, 1, 2, 4)[at // size, at % size] = rows[kept].view(-1, heads, width // part, part)
+
+
+def npu_scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Write the rows ``updates`` [T, D] to rows ``indices`` [T, 1] of ``input`` [R, D]; return it.
+
+    A row with a negative index is skipped, as by the kernels that vllm-ascend publishes
+    (csrc/moe/scatter_nd_update_v2/op_kernel/scatter_nd_update_no_sort.h:95 in 0.23.0,
+    csrc/moe/scatter_nd_update_sk/op_kernel/arch22/scatter_nd_update_hp.h:211 in 0.30.0rc2). An
+    index past the end raises; hardware would write out of bounds. A row that two updates want
+    holds neither, because the kernels write them in parallel. (op-plugin,
+    torch_npu-npu_scatter_nd_update_.md.) Indices into more than one dimension have no reference.
+    """
+    return _scatter("npu_scatter_nd_update_", "input", input, indices, updates)
+
+
+def npu_scatter_nd_update_sk(var: torch.Tensor, indices: torch.Tensor, update: torch.Tensor) -> None:
+    """Do the same as ``npu_scatter_nd_update_``; rows of ``var`` may lie apart, but are contiguous.
+
+    (csrc/moe/scatter_nd_update_sk/op_host in 0.30.0rc2: op_api/aclnn_scatter_nd_update_sk.cpp:50
+    and scatter_nd_update_sk_tiling.cpp, HandleViewStride.)
+    """
+    op = "npu_scatter_nd_update_sk"
+    check_rank(op, "var", var, 2)
+    check(var.stride(1) == 1 or var.shape[1] == 1, op, "var", f"rows with stride {var.stride(1)} must be contiguous")
+    _scatter(op, "var", var, indices, update)
+
+
+def _scatter(op: str, name: str, var: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    check_dtype(op, "indices", indices, (torch.int32, torch.int64))
+    check_dtype(op, name, var, _SCATTERED)
+    check(updates.dtype == var.dtype, op, "updates", f"dtype {updates.dtype} must equal the {var.dtype} of {name}")
+    if var.dim() != 2 or indices.dim() != 2 or indices.shape[1] != 1:
+        raise unsupported(op, "indices", indices)
+    wanted = (indices.shape[0], var.shape[1])
+    check(tuple(updates.shape) == wanted, op, "updates", f"shape {tuple(updates.shape)} must be {wanted}")
+    rows = indices[:, 0].long()
+    beyond = rows[rows >= var.shape[0]]
+    check(beyond.numel() == 0, op, "indices", f"{beyond.tolist()[:8]} lie past the {var.shape[0]} rows of {name}")
+    kept = rows >= 0
+    var.index_copy_(0, rows[kept], updates[kept])
+    places, written = rows[kept].unique(return_counts=True)
+    twice = places[written > 1]
+    var.index_copy_(0, twice, poisoned((twice.shape[0], var.shape[1]), var))
+    return var
 
 
 def npu_format_cast(

@@ -12,6 +12,7 @@ from vllm_ascend_hsx.emulator.ops.attention.definition import PagedKeys
 from vllm_ascend_hsx.emulator.ops.attention.latent import ROPE_DIM
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
 from vllm_ascend_hsx.emulator.ops.poison import POISON
+from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 
 _LATENT_DIM = 512
 _HALVES = (torch.float16, torch.bfloat16)
@@ -140,7 +141,8 @@ def npu_transpose_batchmatmul(
     """Return [M, B, N], one product per batch, from ``input`` [B, M, K] and ``weight`` [B, K, N].
 
     With ``perm_x1`` (1, 0, 2) the input is [M, B, K]. ``perm_y`` must be (1, 0, 2); K and N must be
-    multiples of 128.
+    multiples of 128, with vllm-ascend 0.30 (CANN 9.1) of 16. (op-plugin,
+    torch_npu-npu_transpose_batchmatmul.md at 517f2e7d.)
     """
     op = "npu_transpose_batchmatmul"
     refuse_options(op, bias=bias, scale=scale)
@@ -158,8 +160,9 @@ def npu_transpose_batchmatmul(
     whole = input.permute(first)
     check(weight.shape[:2] == (whole.shape[0], whole.shape[2]), op, "weight",
           f"shape {tuple(weight.shape)} does not fit input {tuple(input.shape)} with perm_x1 {first}")
-    check(weight.shape[1] % 128 == 0 and weight.shape[2] % 128 == 0, op, "weight",
-          f"shape {tuple(weight.shape)} must have multiples of 128 in its last two dimensions")
+    part = 16 if is_at_least("0.30") else 128
+    check(weight.shape[1] % part == 0 and weight.shape[2] % part == 0, op, "weight",
+          f"shape {tuple(weight.shape)} must have multiples of {part} in its last two dimensions")
     return torch.bmm(whole.float(), weight.float()).transpose(0, 1).to(input.dtype).contiguous()
 
 

@@ -1,0 +1,183 @@
+"""Builds a tiny DeepSeek-V3.2 and GLM-5: a DeepSeek-V3 whose indexer selects 2048 tokens (DSA).
+
+The reference is transformers' DeepSeek-V3 with a mask from an indexer that is defined here:
+transformers 5.5.4 has no DeepSeek-V3.2, and turns the rotary embeddings of its GLM-5 by halves
+(models/glm_moe_dsa/modeling_glm_moe_dsa.py:105), where the published weights are interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import tokens
+from tiny_deepseek_v3 import (
+    FURTHER_KEYS,
+    KV_LORA_RANK,
+    LEVELS,
+    NUM_EXPERTS,
+    ROPE_DIM,
+    deepseek_v3_config,
+    sharpen_attention,
+    widen_routing_margins,
+)
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, build_model, draw_weights
+
+# vllm-ascend 0.23.0 gives this number to the kernel, not index_topk (device/device_op.py:627).
+SELECTED = 2048
+INDEX_HEADS, INDEX_DIM = 8, 128  # the kernel knows no other dimension
+DEEPSEEK_V32, GLM_5 = "deepseek_v32", "glm_moe_dsa"
+ARCHITECTURES = {DEEPSEEK_V32: "DeepseekV32ForCausalLM", GLM_5: "GlmMoeDsaForCausalLM"}
+# Tokens that the indexer selects last; see _separate_scores.
+LOWEST, LOW_TOKENS = 600, 40
+_ONE, _CLASS, _PULL = (HIDDEN_SIZE - NUM_EXPERTS - i for i in (1, 2, 3))  # elements of the residual stream that no layer changes
+_LEVELS_WITHOUT_GROUPS = ((4.0,), (4.0,), (4.0,))
+# GLM-5's own sizes of heads; its router has no groups.
+_GLM_5 = {
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "indexer_rope_interleave": True,
+}
+
+
+class Indexer(nn.Module):
+    """Selects the SELECTED keys with the highest scores sum_h w_h relu(q_h k) for each query."""
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.interleaved = getattr(config, "indexer_rope_interleave", False)
+        self.wq_b = nn.Linear(config.q_lora_rank, INDEX_HEADS * INDEX_DIM, bias=False)
+        self.wk = nn.Linear(config.hidden_size, INDEX_DIM, bias=False)
+        self.k_norm = nn.LayerNorm(INDEX_DIM, eps=1e-6)
+        self.weights_proj = nn.Linear(config.hidden_size, INDEX_HEADS, bias=False)
+
+    def scores(self, hidden: torch.Tensor, latent_query: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return [queries, keys] in float32 for rows [tokens, ...] of one sequence."""
+        cos, sin = (part[0].unsqueeze(1) for part in turns)  # [tokens, 1, ROPE_DIM]
+        query = self._turned(self.wq_b(latent_query).view(-1, INDEX_HEADS, INDEX_DIM), cos, sin)
+        key = self._turned(self.k_norm(self.wk(hidden)).unsqueeze(1), cos, sin)[:, 0]
+        products = torch.relu(torch.einsum("qhd,kd->hqk", query.float(), key.float()))
+        return torch.einsum("hqk,qh->qk", products, self.weights_proj(hidden).float())
+
+    def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turn the first ROPE_DIM elements: neighbours, or those a half apart."""
+        half = ROPE_DIM // 2
+        first, second = (x[..., :ROPE_DIM:2], x[..., 1:ROPE_DIM:2]) if self.interleaved else (x[..., :half], x[..., half:ROPE_DIM])
+        cos, sin = cos[..., :half], sin[..., :half]
+        turned = first * cos - second * sin, second * cos + first * sin
+        pairs = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat((pairs, x[..., ROPE_DIM:]), -1)
+
+
+class SparseAttention(DeepseekV3Attention):
+    """Attention of DeepSeek-V3 to the keys that an indexer selects."""
+
+    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.indexer = Indexer(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
+        tokens = hidden_states.shape[1]
+        latent_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        scores = self.indexer.scores(hidden_states[0], latent_query[0], position_embeddings)
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        chosen = scores.masked_fill(later, float("-inf")).topk(min(SELECTED, tokens)).indices
+        hidden = later | torch.ones_like(later).scatter_(1, chosen, False)
+        mask = torch.zeros(1, 1, tokens, tokens, dtype=hidden_states.dtype).masked_fill(hidden, float("-inf"))
+        return super().forward(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=mask, **more)
+
+
+class SparseForCausalLM(DeepseekV3ForCausalLM):
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = SparseAttention(config, index)
+        self.post_init()
+
+
+def build_sparse(directory: str | Path, model_type: str, *, layers: int = 2, seed: int = 0) -> Path:
+    """Build a model of this type in bfloat16, and return its directory; see build_model."""
+
+    def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+        model = SparseForCausalLM(deepseek_v3_config(layers, **(_GLM_5 if model_type == GLM_5 else {})))
+        draw_weights(model, generator)
+        sharpen_attention(model)
+        widen_routing_margins(model, generator, _LEVELS_WITHOUT_GROUPS if model_type == GLM_5 else LEVELS)
+        _separate_scores(model)
+        keys = {"index_topk": SELECTED, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM}
+        return model, {**FURTHER_KEYS, **keys, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+
+    return build_model(directory, model_type, create, dtype="bfloat16", layers=layers, seed=seed)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return a prompt in whose part after SELECTED tokens every second one is low."""
+    ids = tokens(length, seed)
+    ids[SELECTED::2] = [LOWEST + place % LOW_TOKENS for place in range(len(ids[SELECTED::2]))]
+    return ids
+
+
+@torch.no_grad()
+def _separate_scores(model: PreTrainedModel) -> None:
+    """Let the embedding decide on the selected tokens, and not rounding.
+
+    There are three kinds of tokens. High ones have the highest scores, and are always selected.
+    Middle ones come next: some are selected, rounding decides which, and attention gives them next
+    to no weight. Low ones come last, and attention would give them much weight. So rows are right
+    only if no low token is selected; a query that is a low token does not even see itself.
+    """
+    embedding = model.get_input_embeddings().weight
+    ids = torch.arange(len(embedding))
+    low, middle = ids >= LOWEST, (ids < LOWEST) & (ids % 8 == 0)
+    embedding[:, _ONE] = 4.0
+    embedding[:, _CLASS] = 6.0 - 3.0 * middle - 9.0 * low
+    embedding[:, _PULL] = 0.75 * low - 3.0 * middle
+    for layer in model.model.layers:
+        mlp, attention, indexer = layer.mlp, layer.self_attn, layer.self_attn.indexer
+        own = (_ONE, _CLASS, _PULL)
+        for written in (attention.o_proj.weight, (mlp.shared_experts if hasattr(mlp, "gate") else mlp).down_proj.weight):
+            written[own, :] = 0.0
+        if hasattr(mlp, "gate"):
+            mlp.experts.down_proj[:, own] = 0.0
+        _read(attention.q_a_proj.weight, 0, _ONE, 1.0)  # so element 0 of the latent query is about the same everywhere
+        for weight in (indexer.wq_b.weight, indexer.weights_proj.weight):
+            weight *= 0.3
+        indexer.weights_proj.weight[:, _ONE] += 1.0
+        indexer.k_norm.bias.sub_(1.0)
+        _read(indexer.wk.weight, INDEX_DIM - 1, _CLASS, 2.0)
+        _read(indexer.wq_b.weight, slice(INDEX_DIM - 1, None, INDEX_DIM), 0, 4.0)
+        # The pair of elements with the slowest turn, of a query and of a key.
+        first, last = attention.qk_head_dim - 2, attention.qk_head_dim - 1
+        _read(attention.q_b_proj.weight, slice(first, None, attention.qk_head_dim), 0, 12.0)
+        _read(attention.q_b_proj.weight, slice(last, None, attention.qk_head_dim), 0, 0.0)
+        _read(attention.kv_a_proj_with_mqa.weight, KV_LORA_RANK + ROPE_DIM - 2, _PULL, 3.0)
+        _read(attention.kv_a_proj_with_mqa.weight, KV_LORA_RANK + ROPE_DIM - 1, _PULL, 0.0)
+
+
+def _read(weight: torch.Tensor, rows: int | slice, column: int, factor: float) -> None:
+    """Let rows of a weight read one column alone."""
+    weight[rows] = 0.0
+    weight[rows, column] = factor
+
+
+def load_sparse(directory: Path, dtype: torch.dtype = torch.float32) -> SparseForCausalLM:
+    """Return the reference."""
+    keys = json.loads((directory / "config.json").read_text()) | {"model_type": "deepseek_v3"}
+    model: SparseForCausalLM = SparseForCausalLM.from_pretrained(directory, config=DeepseekV3Config(**keys), dtype=dtype)
+    return model.eval()
