@@ -56,17 +56,18 @@ class Checkpoint(NamedTuple):
     descriptions: Sequence[Path]
 
 
-def weights_of(vllm_config: Any) -> str:
+def weights_of(vllm_config: Any, directory: str | None = None) -> str:
     """Return the fingerprint of a loaded target's weights; empty if it is unknown.
 
     Call it when the weights are loaded: only then is a checkpoint from a hub on this machine.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
+        directory: directory of the checkpoint; None for the checkpoint of the configuration.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     try:
-        place = _local_place(model.model, model.revision, load.download_dir)
+        place = Path(directory) if directory else _local_place(model.model, model.revision, load.download_dir)
         found = None if place is None else find_checkpoint(place, str(load.load_format))
         return "" if found is None else fingerprint(found)
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
