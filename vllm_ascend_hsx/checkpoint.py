@@ -56,16 +56,20 @@ class Checkpoint(NamedTuple):
     descriptions: Sequence[Path]
 
 
-def weights_of(vllm_config: Any) -> str:
+def weights_of(vllm_config: Any, directory: str | None = None) -> str:
     """Return the fingerprint of a loaded target's weights; empty if it is unknown.
 
     Call it when the weights are loaded: only then is a checkpoint from a hub on this machine.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
+        directory: directory of the checkpoint; None for the checkpoint of the configuration.
     """
     try:
-        found = local_checkpoint(vllm_config)
+        if directory is None:
+            found = local_checkpoint(vllm_config)
+        else:
+            found = find_checkpoint(Path(directory), str(vllm_config.load_config.load_format))
         return "" if found is None else fingerprint(found)
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
         logger.warning("files will not name their weights, whose checkpoint cannot be read: %s", error)

@@ -14,6 +14,7 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
     runner,
     shutdown,
     targets,
+    weights,
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses

@@ -21,6 +21,7 @@ from sink_harness import wait_for_sleepers
 from vllm_ascend_hsx.generate.ledger import row_of_file
 from vllm_ascend_hsx.protocol.api import REUSED_KEY, ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
@@ -65,7 +66,7 @@ class FakeServer:
     port: int = 0
 
     def __enter__(self) -> FakeServer:
-        row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization, self.weights)
+        row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization)
         self._sink = self.make_sink(self.storage, row_format, self.options)
         self._times: Counter[int] = Counter()
         self._unanswered = 0
@@ -248,6 +249,7 @@ class FakeServer:
             self._reused[id(seen)] = {REUSED_KEY: reused if self.reuses is True else self.reuses}
         sink = sink or self._sink
         file = sink.open(f"{seen.request_id}-0123abcd", self.path(seen), len(seen.stored))
+        file.origin = Origin([WeightVersion(fingerprint=self.weights)])
         file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
         await self._at(seen, "begun")
         return file

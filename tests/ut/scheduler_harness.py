@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
 ROW_BYTES = 64
+# As responses say it before weights are loaded again.
+FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
 def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
@@ -41,7 +44,18 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
     return request
 
 
-def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMetadata:
+def schedule(
+    scheduler: ExtractionScheduler, *requests: Any, running: Mapping[str, tuple[int, int]] | None = None, most: int = 1 << 30
+) -> HsxConnectorMetadata:
+    """Schedule a step.
+
+    Args:
+        scheduler: the scheduler.
+        requests: requests that start.
+        running: position of the first token and number of tokens of other requests, by id.
+        most: most tokens of a request that starts.
+    """
+    running = running or {}
     new = [
         SimpleNamespace(
             req_id=request.request_id,
@@ -51,7 +65,11 @@ def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMeta
         )
         for request in requests
     ]
-    return scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new))
+    cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=[first for first, _ in running.values()])
+    counts = {each.request_id: min(most, len(each.prompt_token_ids or ()) - each.num_computed_tokens) for each in requests}
+    counts |= {request_id: count for request_id, (_, count) in running.items()}
+    output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
+    return scheduler.build_metadata(output)
 
 
 def report(scheduler: ExtractionScheduler, rank: int = 0, **state: Any) -> None:

@@ -153,25 +153,6 @@ def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -
     return is_empty
 
 
-# Calls of vLLM itself that change no weights: of the start, of LLM.__repr__, before updates.
-_HARMLESS_CALLS = frozenset({"update_max_model_len", "get_model_inspection", "init_weight_transfer_engine"})
-
-
-@patch("vllm.v1.engine.core", "EngineCore.collective_rpc", SINCE_0_23, why=_FORGETS)
-def forget_rows_of_earlier_weights(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have our connector reuse no rows once a client has called the workers.
-
-    Reason: weights are replaced by such calls: `reload_weights`, `update_weights`, or a function of
-    an RL framework (v1/engine/core.py:810 and v1/engine/async_llm.py:1105 in 0.23.0). vLLM leaves
-    it to the client to reset the prefix cache. Until then the cache has keys and values of the
-    earlier weights, and an extracted request must read none of them: they would be in its rows.
-    """
-    if method not in _HARMLESS_CALLS:
-        for weights_may_change in methods(self.scheduler.connector, "weights_may_change"):
-            weights_may_change()
-    return original(self, method, *args, **kwargs)
-
-
 @patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why=_NAMES_FAILURE)
 @patch(KV_DELIVERY, "KVDeliveryScheduler.update_from_output", V0_26, why=_NAMES_FAILURE)
 @patch(RECOMPUTE, "RecomputeScheduler.update_from_output", BEFORE_0_30, why=_NAMES_FAILURE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -68,6 +67,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 extract_all=config.extract == "all",
                 limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes),
                 prefixes=prefixes,
+                fingerprint=weights_of(vllm_config),  # the target is loaded: the checkpoint is on this machine
             )
         else:
             self._worker = self._build_worker(settings)
@@ -81,8 +81,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
-        # The target is loaded, so the checkpoint is on this machine.
-        config, row_format = settings.config, replace(settings.row_format, weights=weights_of(self._vllm_config))
+        config, row_format = settings.config, settings.row_format
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
         ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
@@ -135,8 +134,16 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.prefix_cache_is_empty()
 
     def weights_may_change(self) -> None:
-        """Reuse no rows for now; see compat.engine.forget_rows_of_earlier_weights."""
+        """Begin a version of the weights; see compat.weights.follow_weights."""
         self._scheduler.weights_may_change()
+
+    def weights_are_of(self, directory: str) -> None:
+        """Record the checkpoint that was loaded; see compat.weights.follow_weights."""
+        self._scheduler.weights.are(weights_of(self._vllm_config, directory))
+
+    def name_weights(self, name: object) -> None:
+        """Name the version of the weights. Raises ValueError; see compat.weights."""
+        self._scheduler.weights.are_named(name)
 
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop; see compat.shutdown.stop_in_order."""

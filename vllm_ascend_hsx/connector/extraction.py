@@ -20,6 +20,7 @@ from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, 
 from vllm_ascend_hsx.connector.threads import Job, SpanSet, ThreadPool, describe_missing
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.protocol.rows import TokenIds
+from vllm_ascend_hsx.protocol.weights import Origin
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
@@ -59,6 +60,10 @@ class Extraction:
         on_ended: called once, when readers can see the outcome, or the file could not be opened.
         open_sources: keeps the published file open if others may copy from it.
         stats: records writes and outcomes.
+
+    Attributes:
+        weights: versions of the weights that have computed the rows. The main thread sets them
+            before it stages the first rows of another version.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Extraction:
         self.number = start.number
         self.has_open_source = False  # whether `open_sources` has the file
         self.include_output = start.include_output
+        self.weights = start.weights
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._on_ended = on_ended
@@ -208,10 +214,7 @@ class Extraction:
             token_ids = np.concatenate([self._prompt, end.output_token_ids])
             missing = self._entered.missing(len(token_ids))
             if end.aborted:
-                file.discard()
-                self._on_ended(self)
-                self._stats.aborted()
-                self._on_decided(self, None)
+                self._end_aborted(file, token_ids[: min(end.most_kept, missing[0][0] if missing else len(token_ids))])
             elif missing:
                 spans = describe_missing(missing, len(token_ids))
                 reason = f"the request ended without rows of token positions {spans}"
@@ -219,6 +222,17 @@ class Extraction:
             else:
                 self._commit(file, token_ids)
         return self._lane.leave()
+
+    def _end_aborted(self, file: SinkFile, token_ids: TokenIds) -> None:
+        """Publish the rows to keep, which no other request copies, or else discard the file."""
+        if len(token_ids):
+            file.keeps_source = False
+            self._commit(file, token_ids, is_aborted=True)
+            return
+        file.discard()
+        self._on_ended(self)
+        self._stats.aborted()
+        self._on_decided(self, None)
 
     def fail(self, reason: str, kind: str) -> None:
         """Fail the request. A writer publishes the reason in place of the file."""
@@ -285,9 +299,10 @@ class Extraction:
         self._on_ended(self)
         self._report(_reason_of(error), failure_kind(error))
 
-    def _commit(self, file: SinkFile, token_ids: TokenIds) -> None:
+    def _commit(self, file: SinkFile, token_ids: TokenIds, is_aborted: bool = False) -> None:
+        file.origin = Origin(self.weights, is_aborted)
         try:
-            file.commit(token_ids, num_prompt_tokens=len(self._prompt))
+            file.commit(token_ids, num_prompt_tokens=min(len(self._prompt), len(token_ids)))
         except SinkError as error:
             self._on_ended(self)
             self._report(error.reason, failure_kind(error))

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
+from vllm_ascend_hsx.protocol.weights import WeightVersion
 
 
 class Prefix(NamedTuple):
@@ -43,6 +44,7 @@ class RequestStart:
             other requests until `HsxConnectorMetadata.released` has the number.
         prefix: rows that are copied; None if all are computed.
         keeps_source: whether the owner keeps the file open.
+        weights: version of the weights in this step.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestStart:
     number: int = 0
     prefix: Prefix | None = None
     keeps_source: bool = False
+    weights: tuple[WeightVersion, ...] = ()
 
 
 def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
@@ -77,14 +80,17 @@ class RequestEnd:
 
     Attributes:
         request_id: vLLM's internal id.
-        aborted: whether to discard the file.
+        aborted: whether the request ended early, and the file is discarded unless rows are kept.
         output_token_ids: int64 [generated - 1], the generated tokens that were an input of the
-            model: all but the last. Empty if rows of generated tokens are not extracted.
+            model: all but the last. Empty if rows of generated tokens are not extracted. Of an
+            aborted request all generated tokens, because the last may have been an input.
+        most_kept: most rows to keep of an aborted request; 0 to discard the file.
     """
 
     request_id: str
     aborted: bool
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    most_kept: int = 0
 
 
 @dataclass
@@ -96,6 +102,8 @@ class HsxConnectorMetadata(KVConnectorMetadata):
         released: numbers of requests whose files are no longer kept open. No request that starts in
             this step or later copies from these files.
         started: requests that start in this step.
+        weights: other requests whose rows are computed by a new version of the weights from this
+            step on, and the versions that have computed their rows; see WeightHistory.
         stats_wanted: whether the workers send stats with this step even if they counted nothing.
             vLLM asks the scheduler's side for stats only if workers have sent some
             (v1/core/sched/scheduler.py:1352 in 0.23.0).
@@ -105,6 +113,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     ended: list[RequestEnd] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     started: list[RequestStart] = field(default_factory=list)
+    weights: dict[str, tuple[WeightVersion, ...]] = field(default_factory=dict)
     stats_wanted: bool = False
     unresponsive: frozenset[int] = frozenset()
 

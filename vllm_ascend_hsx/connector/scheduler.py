@@ -12,9 +12,11 @@ from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, Req
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, PrefixReuse, Reuse
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
+from vllm_ascend_hsx.connector.weights import Computation, WeightHistory
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
     REUSED_KEY,
+    VERSIONS_KEY,
     ParamsError,
     RequestParams,
     ServerParams,
@@ -24,6 +26,7 @@ from vllm_ascend_hsx.protocol.api import (
 )
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.request_ids import split_id
+from vllm_ascend_hsx.protocol.weights import numbers_and_names
 from vllm_ascend_hsx.sinks.destination import Destination
 
 _NOT_ENDED = "an earlier request of this id or name has not ended, because the storage does not answer"
@@ -37,6 +40,7 @@ class _Request:
     include_output: bool
     arrived_ns: int
     placeholders: tuple[Placeholder, ...]
+    keep_aborted: bool = False
     owner: int | None = None
     error: str | None = None
     decided: bool = False
@@ -58,6 +62,10 @@ class ExtractionScheduler:
         limits: limits of one API request; None for no limits.
         prefixes: index of files that are kept open for requests with the same first tokens; None
             if each request computes all rows.
+        fingerprint: fingerprint of the weights that were loaded; empty if unknown.
+
+    Attributes:
+        weights: the versions of the weights that compute rows.
     """
 
     def __init__(
@@ -71,7 +79,9 @@ class ExtractionScheduler:
         extract_all: bool = True,
         limits: RequestLimits | None = None,
         prefixes: PrefixIndex | None = None,
+        fingerprint: str = "",
     ) -> None:
+        self.weights = WeightHistory(fingerprint)
         self._destination = destination
         self._row_bytes = row_bytes
         self._params = ServerParams(destination.directory, include_output, allow_path, extract_all)
@@ -120,6 +130,7 @@ class ExtractionScheduler:
                 params.include_output,
                 int(request.arrival_time * 1e9),
                 placeholders_in(request),
+                params.keep_aborted,
                 reuse=reuse,
                 num_rows=prompt_tokens,
             )
@@ -221,6 +232,7 @@ class ExtractionScheduler:
         for new, request in started:
             request.owner, request.cost = starts[new.req_id]
             metadata.started.append(self._start(new, request, request.owner))
+        metadata.weights = self.weights.follow(scheduler_output)
         return metadata
 
     def _start(self, new: Any, request: _Request, rank: int) -> RequestStart:
@@ -233,6 +245,7 @@ class ExtractionScheduler:
             request.arrived_ns,
             new.lora_request,
             request.placeholders,
+            weights=self.weights.start(new.req_id, None if request.include_output else request.prompt_tokens),
         )
         if self._reuse is None or request.reuse is None:
             return start
@@ -253,7 +266,8 @@ class ExtractionScheduler:
             self._reuse.prefix_cache_is_empty()
 
     def weights_may_change(self) -> None:
-        """Reuse no rows until the prefix cache is reset: both may come from other weights."""
+        """Begin a version of the weights. Reuse no rows until the prefix cache is reset."""
+        self.weights.may_change()
         if self._reuse is not None:
             self._reuse.weights_may_change()
 
@@ -307,11 +321,14 @@ class ExtractionScheduler:
         if state.owner is None:
             self._admission.stop_holding(request_id)
             return None
+        computation = self.weights.end(request_id)
         aborted = request.status.name == "FINISHED_ABORTED"
         if self._stopping and aborted:
             return None
         end = RequestEnd(request_id, aborted=aborted and not stopped_by_string(request))
-        if state.include_output and not end.aborted:
+        if end.aborted and state.keep_aborted:
+            end = _keeping(end, request, state, computation)
+        elif state.include_output and not end.aborted:
             end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
             state.num_rows += len(end.output_token_ids)
             if self._reuse is not None and state.reuse is not None:
@@ -320,6 +337,7 @@ class ExtractionScheduler:
         if not state.decided:
             self._undecided[request_id] = self._undecided_paths[state.path] = state
         answer = self._destination.answer(state.path, state.num_rows, state.include_output)
+        answer[VERSIONS_KEY] = numbers_and_names(computation.versions)
         if state.reuse is not None and state.reuse.tokens:
             answer[REUSED_KEY] = state.reuse.tokens
         if state.error is not None:
@@ -337,3 +355,17 @@ class ExtractionScheduler:
 
     def _cost(self, request: _Request, num_computed_tokens: int) -> Cost:
         return request.cost._replace(prompt=(request.prompt_tokens - num_computed_tokens) * self._row_bytes)
+
+
+def _keeping(end: RequestEnd, request: Any, state: _Request, computation: Computation) -> RequestEnd:
+    """Return the end of an aborted request whose rows are kept.
+
+    Args:
+        end: the end without rows.
+        request: vllm.v1.request.Request.
+        state: the request's state.
+        computation: how the rows were computed.
+    """
+    generated = np.asarray(request.output_token_ids[:] if state.include_output else [], dtype=np.int64)
+    most_kept = request.num_computed_tokens if computation.restarted else state.prompt_tokens + len(generated)
+    return replace(end, output_token_ids=generated, most_kept=most_kept)

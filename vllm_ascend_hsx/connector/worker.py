@@ -133,6 +133,9 @@ class ExtractionWorker:
             extraction = self._owned.pop(ended.request_id, None)
             if extraction is not None and (extraction.include_output or not extraction.is_decided):
                 self._lander.then(partial(self._end, extraction, ended))
+        for request_id, versions in metadata.weights.items():
+            if (known := self._owned.get(request_id)) is not None:
+                known.weights = versions
         if self._weights != loaded_weights():
             self._weights = dict(loaded_weights())
             for request_id in self._staging.wanted:

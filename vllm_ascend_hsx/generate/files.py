@@ -15,8 +15,8 @@ from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, 
 from vllm_ascend_hsx.generate.ledger import Ledger, differences, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
-from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.weights import WEIGHTS
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released

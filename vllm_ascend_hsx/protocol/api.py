@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from vllm_ascend_hsx.protocol.names import below, path_refusal
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # in responses only
 REUSED_KEY = "reused_tokens"  # in responses only
+VERSIONS_KEY = "weight_versions"  # in responses only
 EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
+KEEP_KEY = "keep_aborted"
 PATH_OPTION = "allow_custom_save_path"
 
+_IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
 _REFUSED_PATH = f"kv_transfer_params.{PATH_KEY} is "
 _PATH_IN_USE = ", which another request is writing; choose another name"
 _SHOWN = 60  # most characters of a value that an error quotes
@@ -49,11 +53,13 @@ class RequestParams:
         extract: whether the request is extracted.
         include_output: whether rows of generated tokens are extracted.
         path: the file that the request chose, in the storage directory, or None.
+        keep_aborted: whether the rows that were computed are kept if the request is aborted.
     """
 
     extract: bool = True
     include_output: bool = False
     path: Path | None = None
+    keep_aborted: bool = False
 
 
 def read_params(params: object, server: ServerParams) -> RequestParams:
@@ -76,18 +82,20 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         # A proxy passes on the prefill server's answer. The path there is a file of that server and
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
-    extract = params.get(EXTRACT_KEY, server.extract_all or PATH_KEY in params or OUTPUT_KEY in params)
-    include_output = params.get(OUTPUT_KEY, server.include_output)
-    if extract is False:
+    if not _read_bool(params, EXTRACT_KEY, server.extract_all or not params.keys().isdisjoint(_IMPLY_EXTRACTION)):
         return RequestParams(extract=False)
-    if extract is not True:
-        raise ParamsError(f"kv_transfer_params.{EXTRACT_KEY} is {shown(extract)}; use true or false")
-    if not isinstance(include_output, bool):
-        raise ParamsError(f"kv_transfer_params.{OUTPUT_KEY} is {shown(include_output)}; use true or false")
     return RequestParams(
-        include_output=include_output,
+        include_output=_read_bool(params, OUTPUT_KEY, server.include_output),
         path=_read_path(params[PATH_KEY], server) if PATH_KEY in params else None,
+        keep_aborted=_read_bool(params, KEEP_KEY, False),
     )
+
+
+def _read_bool(params: Mapping[str, object], key: str, default: bool) -> bool:
+    value = params.get(key, default)
+    if not isinstance(value, bool):
+        raise ParamsError(f"kv_transfer_params.{key} is {shown(value)}; use true or false")
+    return value
 
 
 def _read_path(value: object, server: ServerParams) -> Path:

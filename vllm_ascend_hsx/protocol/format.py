@@ -18,9 +18,10 @@ import numpy.typing as npt
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
 from vllm_ascend_hsx.protocol.files import read_bytes
-from vllm_ascend_hsx.protocol.placeholders import Placeholder, encode_placeholders, placeholders_of
+from vllm_ascend_hsx.protocol.placeholders import Placeholder, encode_placeholders, placeholders_of, within
 from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
+from vllm_ascend_hsx.protocol.weights import LONGEST, UNKNOWN, Origin, encode_origin, weight_versions_of
 
 FORMAT_VERSION = "2"  # the checksum covers the header since 2
 _READABLE = ("1", "2")
@@ -28,7 +29,6 @@ PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
-WEIGHTS = "weights"
 LORA, LORA_WEIGHTS = "lora", "lora_weights"
 ARRIVED = "arrived_ns"
 QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
@@ -89,7 +89,7 @@ class FileLayout:
         self._row_format = row_format
         self._request_id = request_id
         self._late = arrived_ns, tuple(placeholders)
-        of_request = [valid_unicode(request_id), encode_placeholders(placeholders)]
+        of_request = [valid_unicode(request_id), encode_placeholders(placeholders), encode_origin(LONGEST)]
         needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(of_request)) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
@@ -114,15 +114,16 @@ class FileLayout:
         ids = token_ids.astype("<i8", copy=False).tobytes()
         return ids if scales is None else ids + scales.astype("<f4", copy=False).tobytes()
 
-    def header(self, tokens: int, num_prompt_tokens: int, checksum: bool = False) -> bytes:
+    def header(self, tokens: int, num_prompt_tokens: int, checksum: bool = False, origin: Origin = UNKNOWN) -> bytes:
         """Return the first `data_start` bytes of the file, padded with spaces.
 
         Args:
             tokens: rows of the file.
             num_prompt_tokens: number of rows of the prompt.
             checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
+            origin: the weights that computed the rows, and whether the request was aborted.
         """
-        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, *self._late)
+        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, *self._late, origin)
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
@@ -167,6 +168,7 @@ def metadata_of(
     checksum: bool,
     arrived_ns: int | None = None,
     placeholders: Sequence[Placeholder] = (),
+    origin: Origin = UNKNOWN,
 ) -> dict[str, str]:
     """Return the metadata of a request's rows, wherever they are stored.
 
@@ -177,7 +179,8 @@ def metadata_of(
         num_prompt_tokens: number of rows of the prompt.
         checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
         arrived_ns: arrival time in nanoseconds since the epoch; None if unknown.
-        placeholders: rows of the images in the prompt.
+        placeholders: rows of the images in the prompt. Those after the last row are left out.
+        origin: the weights that computed the rows, and whether the request was aborted.
     """
     return {
         **_fixed_metadata(row_format),
@@ -185,7 +188,8 @@ def metadata_of(
         "num_output_tokens": str(tokens - num_prompt_tokens),
         "request_id": valid_unicode(request_id),
         **({} if arrived_ns is None else {ARRIVED: str(arrived_ns)}),
-        **encode_placeholders(placeholders),
+        **encode_placeholders(within(placeholders, num_prompt_tokens)),
+        **encode_origin(origin),
         **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
     }
 
@@ -199,7 +203,6 @@ def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
         "producer": PRODUCER,
         "producer_version": __version__,
         "model": valid_unicode(row_format.model),
-        **({WEIGHTS: row_format.weights} if row_format.weights else {}),
         **({LORA: valid_unicode(adapter.name)} if adapter.name else {}),
         **({LORA_WEIGHTS: adapter.weights} if adapter.weights else {}),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
@@ -286,6 +289,7 @@ def check_metadata(value: object) -> dict[str, str]:
     layer_ids_of(value)
     num_prompt_tokens_of(value)
     placeholders_of(value)
+    weight_versions_of(value)
     return value
 
 

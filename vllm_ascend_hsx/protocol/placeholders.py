@@ -25,6 +25,11 @@ class Placeholder(NamedTuple):
     length: int
 
 
+def within(placeholders: Sequence[Placeholder], end: int) -> list[Placeholder]:
+    """Return the items, or their first rows, that are before row `end`."""
+    return [each._replace(length=min(each.length, end - each.start)) for each in placeholders if each.start < end]
+
+
 def encode_placeholders(placeholders: Sequence[Placeholder]) -> dict[str, str]:
     """Return the metadata of a prompt's items; empty if there are none."""
     return {PLACEHOLDERS: json.dumps(placeholders, separators=(",", ":"))} if placeholders else {}

@@ -47,7 +47,6 @@ class RowFormat:
         model: name of the target model, for the metadata.
         quantization: "fp8" stores float8_e4m3fn with a scale per row; "none" stores the model's
             values.
-        weights: fingerprint of the target's weights, for the metadata; empty if unknown.
         basis: basis of a rotated target's rows, for the metadata: "model" if rows are turned back,
             else "rotated"; empty for other targets.
         adapter: adapter of a request, for the metadata.
@@ -64,7 +63,6 @@ class RowFormat:
     dtype: str
     model: str = ""
     quantization: Literal["none", "fp8"] = "none"
-    weights: str = ""
     basis: Literal["", "model", "rotated"] = ""
     adapter: Adapter = NO_ADAPTER
     layer_id_meaning: str = RESIDUAL_STREAM

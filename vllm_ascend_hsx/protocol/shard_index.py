@@ -17,6 +17,7 @@ from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, end_of_member, is_headed, round_up
+from vllm_ascend_hsx.protocol.weights import WEIGHT_VERSIONS, WEIGHTS
 
 # Matches most names. path_refusal examines the others.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
@@ -27,7 +28,7 @@ REMOVED_MAX = 512 << 20  # bytes of the list of removed members: some five milli
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
     "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "arrived_ns",
-    "lora", "lora_weights", "checksum", PLACEHOLDERS,
+    "lora", "lora_weights", "checksum", PLACEHOLDERS, WEIGHTS, WEIGHT_VERSIONS, "aborted",
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 LONGEST_LINE = 16 << 20  # bytes; a server writes no longer line

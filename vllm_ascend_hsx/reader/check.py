@@ -19,12 +19,12 @@ from vllm_ascend_hsx.protocol.format import (
     LORA_WEIGHTS,
     SCALES,
     TOKEN_IDS,
-    WEIGHTS,
     Header,
     TensorInfo,
     layer_ids_of,
     num_prompt_tokens_of,
 )
+from vllm_ascend_hsx.protocol.weights import WEIGHTS
 from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference
 from vllm_ascend_hsx.reader.members import is_named
 from vllm_ascend_hsx.reader.shards import Place

@@ -33,6 +33,7 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFI
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.protocol.weights import WeightVersion, weight_versions_of
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
 from vllm_ascend_hsx.reader.other_machines import OtherMachines, may_be_written_elsewhere
@@ -118,6 +119,14 @@ class HiddenStates(NamedTuple):
     def placeholders(self) -> list[Placeholder]:
         """The rows of each image in the prompt: (modality, start, length). Raises ValueError."""
         return placeholders_of(self.metadata)
+
+    @property
+    def weight_versions(self) -> list[WeightVersion]:
+        """The version of the weights that computed all rows, or the oldest and the newest.
+
+        Empty if the producer names none. Raises ValueError.
+        """
+        return weight_versions_of(self.metadata)
 
     @property
     def dtype(self) -> torch.dtype:

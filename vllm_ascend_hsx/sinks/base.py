@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
+from vllm_ascend_hsx.protocol.weights import UNKNOWN, Origin
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
@@ -51,6 +52,8 @@ class SinkFile(ABC):
     Attributes:
         placeholders: rows of the images in the prompt, for the metadata. Set before the first
             write.
+        origin: the weights that computed the rows, and whether the request was aborted, for the
+            metadata. Set before `commit`.
         keeps_source: whether `commit` sets `source`. Set before `commit`.
         source: the published rows, open for requests that begin with the same tokens. None if the
             sink does not support this. The caller of `commit` must release it.
@@ -59,6 +62,7 @@ class SinkFile(ABC):
     request_id: str
     path: FilePath
     placeholders: Sequence[Placeholder] = ()
+    origin: Origin = UNKNOWN
     keeps_source: bool = False
     source: RowSource | None = None
 
@@ -156,7 +160,8 @@ class Sink(ABC):
         Args:
             request_id: the request.
             path: path of the future file.
-            expected_tokens: least number of rows; the first write reserves their space.
+            expected_tokens: number of rows, unless rows of generated tokens follow or the request
+                is aborted; the first write reserves their space.
             arrived_ns: time at which the API server received the request, in nanoseconds since the
                 epoch, for the metadata; None if unknown.
             adapter: the adapter that computes the rows, for the metadata.

@@ -15,6 +15,7 @@ from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_begin
 from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
+from vllm_ascend_hsx.protocol.weights import Origin
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
@@ -223,7 +224,7 @@ class DataFile:
         sums = () if self._checksum is None else self._checksum.sums
         return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, self._scales, sums)
 
-    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
+    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None, origin: Origin) -> None:
         """Write tail and header, truncate the file at the end, and sync it if it must be durable.
 
         No write may be in flight.
@@ -232,6 +233,7 @@ class DataFile:
             token_ids: int64 [tokens]; all their rows have been written.
             num_prompt_tokens: number of prompt tokens among them.
             scales: float32 [tokens] of quantised rows, else None.
+            origin: as in SinkFile.
 
         Raises:
             OSError: if this fails, or the system reports the failure of an earlier write.
@@ -240,7 +242,7 @@ class DataFile:
         self._scales = scales
         tail = memoryview(self._layout.tail(token_ids, scales))
         end = self._layout.row_offset(tokens)
-        header = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None)
+        header = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None, origin)
         if self._checksum is not None:
             header, self.checksum = self._checksum.finish(self.fd, end, tail).stamp(header)
         write_at(self.fd, tail, end)

@@ -45,7 +45,7 @@ class RequestFile(SinkFile):
     Args:
         session, storage: the sink's session, and the folder of the file.
         path, relative: path of the file, and the same relative to the directory.
-        expected_tokens: least number of rows.
+        expected_tokens: as in Sink.open.
         arrived_ns: arrival time of the request, for the metadata; None if unknown.
 
     Attributes:
@@ -113,7 +113,7 @@ class RequestFile(SinkFile):
         try:
             data = self._made_data()
             scales = self._encoder.scales(len(token_ids)) if self._encoder else None
-            data.complete(token_ids, num_prompt_tokens, scales)
+            data.complete(token_ids, num_prompt_tokens, scales, self.origin)
             if not self.session.is_at_its_path(self.relative.rpartition("/")[0], self.storage):
                 raise self._error(MOVED)
             self._sink.publish(self, data, len(token_ids))

@@ -229,6 +229,17 @@ class Driver:
         """Load the weights of another checkpoint in place, as RL frameworks do between rollouts."""
         self.engine.collective_rpc(weights.load_again, args=(path,))
 
+    def reload_weights(self, path: str) -> None:
+        """Do the same with vLLM's own call. vllm-ascend's worker has it since 0.30."""
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def name_weights(self, name: str, *, in_engine: bool = False) -> None:
+        """Name the weights by a call of the workers, or by vLLM's own way since 0.30."""
+        if in_engine:
+            self.engine.set_weight_version(name)
+        else:
+            self.engine.collective_rpc("set_weight_version", args=(name,))
+
     def keep_weights(self) -> None:
         """Copy the weights to the host, in the layout of the kernels."""
         self.engine.collective_rpc(weights.keep)

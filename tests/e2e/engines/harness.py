@@ -21,6 +21,8 @@ from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
 PUBLISH_SECONDS = 60.0
+# As responses say it before weights are loaded again.
+FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
 @dataclass

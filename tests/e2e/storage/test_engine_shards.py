@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import names_in, run_engine, tokens
+from harness import FIRST_WEIGHTS, names_in, run_engine, tokens
 from oracle import Oracle, Reference, Served
 from session import EngineSession, Request
 
@@ -71,7 +71,7 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
         def check(request: Request) -> None:
             (path,) = session.paths(request)
             reused = {REUSED_KEY: request.reused} if request.reused else {}
-            assert request.kv_transfer_params == {"hidden_states_path": str(path), **reused}
+            assert request.kv_transfer_params == {"hidden_states_path": str(path), **FIRST_WEIGHTS, **reused}
             rows = len(request.prompt) + (5 if request.id.startswith("o") else 0)
             own = Served(request.id, tuple(request.sequence()[:rows]), request.begun, request.ended)
             assert oracle.verdict(path, own, rows, len(request.prompt)) == ""

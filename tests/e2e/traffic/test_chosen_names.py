@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import tokens
+from harness import FIRST_WEIGHTS, tokens
 from oracle import Oracle, Reference, Served
 from session import EngineSession, Request
 
@@ -51,7 +51,7 @@ def test_a_file_is_where_its_request_chose_it_to_be_and_holds_its_rows(session: 
     unnamed = session.add(tokens(11), {"max_tokens": 2})
     session.settle()
     for path, request in requests.items():
-        assert request.kv_transfer_params == {"hidden_states_path": str(session.storage / path)}
+        assert request.kv_transfer_params == {"hidden_states_path": str(session.storage / path), **FIRST_WEIGHTS}
         assert verdict(oracle, session.storage / path, request) == ""
     assert verdict(oracle, Path(unnamed.kv_transfer_params["hidden_states_path"]), unnamed) == ""
     assert not [name for folder in ("train", "train/shard 0") for name in os.listdir(session.storage / folder) if name.startswith(".")]
@@ -67,7 +67,7 @@ def test_name_is_refused_while_it_is_written_and_until_its_rows_are_removed(sess
     assert verdict(oracle, path, first) == ""
     third = add(session, 21, "one/name.safetensors")
     session.settle()
-    assert third.kv_transfer_params == {"hidden_states_path": str(path), "hidden_states_error": NAME_USED}
+    assert third.kv_transfer_params == {"hidden_states_path": str(path), "hidden_states_error": NAME_USED, **FIRST_WEIGHTS}
     assert len(third.tokens) == 2
     assert verdict(oracle, path, first) == ""
     remove(path)

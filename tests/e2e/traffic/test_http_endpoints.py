@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import names_in
+from harness import FIRST_WEIGHTS, names_in
 from http_client import CHAT, COMPLETIONS, MAX_FILES, MESSAGES, PROMPTS, SAMPLED, Case, Client, start_client
 
 import vllm_ascend_hsx
@@ -112,7 +112,7 @@ def test_responses_and_messages_have_their_files(
         return
     path = vllm_ascend_hsx.find(client.storage, response_id)
     if not stream:
-        assert response.json()["kv_transfer_params"] == {"hidden_states_path": str(path)}
+        assert response.json()["kv_transfer_params"] == {"hidden_states_path": str(path), **FIRST_WEIGHTS}
     assert client.verdict(path, chat_prompt) == ""
     assert vllm_ascend_hsx.load(path, response_id=response_id).token_ids.tolist() == chat_prompt
     vllm_ascend_hsx.remove(path)
@@ -152,7 +152,7 @@ def test_tokens_that_are_sent_to_be_continued_have_a_file_unless_their_client_op
     assert len(answer["choices"][0]["token_ids"]) == 2
     if extracted:
         path = vllm_ascend_hsx.find(client.storage, "generate-tokens-tokens")
-        assert answer["kv_transfer_params"] == {"hidden_states_path": str(path)}
+        assert answer["kv_transfer_params"] == {"hidden_states_path": str(path), **FIRST_WEIGHTS}
         assert client.verdict(path, PROMPTS[1]) == ""
         vllm_ascend_hsx.remove(path)
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import names_in
+from harness import FIRST_WEIGHTS, names_in
 from http_client import CHAT, COMPLETIONS, MESSAGES, OUTPUT, PROMPTS, SAMPLED, Answer, Case, Client, start_client
 
 import vllm_ascend_hsx
@@ -80,7 +80,7 @@ def test_which_answers_name_their_file(client: Client, answers: dict[str, Answer
     if case.named is None:
         assert answer.params is None
     else:
-        assert answer.params == {"hidden_states_path": str(client.find(answer, *case.named))}
+        assert answer.params == {"hidden_states_path": str(client.find(answer, *case.named)), **FIRST_WEIGHTS}
 
 
 def test_a_client_knows_the_id_of_its_response_beforehand(client: Client, answers: dict[str, Answer]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from documents import blocks
-from harness import run_engine, tokens
+from harness import FIRST_WEIGHTS, run_engine, tokens
 from oracle import Oracle, Reference, Served
 from session import NOT_EXTRACTED, EngineSession
 from tiny_gpt_oss import build_gpt_oss
@@ -58,7 +58,7 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
     oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
     for request in (first, again):
         path = find(session.storage, request.id)
-        assert request.kv_transfer_params == {"hidden_states_path": str(path)}
+        assert request.kv_transfer_params == {"hidden_states_path": str(path), **FIRST_WEIGHTS}
         own = Served(request.id, tuple(request.prompt), request.begun, request.ended)
         assert oracle.verdict(path, own, len(request.prompt), len(request.prompt)) == ""
 
@@ -67,7 +67,7 @@ def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_
     request = session.add(PROMPT, HANDED_ON)
     session.drain()
     path = find(session.storage, request.id)
-    assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path)}
+    assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path), **FIRST_WEIGHTS}
     assert load(path).token_ids.tolist() == PROMPT
 
 
@@ -80,7 +80,8 @@ def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(float3
     with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config) as session:
         request = session.add(PROMPT, HANDED_ON)
         session.drain()
-        assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(find(session.storage, request.id))}
+        path = find(session.storage, request.id)
+        assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path), **FIRST_WEIGHTS}
         oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
         own = Served(request.id, tuple(request.prompt), request.begun, request.ended)
         assert oracle.verdict(find(session.storage, request.id), own, len(request.prompt), len(request.prompt)) == ""
@@ -118,5 +119,5 @@ def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_n
         failed = session.add(tokens(30), {"max_tokens": 1}, name="failed")  # in one step
         session.drain()
     assert "AsyncRecomputeScheduler" in session.log
-    assert right.kv_transfer_params == {"hidden_states_path": str(session.paths(right)[0])}
+    assert right.kv_transfer_params == {"hidden_states_path": str(session.paths(right)[0]), **FIRST_WEIGHTS}
     assert "ENOENT" in failed.kv_transfer_params["hidden_states_error"]

@@ -21,10 +21,12 @@ from tiny_model_claims import TOLERANCE
 from tiny_qwen3_moe import build_qwen3_moe
 
 from vllm_ascend_hsx import load
+from vllm_ascend_hsx.checkpoint import Checkpoint, find_checkpoint, fingerprint
 from vllm_ascend_hsx.demo.quantised.modelslim import mixed, write_modelslim
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
+from vllm_ascend_hsx.protocol.weights import WeightVersion
 
 LAYER_IDS = (4, 0, 1, 2)
 CHUNK = 64
@@ -55,6 +57,7 @@ class Lab:
         self._tolerance = tolerance
         self._checkpoints = checkpoints
         self._loaded = 0
+        self._changes = 0
 
     def sleep(self, level: int, mode: str = "abort") -> None:
         self.session.call("sleep", level, mode)
@@ -64,14 +67,19 @@ class Lab:
 
     def load(self) -> None:
         """Load the weights that the engine had."""
-        self.session.call("load_weights", str(self._checkpoints[self._loaded]))
+        self.change("load_weights", str(self._checkpoints[self._loaded]))
+
+    def change(self, action: str, *args: str) -> None:
+        """Call the workers."""
+        self.session.call(action, *args)
+        self._changes += 1
 
     def load_others(self) -> None:
         self._loaded = 1 - self._loaded
         self.load()
 
     def request(self, prompt: Sequence[int]) -> Request:
-        """Serve a request, and compare its rows with those of the loaded weights."""
+        """Serve a request, and compare rows and version with those of the loaded weights."""
         request = self.session.add(prompt, {"max_tokens": 1})
         self.finish(request)
         return request
@@ -80,10 +88,16 @@ class Lab:
         """Do the same with a request that was added."""
         self.session.drain()
         (path,) = self.session.paths(request)
-        rows = load(path, START_SECONDS).hidden_states.float()
+        states = load(path, START_SECONDS)
+        rows = states.hidden_states.float()
         expected = self._rows(self._checkpoints[self._loaded], request.prompt).float()
         errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert errors.max() < self._tolerance, errors
+        # Functions of a test have loaded other weights than those of the start.
+        known = "" if self._changes else fingerprint(require(find_checkpoint(self._checkpoints[0], "auto")))
+        assert states.weight_versions == [WeightVersion(self._changes, "", known)]
+        assert request.kv_transfer_params is not None
+        assert request.kv_transfer_params["weight_versions"] == [[self._changes, ""]]
 
 
 def level_1(lab: Lab) -> None:
@@ -129,14 +143,19 @@ def level_2_and_other_weights_in_the_middle_of_a_prompt(lab: Lab) -> None:
 
 
 def level_2_and_weights_that_were_kept(lab: Lab) -> None:
-    lab.session.call("keep_weights")
+    lab.change("keep_weights")
     lab.sleep(2)
     lab.wake_up()
-    lab.session.call("put_weights_back")
+    lab.change("put_weights_back")
 
 
 def a_reset_of_the_prefix_cache(lab: Lab) -> None:
     assert lab.session.call("reset_prefix_cache")
+
+
+def require(checkpoint: Checkpoint | None) -> Checkpoint:
+    assert checkpoint is not None
+    return checkpoint
 
 
 Event = Callable[[Lab], None]

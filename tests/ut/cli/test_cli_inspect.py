@@ -21,6 +21,7 @@ from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.names import INDEX
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -129,8 +130,9 @@ def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_weights_are_shown_and_those_of_two_checkpoints_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, weights in (("a", "0a" * 16), ("b", ""), ("c", "0a" * 16), ("d", "b1" * 16)):
-        with FileSink(tmp_path, RowFormat((1,), 4, "BF16", "tiny", weights=weights)) as sink:
+        with FileSink(tmp_path, RowFormat((1,), 4, "BF16", "tiny")) as sink:
             file = sink.open(name, tmp_path / f"{name}.safetensors")
+            file.origin = Origin([WeightVersion(fingerprint=weights)])
             file.write(0, torch.ones(1, 1, 4, dtype=torch.bfloat16).view(torch.uint16).numpy())
             file.commit(np.arange(1), 1)
     assert inspect.main([str(tmp_path / "a.safetensors")]) == 0

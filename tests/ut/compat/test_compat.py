@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 from patching import apply
 
 from vllm_ascend_hsx import plugin
-from vllm_ascend_hsx.compat import drafts, engine
+from vllm_ascend_hsx.compat import drafts, engine, weights
 from vllm_ascend_hsx.compat.patch_points import POINTS, PatchPoint
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
@@ -247,9 +248,66 @@ def test_rows_are_forgotten_before_workers_are_called(method: Any, forgets: bool
             calls.append("called")
             return [method, args]
 
-    apply(SimpleNamespace(EngineCore=EngineCore), engine.forget_rows_of_earlier_weights)
+    apply(SimpleNamespace(EngineCore=EngineCore), weights.follow_weights)
     assert EngineCore().collective_rpc(method, None, (1,)) == [method, (1,)]
     assert calls == ["forgotten"] * forgets + ["called"]
+
+
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "known"),
+    [
+        ((), {"weights_path": "here"}, True),
+        ((None, "here"), None, True),
+        ((), {"weights_path": "elsewhere"}, False),
+        ((), {}, False),
+        (("tensors", "here"), {}, False),
+    ],
+    ids=["by name", "by position", "not here", "nowhere", "tensors"],
+)
+def test_the_checkpoint_that_was_loaded_is_told_if_it_is_known(
+    args: tuple[Any, ...], kwargs: Any, known: bool, multi: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    calls: list[str] = []
+    ours = SimpleNamespace(weights_may_change=lambda: calls.append("changed"), weights_are_of=calls.append)
+
+    class EngineCore:
+        scheduler = SimpleNamespace(connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours)
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+            calls.append("loaded")
+
+    apply(SimpleNamespace(EngineCore=EngineCore), weights.follow_weights)
+    EngineCore().collective_rpc("reload_weights", None, args, kwargs)
+    assert calls == ["changed", "loaded"] + ["here"] * known
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "another connector"])
+@pytest.mark.parametrize("in_engine", [False, True], ids=["call of the workers", "vLLM's own"])
+def test_weights_are_named_by_two_calls_of_which_none_changes_them(in_engine: bool, ours: bool) -> None:
+    names: list[str] = []
+    passed_on: list[Any] = []
+
+    class EngineCore:
+        scheduler = SimpleNamespace(connector=SimpleNamespace(name_weights=names.append) if ours else SimpleNamespace())
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+            passed_on.append((method, *args))
+            return passed_on
+
+        def set_weight_version(self, weight_version: str) -> None:
+            passed_on.append(weight_version)
+
+    apply(SimpleNamespace(EngineCore=EngineCore), weights.name_weights if in_engine else weights.follow_weights)
+    if in_engine:
+        EngineCore().set_weight_version("step 1")
+        assert passed_on == ["step 1"]
+    else:
+        assert EngineCore().collective_rpc("set_weight_version", args=("step 1",)) == ([] if ours else passed_on)
+        assert passed_on == ([] if ours else [("set_weight_version", "step 1")])
+    assert names == ["step 1"] * ours
 
 
 @pytest.mark.parametrize("is_empty", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_harness import ROW_BYTES, make_request, make_scheduler, report, schedule
+from scheduler_harness import FIRST_WEIGHTS, ROW_BYTES, make_request, make_scheduler, report, schedule
 
 from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
@@ -186,7 +186,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
         scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
     assert not scheduler.must_wait(second)
     (start,) = schedule(scheduler, second).started
-    assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
+    assert scheduler.on_finished(second) == {"hidden_states_path": start.path, **FIRST_WEIGHTS}
     scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
     assert scheduler._loads[0].unfinished == 0
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})

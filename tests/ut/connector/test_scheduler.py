@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_harness import ROW_BYTES, make_request, make_scheduler, schedule
+from scheduler_harness import FIRST_WEIGHTS, ROW_BYTES, make_request, make_scheduler, schedule
 
 from vllm_ascend_hsx.connector.admission import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
@@ -29,7 +29,7 @@ def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_
     (start,) = schedule(scheduler, request).started
     assert start.token_ids.tolist() == request.prompt_token_ids
     assert start.arrived_ns == 12_500_000_000
-    assert scheduler.on_finished(request) == {"hidden_states_path": start.path}
+    assert scheduler.on_finished(request) == {"hidden_states_path": start.path, **FIRST_WEIGHTS}
     assert Path(start.path).parent == Path("/data")
 
 
@@ -176,6 +176,7 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_o
     scheduler.on_worker_report(WorkerReport({"a/b": "no room"}, {0: RankState(backlog=0)}))
     answer = scheduler.on_finished(request)
     assert answer == {
+        **FIRST_WEIGHTS,
         "handle": start.path,
         "version": 1,
         "tensors": {
@@ -201,7 +202,7 @@ def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
     scheduler, request = make_scheduler(), make_request("r", kv_transfer_params={"do_remote_decode": True})
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
-    assert scheduler.on_finished(request) == {"hidden_states_path": start.path}
+    assert scheduler.on_finished(request) == {"hidden_states_path": start.path, **FIRST_WEIGHTS}
     assert scheduler.on_finished(request) is None  # MultiConnector asks again
     assert [end.request_id for end in schedule(scheduler).ended] == ["r"]
     assert not scheduler.extracts("r")

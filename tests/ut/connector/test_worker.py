@@ -12,17 +12,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_harness import FORMAT, MAX_TOKENS, NOTHING, Engine, ended, started
 
+from vllm_ascend_hsx import load
 from vllm_ascend_hsx.compat import adapters
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector import worker
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd
 from vllm_ascend_hsx.connector.threads import ThreadPool
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
+from vllm_ascend_hsx.protocol.weights import WeightVersion
 from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.target import ExtractionTarget
@@ -41,6 +45,52 @@ def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request
     engine.close()
     assert engine.outcomes == {"a": None}
     engine.assert_file_is_right("a", 12)
+
+
+@pytest.mark.parametrize(
+    ("spans", "include_output", "end", "kept"),
+    [
+        ([("a", 0, 8)], False, RequestEnd("a", True, most_kept=12), 8),
+        ([("a", 0, 8), ("a", 8, 4), ("a", 12, 1)], True, RequestEnd("a", True, np.array([12, 13]), most_kept=14), 13),
+        ([("a", 0, 8), ("a", 8, 4)], True, RequestEnd("a", True, np.array([], np.int64), most_kept=12), 12),
+        ([("a", 0, 8)], False, RequestEnd("a", True, most_kept=3), 3),
+        ([("a", 0, 8)], False, RequestEnd("a", True), 0),
+        ([], False, RequestEnd("a", True, most_kept=12), 0),
+    ],
+    ids=["in the prompt", "generating", "after the prompt", "rows of earlier weights follow", "not asked for", "nothing computed"],
+)
+def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
+    engine: Engine, spans: list[tuple[str, int, int]], include_output: bool, end: RequestEnd, kept: int
+) -> None:
+    start = replace(engine.start("a", 12, include_output=include_output), keeps_source=True, weights=(WeightVersion(0, "sft"),))
+    start = replace(start, placeholders=(Placeholder("image", 1, 4), Placeholder("image", 8, 3)))
+    for index, span in enumerate(spans or [("a", 0, 0)]):
+        engine.step(NOTHING if index else started(start), [span])
+    engine.step(HsxConnectorMetadata(ended=[end]), [])
+    engine.wait_until_decided("a")
+    engine.collect()
+    assert engine.outcomes == {"a": None}
+    assert not engine.last_report.sources, "its number of rows is known to nobody"
+    if not kept:
+        assert not engine.path("a").exists()
+        return
+    engine.assert_file_is_right("a", kept)
+    states = load(engine.path("a"), verify=True)
+    assert states.metadata["aborted"] == "true"
+    assert states.num_prompt_tokens == min(kept, 12)
+    assert states.weight_versions == [WeightVersion(0, "sft")]
+    assert states.placeholders == [each for each in [("image", 1, min(4, kept - 1)), ("image", 8, 3)] if each[1] < kept]
+
+
+def test_a_file_names_the_weights_that_the_scheduler_has_told_last(engine: Engine) -> None:
+    first, second = WeightVersion(0, "", "0a" * 16), WeightVersion(1, "step 1")
+    engine.step(started(*(replace(engine.start(name, 6), weights=(first,)) for name in "ab")), [("a", 0, 3), ("b", 0, 6)])
+    engine.step(HsxConnectorMetadata(weights={"a": (first, second), "of another rank": (second,)}), [("a", 3, 3)])
+    engine.close()
+    (a, b) = (load(engine.path(name), verify=True) for name in "ab")
+    assert (a.weight_versions, a.metadata.get("weights")) == ([WeightVersion(0), second], None)
+    assert (b.weight_versions, b.metadata["weights"]) == ([first], first.fingerprint)
+    assert "aborted" not in a.metadata
 
 
 @pytest.mark.parametrize("when", ["before its last row", "after its last row", "with the same weights"])

@@ -28,6 +28,7 @@ from generate_harness import FakeServer
 
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 
@@ -154,10 +155,12 @@ def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_fold
     assert bench.rows == [*range(6)]
 
 
-async def other_layers(exchange: Exchange, server: FakeServer, **changes: Any) -> None:
+async def other_layers(exchange: Exchange, server: FakeServer, *, weights: str = "", **changes: Any) -> None:
     row_format = RowFormat(**{"layer_ids": (2, 0, 3), "hidden_size": 8, "dtype": "BF16", "model": "tiny"} | changes)
     with server.make_sink(server.storage, row_format, FileOptions()) as sink:
-        await server.answer(exchange, await server.publish(exchange, await server.begin(exchange, sink)))
+        file = await server.begin(exchange, sink)
+        file.origin = Origin([WeightVersion(fingerprint=weights)])
+        await server.answer(exchange, await server.publish(exchange, file))
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

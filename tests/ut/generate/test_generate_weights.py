@@ -7,6 +7,7 @@ import json
 import threading
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from vllm_ascend_hsx.generate.ledger import open_ledger
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
+from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 OLD, NEW = "0a" * 16, "b1" * 16
+FORMAT = RowFormat((2, 0, 3), 8, "BF16", "tiny")
 
 
 def serving(bench: Bench, weights: str, sink: str = "files") -> FakeServer:
@@ -73,8 +76,8 @@ def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
 @pytest.mark.parametrize("validate", [True, False])
 def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench: Bench, validate: bool) -> None:
     assert run_with(bench, OLD)[0] == 0
-    with bench.server.make_sink(bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=NEW), FileOptions()) as sink:
-        replace_row(bench, 5, sink)
+    with bench.server.make_sink(bench.output, FORMAT, FileOptions()) as sink:
+        replace_row(bench, 5, sink, NEW)
     code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
     assert (code, len(bench.server.seen)) == (2, 0), printed
     path = bench.output / "hs_5.safetensors"
@@ -98,15 +101,15 @@ def test_rows_of_an_adapter_are_not_mixed_with_others(bench: Bench, adapters: tu
 
     assert run_with(bench, OLD)[0] == 0
     write_ledger(bench, as_noted)
-    with bench.server.make_sink(bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=OLD), FileOptions()) as sink:
+    with bench.server.make_sink(bench.output, FORMAT, FileOptions()) as sink:
         for row in range(6):
-            replace_row(bench, row, sink, adapters[row == 5])
+            replace_row(bench, row, sink, OLD, adapters[row == 5])
     code, printed = bench.run("--validate", "--concurrency", 1)
     assert (code, len(bench.server.seen)) == (2, 0), printed
     assert difference in printed
 
 
-def replace_row(bench: Bench, row: int, sink: Any, adapter: Adapter = NO_ADAPTER, content: str | None = None) -> None:
+def replace_row(bench: Bench, row: int, sink: Any, weights: str, adapter: Adapter = NO_ADAPTER, content: str | None = None) -> None:
     """As a server with that sink writes it, asked for the row's token ids or text."""
     import numpy as np
     from generate_files import expected_rows
@@ -116,6 +119,7 @@ def replace_row(bench: Bench, row: int, sink: Any, adapter: Adapter = NO_ADAPTER
     path.unlink(missing_ok=True)
     identity = Row(row, array("q", ids) if content is None else content).identity(Options("", bench.output).request)
     file = sink.open(f"cmpl-{identity}-0123456789ab-0-0123abcd", path, len(ids), adapter=adapter)
+    file.origin = Origin([WeightVersion(fingerprint=weights)])
     file.write(0, expected_rows(ids))
     file.commit(np.asarray(ids, dtype=np.int64), len(ids))
     Path(f"{path}.lock").unlink(missing_ok=True)
@@ -195,9 +199,9 @@ def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_pa
 
 def leave(bench: Bench, *rows: int, weights: str = NEW, model: str = "tiny", sink: str = "files", texts: str = "") -> None:
     """Rows that a server wrote after its run had ended."""
-    with SINKS[sink](bench.output, RowFormat((2, 0, 3), 8, "BF16", model, weights=weights), FileOptions()) as other:
+    with SINKS[sink](bench.output, replace(FORMAT, model=model), FileOptions()) as other:
         for row in rows:
-            replace_row(bench, row, other, content=texts[row] if texts else None)
+            replace_row(bench, row, other, weights, content=texts[row] if texts else None)
 
 
 @pytest.mark.parametrize("changes", [{"weights": NEW}, {"weights": OLD, "layer_ids": (1, 0, 3)}], ids=["weights", "layers"])
@@ -217,7 +221,10 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
 
         async def do_other(exchange: Exchange) -> None:
             at = server.seen.index(exchange.seen)
-            path = await server.publish(exchange, await server.begin(exchange, None if at == 2 else other._sink))
+            maker = server if at == 2 else other
+            file = await server.begin(exchange, maker._sink)
+            file.origin = Origin([WeightVersion(fingerprint=maker.weights)])
+            path = await server.publish(exchange, file)
             await asyncio.get_running_loop().run_in_executor(None, written.wait, 30)
             await (server.answer(exchange, path) if at == 1 else exchange.gone())
 

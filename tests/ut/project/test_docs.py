@@ -26,6 +26,7 @@ from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import Adapter
+from vllm_ascend_hsx.protocol.weights import UNKNOWN, Origin, WeightVersion
 from vllm_ascend_hsx.reader.load import HiddenStates, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -236,11 +237,12 @@ def keys(label: str) -> list[str]:
 def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     of_files = []
-    for row_format in (FORMAT, replace(FORMAT, quantization="fp8", weights="0123456789abcdef" * 2, basis="model")):
+    for row_format in (FORMAT, replace(FORMAT, quantization="fp8", basis="model")):
         with FileSink(tmp_path, row_format) as sink:
             more = {"arrived_ns": 1, "adapter": Adapter("a", "0a" * 16)} if row_format.basis else {}
             file = sink.open("one", path, **more)
             file.placeholders = [Placeholder("image", 1, 2)] if row_format.basis else ()
+            file.origin = Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True) if row_format.basis else UNKNOWN
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
@@ -248,7 +250,7 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
         path.unlink()
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    of_some = ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns", "placeholders")
+    of_some = ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns", "placeholders", "weight_versions", "aborted")
     assert [key for key in metadata if key not in of_some] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import scheduler_harness
 from depth import depth
 from hostile import HUGE, JSON, STRINGS, nested
 from hypothesis import example, given, settings
@@ -20,7 +21,7 @@ from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, file_name
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
-KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "do_remote_decode", "do_remote_prefill")
+KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "keep_aborted", "do_remote_decode", "do_remote_prefill")
 PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})
 
 
@@ -40,6 +41,8 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
         max_tokens=4,
         num_output_tokens=output,
         output_token_ids=list(range(output)),
+        lora_request=None,
+        num_computed_tokens=0,
     )
 
 
@@ -49,11 +52,7 @@ def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionSche
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
     """Have requests scheduled; the paths of those that are extracted."""
-    new = [
-        SimpleNamespace(req_id=each.request_id, prompt_token_ids=each.prompt_token_ids, lora_request=None, num_computed_tokens=0)
-        for each in requests
-    ]
-    return [start.path for start in scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new)).started]
+    return [start.path for start in scheduler_harness.schedule(scheduler, *requests).started]
 
 
 @settings(max_examples=depth(400))
@@ -171,6 +170,7 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
         ({"hidden_states": False, "include_output_tokens": True, "hidden_states_path": "a.safetensors"}, False),
         ({"hidden_states": True}, True),
         ({"include_output_tokens": False}, True),
+        ({"keep_aborted": False}, True),
         ({"hidden_states_path": "a.safetensors"}, True),
     ],
     ids=repr,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,22 +18,26 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.protocol.format import PAGE, FileLayout, FormatError, read_header
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.strict_json import LARGEST
+from vllm_ascend_hsx.protocol.weights import LONGEST, Origin, WeightVersion, checked_name, weight_versions_of
+
+A, B = "0a" * 16, "0b" * 16  # fingerprints
 
 
 @given(
     st.text(st.characters(exclude_categories=()), max_size=300) | st.integers(0, 20_000).map(lambda n: "\0" * n),
     st.lists(st.integers(0, 200), min_size=1, max_size=80, unique=True),
     st.text(st.characters(exclude_categories=()), max_size=100),
-    st.integers(0, 2**40),
+    st.integers(0, 2**42),
     st.lists(st.builds(Placeholder, st.text(max_size=9), st.integers(0, 2**40), st.integers(1, 2**40)), max_size=300),
 )
-@example("", [0], "", 2**40, [])
-@example("", [0], "", 2**40, [Placeholder("image", 2**40, 2**40)] * 300)
+@example("", [0], "", 2**42, [])
+@example("", [0], "", 2**42, [Placeholder("image", 2**40, 2**40)] * 300)
 def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
     request_id: str, layer_ids: list[int], model: str, tokens: int, placeholders: list[Placeholder]
 ) -> None:
     layout = FileLayout(RowFormat(tuple(layer_ids), 4, "F16", model), request_id, 2**63, placeholders)
-    header = layout.header(tokens, tokens // 2)
+    header = layout.header(tokens, tokens, origin=LONGEST)
     assert len(header) == layout.data_start
     assert layout.data_start % PAGE == 0
     assert int.from_bytes(header[:8], "little") == layout.data_start - 8
@@ -43,20 +46,57 @@ def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_know
     assert layout.file_size(tokens) == layout.data_start + offsets[1]
 
 
+@pytest.mark.parametrize("size", range(0, PAGE, 64))
+def test_the_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> None:
+    layout = FileLayout(FORMAT, "x" * size, 2**63)
+    assert len(layout.header(2**40, 2**40, checksum=True, origin=LONGEST)) == layout.data_start
+
+
 def test_an_ordinary_header_takes_one_page() -> None:
     layers = tuple(range(62))
     assert FileLayout(RowFormat(layers, 3072, "BF16", "/models/MiniMax-M2"), "cmpl-" + "f" * 60).data_start == PAGE
 
 
-def test_weights_are_told_only_if_they_are_known(tmp_path: Path) -> None:
-    told = []
-    for weights in ("", "0a" * 16):
-        layout = FileLayout(replace(FORMAT, weights=weights), "a")
-        path = tmp_path / "f"
-        path.write_bytes(layout.header(2, 1).ljust(layout.file_size(2), b"\1"))
-        with safe_open(path, "pt") as file:
-            told.append(file.metadata().get("weights"))
-    assert told == [None, "0a" * 16]
+@pytest.mark.parametrize(
+    ("versions", "fingerprint"),
+    [
+        ([], None),
+        ([WeightVersion()], None),
+        ([WeightVersion(0, "", A)], A),
+        ([WeightVersion(3, "step 3", A), WeightVersion(4, "", A)], A),
+        ([WeightVersion(3, "", A), WeightVersion(4, "step 4", B)], None),
+        ([WeightVersion(3, "", A), WeightVersion(4)], None),
+    ],
+    ids=["unknown", "no checkpoint", "one", "loaded again", "two", "of a trainer"],
+)
+def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
+    tmp_path: Path, versions: list[WeightVersion], fingerprint: str | None
+) -> None:
+    layout, path = FileLayout(FORMAT, "a"), tmp_path / "f"
+    path.write_bytes(layout.header(2, 1, origin=Origin(versions)).ljust(layout.file_size(2), b"\1"))
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata.get("weights") == fingerprint
+    assert [each[:2] for each in weight_versions_of(metadata)] == [each[:2] for each in versions]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "[3]", "[[3]]", '[["3",""]]', "[[-1,\"\"]]", "[[1,2]]", '[[1,""],[2,""],[3,""]]'])
+def test_versions_that_cannot_be_understood_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="are not versions of weights"):
+        weight_versions_of({"weight_versions": text})
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, 'a"b', "a\\b", "\n", "雪", 3, None], ids=ascii)
+def test_a_name_that_a_header_may_have_no_room_for_is_refused(name: object) -> None:
+    with pytest.raises(ValueError, match="cannot be named .* use 1 to 128 printable ASCII characters"):
+        checked_name(name)
+
+
+@given(st.from_regex(r"[ !#-\[\]-~]{1,128}", fullmatch=True), st.integers(0, LARGEST))
+def test_every_name_fits_and_reads_back(name: str, number: int) -> None:
+    versions = [WeightVersion(number, checked_name(name))] * 2
+    header = FileLayout(FORMAT, "a").header(2, 1, origin=Origin(versions, is_aborted=True))
+    assert weight_versions_of(json.loads(header[8:])["__metadata__"]) == versions
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii)

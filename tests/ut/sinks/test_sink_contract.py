@@ -22,6 +22,7 @@ from sink_harness import ENDS, FORMAT, end, finite_rows, join_sleepers, listing,
 from vllm_ascend_hsx.connector.stats import failure_kind
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import Adapter
+from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks import directory as directory_module
@@ -96,6 +97,20 @@ def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
         assert ("placeholders" in states.metadata) == bool(placeholders)
 
 
+def test_the_weights_that_computed_the_rows_are_read_with_them(case: SinkCase) -> None:
+    fingerprint = "0a" * 16
+    mixed = [WeightVersion(3, "step 3"), WeightVersion(4, "step 4")]
+    origins = {"one": Origin([WeightVersion(3, "step 3", fingerprint)]), "two": Origin(mixed), "aborted": Origin(mixed, is_aborted=True)}
+    for name, origin in origins.items():
+        file = case.open(name)
+        file.origin = origin
+        put(file, 2)
+        states = case.load(name)
+        assert states.weight_versions == origin.weights
+        assert states.metadata.get("weights") == (fingerprint if name == "one" else None)
+        assert states.metadata.get("aborted") == ("true" if origin.is_aborted else None)
+
+
 @settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_rows(case: SinkCase, data: st.DataObject) -> None:
@@ -107,7 +122,7 @@ def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_ro
     writes = data.draw(st.permutations(writes + covering), "order")
     expected = np.zeros((40, *FORMAT.row_shape), np.uint16)
     name = f"any-{next(NUMBERS)}"
-    file = case.open(name, data.draw(st.sampled_from([0, tokens]), "expected"))  # the last draw: what is opened is ended
+    file = case.open(name, data.draw(st.sampled_from([0, tokens, tokens + 9]), "expected"))  # the last draw: what is opened is ended
     for first, last, version in writes:
         rows = expected[first:last] = finite_rows(first, last, version)
         file.write(first, memoryview(rows) if rows.size and version % 2 else rows)

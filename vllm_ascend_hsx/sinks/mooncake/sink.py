@@ -141,7 +141,9 @@ class MooncakeFile(SinkFile):
         layout = packed_layout(self._format, tokens)
         self._complete(layout, token_ids, self._encoder.scales(tokens) if self._encoder else None)
         has_checksum = self._sink.checksum != "none"
-        metadata = metadata_of(self._format, self.request_id, tokens, num_prompt_tokens, has_checksum, None, self.placeholders)
+        metadata = metadata_of(
+            self._format, self.request_id, tokens, num_prompt_tokens, has_checksum, None, self.placeholders, self.origin
+        )
         content = manifest(layout, metadata)
         if has_checksum:
             digest = Digest()

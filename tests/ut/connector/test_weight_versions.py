@@ -1,0 +1,181 @@
+"""Which weights compute the rows of a request, as the response and the workers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduler_harness import make_request, make_scheduler, schedule
+
+from vllm_ascend_hsx.connector.metadata import RequestEnd
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.protocol.weights import WeightVersion
+
+PROMPT = 10
+ABORTED = "FINISHED_ABORTED"
+
+
+class Lab:
+    """A scheduler, and one request that has computed the first 4 tokens of its prompt."""
+
+    def __init__(self, **params: Any) -> None:
+        self.scheduler: ExtractionScheduler = make_scheduler()
+        self.request = make_request("r", PROMPT, kv_transfer_params=params)
+        self.scheduler.on_new_request(self.request)
+        self.told = schedule(self.scheduler, self.request, most=4).started[0].weights
+
+    def compute(self, first: int, count: int = 1) -> None:
+        """Compute tokens from this position on; take over the versions that workers are told."""
+        self.request.num_computed_tokens = first + count
+        self.told = schedule(self.scheduler, running={"other": (3, 1), "r": (first, count)}).weights.get("r", self.told)
+
+    def load(self, name: str = "", fingerprint: str = "") -> None:
+        self.scheduler.weights_may_change()
+        if fingerprint:
+            self.scheduler.weights.are(fingerprint)
+        if name:
+            self.scheduler.weights.are_named(name)
+
+    def versions(self) -> list[tuple[int, str]]:
+        """End the request, and return the versions of the response, which are those of the file."""
+        answer = self.scheduler.on_finished(self.request)
+        assert answer is not None
+        assert answer["weight_versions"] == [[each.number, each.name] for each in self.told]
+        assert not self.scheduler.weights._requests
+        assert not self.scheduler.weights._watched
+        return [(each.number, each.name) for each in self.told]
+
+
+def test_all_rows_have_one_version_unless_weights_are_loaded() -> None:
+    lab = Lab()
+    lab.compute(4)
+    assert lab.versions() == [(0, "")]
+
+
+def test_rows_before_and_after_a_load_have_two_versions() -> None:
+    lab = Lab()
+    lab.load("step 1")
+    lab.compute(4)
+    assert lab.versions() == [(0, ""), (1, "step 1")]
+
+
+def test_of_three_versions_the_oldest_and_the_newest_are_told() -> None:
+    lab = Lab()
+    for first in (4, 5):
+        lab.load()
+        lab.compute(first)
+    assert lab.versions() == [(0, ""), (2, "")]
+
+
+@pytest.mark.parametrize("first", [PROMPT, 0], ids=["it goes on", "it is preempted"])
+@pytest.mark.parametrize("spans", [[(4, PROMPT - 4)], [(4, 3), (7, PROMPT - 7)]], ids=["two steps", "three steps"])
+def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(spans: list[tuple[int, int]], first: int) -> None:
+    """Tokens that are computed again have no rows, because the file has all of them."""
+    lab = Lab()
+    for span in spans:
+        lab.compute(*span)
+    lab.load()
+    lab.compute(first)
+    assert lab.versions() == [(0, "")]
+
+
+def test_nothing_is_watched_once_all_rows_of_prompts_are_computed() -> None:
+    lab = Lab()
+    assert lab.scheduler.weights._watched == {"r"}
+    lab.compute(4, PROMPT - 4)
+    assert not lab.scheduler.weights._watched
+
+
+def test_a_load_between_rows_of_generated_tokens_matters() -> None:
+    lab = Lab(include_output_tokens=True)
+    lab.compute(4)
+    lab.compute(5, PROMPT - 5)
+    lab.load()
+    lab.compute(PROMPT)
+    assert lab.versions() == [(0, ""), (1, "")]
+
+
+def test_a_load_with_no_row_after_it_does_not_matter() -> None:
+    lab = Lab(include_output_tokens=True)
+    lab.load()
+    assert lab.versions() == [(0, "")]
+
+
+@pytest.mark.parametrize("continued", [False, True], ids=["at once", "after rows of both"])
+def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) -> None:
+    lab = Lab()
+    lab.load()
+    if continued:
+        lab.compute(4)
+    for first in (0, 4):
+        lab.compute(first)
+    assert lab.versions() == [(1, "")]
+
+
+def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
+    """As model runner V2 has it."""
+    lab = Lab()
+    lab.load()
+    lab.request.num_computed_tokens = 0
+    lab.told = schedule(lab.scheduler, lab.request).weights["r"]
+    assert lab.versions() == [(1, "")]
+
+
+def test_a_name_is_that_of_the_weights_and_not_of_the_next() -> None:
+    lab = Lab()
+    lab.scheduler.weights.are_named("sft")
+    lab.compute(4)
+    assert lab.told == (WeightVersion(0, "sft"),)
+    lab.load()
+    lab.compute(5)
+    assert lab.versions() == [(0, "sft"), (1, "")]
+
+
+def test_a_fingerprint_is_that_of_the_weights_and_not_of_the_next() -> None:
+    lab = Lab()
+    for fingerprint in ("0a" * 16, ""):
+        lab.load(fingerprint=fingerprint)
+        request = make_request(f"after {fingerprint}")
+        lab.scheduler.on_new_request(request)
+        (start,) = schedule(lab.scheduler, request).started
+        assert [each.fingerprint for each in start.weights] == [fingerprint]
+
+
+def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> RequestEnd:
+    """End a request that has generated three tokens, and return the workers' message."""
+    lab.request.status.name, lab.request.sampling_params.stop = status, stop or []
+    lab.request.output_token_ids, lab.request.num_output_tokens = [71, 72, 73], 3
+    lab.scheduler.on_finished(lab.request)
+    (end,) = schedule(lab.scheduler).ended
+    return end
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "most_kept"),
+    [
+        ({"keep_aborted": True, "include_output_tokens": True}, [71, 72, 73], PROMPT + 3),
+        ({"keep_aborted": True}, [], PROMPT),
+        ({"keep_aborted": False, "include_output_tokens": True}, [], 0),
+        ({"include_output_tokens": True}, [], 0),
+    ],
+    ids=str,
+)
+def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(params: dict[str, bool], tokens: list[int], most_kept: int) -> None:
+    end = end_of(Lab(**params))
+    assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (True, tokens, most_kept)
+
+
+@pytest.mark.parametrize(("status", "stop"), [("FINISHED_STOPPED", []), (ABORTED, ["\n"])], ids=["ended", "stop string"])
+def test_a_request_that_was_not_aborted_ends_as_if_it_had_not_asked(status: str, stop: list[str]) -> None:
+    end = end_of(Lab(keep_aborted=True, include_output_tokens=True), status, stop)
+    assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (False, [71, 72], 0)
+
+
+def test_rows_of_earlier_weights_after_those_computed_again_are_not_kept() -> None:
+    """A name of the new weights alone would be wrong for them."""
+    lab = Lab(keep_aborted=True)
+    lab.compute(4)
+    lab.load()
+    lab.compute(0)
+    lab.request.num_computed_tokens = 3
+    assert end_of(lab).most_kept == 3
