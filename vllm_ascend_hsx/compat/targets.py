@@ -52,6 +52,7 @@ OF_STREAMS = ("DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForC
 MEAN_OF_STREAMS = "mean over the residual streams of a token after i layers, before they are joined"
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
+# Some of them on some releases only; see `shown`.
 SHOWN = (
     "DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -72,6 +73,7 @@ SHOWN = (
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
+    "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
     "MiniMaxM2ForCausalLM",
     "MistralForCausalLM",
@@ -85,6 +87,7 @@ SHOWN = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -210,6 +213,12 @@ def recorded_architectures() -> Architectures:
     return Architectures(collected, release["refused"])
 
 
+def shown() -> tuple[str, ...]:
+    """Return the targets of SHOWN that a class of the installed release serves."""
+    collected = recorded_architectures().collected
+    return tuple(name for name in SHOWN if collected.get(name) in (Collection.ITSELF, Collection.OURS))
+
+
 def is_registered(architecture: str) -> bool:
     """Return whether vLLM or vllm-ascend registers an architecture, whatever we do with it."""
     known = recorded_architectures()
@@ -272,7 +281,7 @@ def layer_id_meaning(architecture: str) -> str:
 
 def _refusal(architecture: str, reason: str) -> UserError:
     problem = f"collects no hidden states: its class lacks the interface SupportsEagle3, and {reason}"
-    return UserError("model", architecture, problem, f"Targets that our tests have served are {', '.join(SHOWN)}.")
+    return UserError("model", architecture, problem, f"Targets that our tests have served are {', '.join(shown())}.")
 
 
 def _check_embedding(architecture: str, layer_ids: Sequence[int], collection: Collection | None) -> None:

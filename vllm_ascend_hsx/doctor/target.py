@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_ascend_hsx.caveats import caveats_of
-from vllm_ascend_hsx.compat.collector import Collection
-from vllm_ascend_hsx.compat.targets import SHOWN, is_registered, recorded_architectures, refuse_architecture, returns_embedding
+from vllm_ascend_hsx.compat.targets import is_registered, recorded_architectures, refuse_architecture, returns_embedding, shown
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.shape import read_config, read_shape, text_config
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -31,7 +30,7 @@ def check_target(model: str) -> Iterator[Finding]:
     architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
     # vLLM takes the first that it knows; a model that names several has the same model in each.
     known = next((each for each in architectures if is_registered(each)), None)
-    remedy = f"Choose a target of another class, such as {', '.join(SHOWN)}; docs/compatibility.md says where all are."
+    remedy = f"Choose a target of another class, such as {', '.join(shown())}; docs/compatibility.md says where all are."
     if not architectures:
         yield Finding(TOPIC, "model", "problem", f"{name}: there is no architecture in its config.json", remedy)
         return
@@ -65,7 +64,7 @@ def _class(name: str, model: str, architecture: str) -> Finding:
         found = f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's Transformers backend may serve it"
         return Finding(TOPIC, "model", "note", f"{found}, and the server checks it before it loads weights", remedy)
     found = f"{name}: {architecture}: hidden states are collected by {collection.value}"
-    if architecture in SHOWN and collection is not Collection.BACKEND:
+    if architecture in shown():
         return Finding(TOPIC, "model", "ok", found)
     without = "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
     return Finding(TOPIC, "model", "note", f"{found}{without}; no test has served one of this class on vllm-ascend", remedy)

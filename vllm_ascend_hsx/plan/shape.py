@@ -80,9 +80,15 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def text_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the fields of a multimodal model's language model on top."""
-    text = content.get("text_config")
-    return {**content, **(text if isinstance(text, dict) else {})}
+    """Return a config.json with the fields of a multimodal model's language model on top.
+
+    Qwen3-Omni has them in `text_config` of `thinker_config`.
+    """
+    config = content
+    for part in ("thinker_config", "text_config"):
+        found = config.get(part)
+        config = {**config, **(found if isinstance(found, dict) else {})}
+    return config
 
 
 def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
     HEAD_DIM,
+    HIDDEN_SIZE,
     NUM_EXPERTS,
     ROUTING,
     build_model,
@@ -34,6 +38,62 @@ ROPE = {"rope_type": "default", "rope_theta": 5_000_000.0}
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 GEMMA4 = {"global_head_dim": HEAD_DIM, "sliding_window": 4096, "hidden_size_per_layer_input": 0}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE, **DEEPSTACK}
+EAR = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32, "downsample_hidden_size": 8}
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A served model of which the language model is a part, as published checkpoints have it.
+
+    Attributes:
+        model_type: in config.json.
+        key: of the part's configuration in config.json.
+        prefix: of the names of the part's weights.
+        part: keys of the part's configuration that differ from those of the part alone.
+        config: other keys of config.json.
+        files: that the checkpoint has besides, by name.
+        engine: engine arguments that it needs.
+    """
+
+    model_type: str
+    key: str
+    prefix: str
+    part: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+# vLLM 0.30.0 has a processor of its own, and 0.23.0 takes the one of the checkpoint.
+_KIMI_PROCESSOR = """
+from transformers import BaseImageProcessor
+
+
+class TextOnly(BaseImageProcessor):
+    def __init__(self, media_proc_cfg, **options):
+        super().__init__(**options)
+        self.num_frames_per_chunk = media_proc_cfg["temporal_merge_kernel_size"]
+
+    def media_tokens_calculator(self, media):
+        raise NotImplementedError("prompts of the tests have no images")
+"""
+_KIMI_MEDIA = {"patch_size": 14, "merge_kernel_size": 2, "temporal_merge_kernel_size": 4, "image_mean": 3 * [0.5], "image_std": 3 * [0.5]}
+KIMI_K25 = Outer(
+    "kimi_k25",
+    "text_config",
+    "language_model.",
+    part={"model_type": "kimi_k2"},
+    config={
+        "vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        "media_placeholder_token_id": 3,
+    },
+    files={
+        "text_only.py": _KIMI_PROCESSOR,
+        "preprocessor_config.json": json.dumps({"auto_map": {"AutoImageProcessor": "text_only.TextOnly"}, "media_proc_cfg": _KIMI_MEDIA}),
+    },
+    engine={"trust_remote_code": True},
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +107,11 @@ class Family:
         extra: keys of config.json that vLLM reads and transformers does not write.
         versions: releases of vllm-ascend on which it is shown.
         experts: True if tokens are routed to experts.
-        vision: keys of the vision tower's configuration. With it the checkpoint is served with
-            `language_model_only`. None for a model of text.
+        towers: configurations of the parts for images and sound, by their keys. With them the
+            checkpoint is served with `language_model_only`. Empty for a model of text.
         dtype: of the weights.
+        outer: the served model, of which this one is a part; it is served with
+            `language_model_only`, too. None if this one is served.
     """
 
     model_type: str
@@ -59,12 +121,14 @@ class Family:
     versions: str = ">=0.23"
     experts: bool = False
     dtype: str = "float32"
-    vision: Mapping[str, Any] | None = None
+    towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    outer: Outer | None = None
 
     @property
     def engine(self) -> dict[str, Any]:
         """Return the engine arguments that the family needs."""
-        return {"dtype": self.dtype, **({} if self.vision is None else {"language_model_only": True})}
+        text_only = {"language_model_only": True} if self.towers or self.outer else {}
+        return {"dtype": self.dtype, **text_only, **(self.outer.engine if self.outer else {})}
 
 
 def _moe(model_type: str, architecture: str, config: Mapping[str, Any], **options: Any) -> Family:
@@ -109,7 +173,23 @@ FAMILIES = {
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
         {**EXPERTS, **HEADS, "norm_topk_prob": True, "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}},
-        vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256, **DEEPSTACK},
+        towers={"vision_config": TOWER},
+    ),
+    "Qwen3-Omni's thinker, text": _moe(
+        "qwen3_omni_moe_thinker",
+        "Qwen3OmniMoeForConditionalGeneration",
+        # vLLM alone reads these keys of the published configuration: tie_word_embeddings,
+        # image_size and apply_vit_abs_pos_embed.
+        {
+            **EXPERTS,
+            **HEADS,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+        towers={"vision_config": {**TOWER, "image_size": 64, "apply_vit_abs_pos_embed": True}, "audio_config": EAR},
+        outer=Outer("qwen3_omni_moe", "thinker_config", "thinker."),
+        versions=">=0.30",
     ),
     "Gemma-4, text": Family("gemma4_text", "Gemma4ForCausalLM", {**WIDE, **HEADS, **GEMMA4}),
     "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
@@ -120,6 +200,14 @@ FAMILIES = {
         {**SHARED, **LATENT},
         extra=SIGMOID,
         dtype="bfloat16",
+    ),
+    "Kimi-K2.5, text": _moe(
+        "deepseek_v3",
+        "KimiK25ForConditionalGeneration",
+        {**SHARED, **LATENT},
+        extra=SIGMOID,
+        dtype="bfloat16",
+        outer=KIMI_K25,
     ),
     "GLM-4.7-Flash": _moe("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**SHARED, **LATENT}, dtype="bfloat16"),
     "Hunyuan, dense": Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", {**WIDE, **HEADS}, {"use_qk_norm": True}, "<0.30"),
@@ -141,17 +229,31 @@ def build_family(directory: Path, family: Family) -> Path:
         sizes = common_config(layers, heads, heads if heads == 4 else 4)
         keys = {**sizes, **family.config}
         kind: Any = AutoModelForCausalLM
-        if family.vision is not None:
-            keys, kind = {"text_config": keys, "vision_config": dict(family.vision)}, AutoModelForImageTextToText
+        if family.towers:
+            keys, kind = {"text_config": keys, **{key: dict(tower) for key, tower in family.towers.items()}}, AutoModelForImageTextToText
         model = kind.from_config(AutoConfig.for_model(family.model_type, **keys), dtype=torch.float32)
         draw_weights(model, generator)
         if family.experts and family.dtype != "float32":
             _widen_routing_margins(model, generator)
-        if family.experts and family.vision is not None:
+        if family.model_type == "qwen3_vl_moe":
             _turn_experts(model)
-        return model, {"architectures": [family.architecture], **family.extra}
+        return model, {**({} if family.outer else {"architectures": [family.architecture]}), **family.extra}
 
     return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+
+
+def build_outer(part: Path, directory: Path, family: Family) -> Path:
+    """Build the checkpoint of a family that is served: `part` itself, or a model around it."""
+    if (outer := family.outer) is None:
+        return part
+    shutil.copytree(part, directory)
+    weights = {outer.prefix + name: weight for name, weight in load_file(part / "model.safetensors").items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {**json.loads((part / "config.json").read_text()), **outer.part}
+    whole = {"architectures": [family.architecture], "model_type": outer.model_type, "dtype": family.dtype, outer.key: config}
+    for name, content in {"config.json": json.dumps({**whole, **outer.config}), **outer.files}.items():
+        (directory / name).write_text(content)
+    return directory
 
 
 def _turn_experts(model: PreTrainedModel) -> None:

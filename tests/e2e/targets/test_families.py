@@ -6,11 +6,12 @@ A short run tries two families, other ones each day, and a long one all of them.
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, LAYERS, Family, build_family
+from families import FAMILIES, LAYERS, Family, build_family, build_outer
 from harness import Run, run_engine, tokens
 from releases import installed_is
 from session import WITH_OUTPUT
@@ -48,6 +49,14 @@ def families(experts: bool) -> list[Any]:
     return [pytest.param(FAMILIES[name], id=name, marks=() if name in short else pytest.mark.long) for name in names]
 
 
+def serve(directory: Path, family: Family, script: list[list[Any]], **options: Any) -> Run:
+    """Run an engine with the tiny checkpoint of a family."""
+    part = build_family(directory / "part", family)
+    model = build_outer(part, directory / "model", family)
+    common = {"layer_ids": LAYER_IDS, "max_num_batched_tokens": CHUNK, **family.engine}
+    return replace(run_engine(directory / "run", model, script, **common, **options), model=part)
+
+
 def check(run: Run) -> None:
     """Check the rows of every request."""
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
@@ -58,27 +67,23 @@ def check(run: Run) -> None:
 
 @pytest.mark.parametrize("family", families(experts=False))
 def test_rows_of_a_family_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
-    model = build_family(tmp_path / "model", family)
-    run = run_engine(tmp_path / "run", model, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, **family.engine)
+    run = serve(tmp_path, family, SCRIPT)
     check(run)
     assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 2 * CHUNK
 
 
 @pytest.mark.parametrize("family", families(experts=True))
 def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(family: Family, tmp_path: Path) -> None:
-    run = run_engine(
-        tmp_path / "run",
-        build_family(tmp_path / "model", family),
+    run = serve(
+        tmp_path,
+        family,
         [action for action in SCRIPT if action != ["settle"]],  # of an engine in one process
-        layer_ids=LAYER_IDS,
-        max_num_batched_tokens=CHUNK,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
         environ=ENVIRON,
         enforce_eager=False,
         compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
         additional_config=COMPILER,
-        **family.engine,
     )
     check(run)
 

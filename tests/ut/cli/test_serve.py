@@ -225,9 +225,13 @@ def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Pat
         read_model(str(tmp_path / "none"))
 
 
-def test_the_language_models_part_of_a_config_counts(tmp_path: Path) -> None:
-    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "num_hidden_layers": 1, "text_config": {"num_hidden_layers": 40}}
-    assert read_model(str(a_model(tmp_path / "m", config))) == Model(40, "Qwen3_5MoeForConditionalGeneration")
+@pytest.mark.parametrize(
+    "part",
+    [{"text_config": {"num_hidden_layers": 40}}, {"thinker_config": {"num_hidden_layers": 2, "text_config": {"num_hidden_layers": 40}}}],
+)
+def test_the_language_models_part_of_a_config_counts(part: dict[str, Any], tmp_path: Path) -> None:
+    config = {"architectures": ["AnyForConditionalGeneration"], "num_hidden_layers": 1, **part}
+    assert read_model(str(a_model(tmp_path / "m", config))) == Model(40, "AnyForConditionalGeneration")
 
 
 def test_vllm_is_asked_for_a_repository_and_says_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,8 @@ def test_an_int8_cache_stays_one_with_our_connector_alone(connector: str | None,
 
 
 def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
-    return SimpleNamespace(method=method, num_speculative_tokens=number)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1, 2]))
+    return SimpleNamespace(method=method, num_speculative_tokens=number, draft_model_config=draft)
 
 
 def config_module() -> Any:

@@ -71,6 +71,16 @@ def test_what_the_tests_have_shown_is_collected() -> None:
     assert set(SHOWN) <= {name for record in records for group in ("ITSELF", "OURS") for name in record["collected"][group]}
 
 
+def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_collects(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (nameless,) = check_target(str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        refuse_architecture(next(iter(targets.recorded_architectures().refused)), (1,))
+    others = {"Qwen3OmniMoeForConditionalGeneration"} if installed_is("<0.30") else {"HunYuanMoEV1ForCausalLM", "Olmo2ForCausalLM"}
+    for remedy in (nameless.what_to_do, refused.value.remedy):
+        assert set(re.findall(r"\w+For\w+", remedy)) & {*others, "Qwen3ForCausalLM"} == {"Qwen3ForCausalLM"}
+
+
 @pytest.mark.parametrize("architecture", UNSERVABLE)
 def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
     refuse_architecture("Qwen3ForCausalLM", (0, 1))
