@@ -75,7 +75,7 @@ def build(
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
     ids = layer_ids(layers, target.num_layers)
     try:
-        refuse_architecture(target.architecture, ids)
+        refuse_architecture(target.architecture, ids, target.language_model)
     except UserError as error:
         option, value = ("MODEL", model) if error.option == "model" else ("--layers", layers)
         raise UserError(option, value, f"({target.architecture}) {error.problem}", error.remedy) from None

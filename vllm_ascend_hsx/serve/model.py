@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from vllm_ascend_hsx.compat.targets import named_language_model
 from vllm_ascend_hsx.plan.shape import MODEL, read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -15,10 +16,12 @@ class Model(NamedTuple):
     Attributes:
         num_layers: decoder layers.
         architecture: its class, from config.json; empty if there is none.
+        language_model: architectures that its text config names.
     """
 
     num_layers: int
     architecture: str
+    language_model: tuple[str, ...] = ()
 
 
 def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Model:
@@ -41,7 +44,8 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
         whole, text = _ask_vllm(name, trust_remote_code, revision)
     names = whole.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else ""
-    return Model(whole_number(name, text, "num_hidden_layers"), architecture if isinstance(architecture, str) else "")
+    architecture = architecture if isinstance(architecture, str) else ""
+    return Model(whole_number(name, text, "num_hidden_layers"), architecture, named_language_model(whole))
 
 
 def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:

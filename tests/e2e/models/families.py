@@ -32,6 +32,7 @@ SHARED = {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 96, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
 ROPE = {"rope_type": "default", "rope_theta": 5_000_000.0}
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
 GEMMA4 = {"global_head_dim": HEAD_DIM, "sliding_window": 4096, "hidden_size_per_layer_input": 0}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
@@ -111,6 +112,19 @@ FAMILIES = {
         {**EXPERTS, **HEADS, "norm_topk_prob": True, "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}},
         vision={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256, **DEEPSTACK},
     ),
+    "Qwen2-VL, text": Family(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {**WIDE, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
+        vision={"depth": 1, "embed_dim": 32, "hidden_size": 256, "num_heads": 2, "mlp_ratio": 1},
+    ),
+    "Gemma-3 with images, text": Family(
+        "gemma3", "Gemma3ForConditionalGeneration", {**WIDE, **HEADS, "sliding_window": 4096}, vision={**TOWER, "image_size": 56}
+    ),
+    "LLaVA-Next, text": Family("llava_next", "LlavaNextForConditionalGeneration", vision={**TOWER, "image_size": 28}),
+    "InternVL, text": Family(
+        "internvl", "InternVLForConditionalGeneration", vision={**TOWER, "image_size": [28, 28], "patch_size": [14, 14]}
+    ),
     "Gemma-4, text": Family("gemma4_text", "Gemma4ForCausalLM", {**WIDE, **HEADS, **GEMMA4}),
     "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
     "dots.llm1": _moe("dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.30"),
@@ -149,6 +163,10 @@ def build_family(directory: Path, family: Family) -> Path:
             _widen_routing_margins(model, generator)
         if family.experts and family.vision is not None:
             _turn_experts(model)
+        elif family.vision is not None:
+            # Keep the names of the published checkpoints: save_pretrained of transformers 5.5.4
+            # renames the parameters of the text model twice.
+            model._weight_conversions = []
         return model, {"architectures": [family.architecture], **family.extra}
 
     return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
