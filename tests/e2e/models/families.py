@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,11 @@ def build_family(directory: Path, family: Family) -> Path:
             model._weight_conversions = []
         return model, {"architectures": [family.architecture], **family.extra}
 
-    return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+    built = build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+    if family.model_type == "qwen2_vl":  # vLLM 0.30 reads it also with `language_model_only`
+        images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+        (built / "preprocessor_config.json").write_text(json.dumps(images))
+    return built
 
 
 def _turn_experts(model: PreTrainedModel) -> None:
