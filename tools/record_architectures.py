@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.compat.canonical import NotCanonicalError
 from vllm_ascend_hsx.compat.collector import collection_of
+from vllm_ascend_hsx.compat.targets import shown_inside
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, release_to_patch
 
 TARGET = Path(__file__).parents[1] / "vllm_ascend_hsx" / "compat" / "architectures.json"
@@ -39,13 +41,21 @@ def served_classes() -> dict[str, Any]:
     return found
 
 
+def registered(architectures: Sequence[str]) -> Any:
+    """Return the class of the first registered architecture, or None without architectures."""
+    from vllm import ModelRegistry
+
+    known = [name for name in shown_inside(architectures) if name in ModelRegistry.models]
+    return ModelRegistry.models[known[0]].load_model_cls() if known else None
+
+
 def recorded() -> dict[str, dict[str, Any]]:
     """Return what architectures.json says of the installed release."""
     collected: dict[str, list[str]] = defaultdict(list)
     refused: dict[str, str] = {}
     for name, served in served_classes().items():
         try:
-            collected[collection_of(served).name].append(name)
+            collected[collection_of(served, registered).name].append(name)
         except NotCanonicalError as error:
             refused[name] = str(error)
     return {"collected": dict(sorted(collected.items())), "refused": refused}

@@ -33,6 +33,7 @@ STATES, INDEX = "_hsx_states", "_hsx_index"  # local variables of the new forwar
 # Norms of vLLM that return (norm(x + residual), x + residual) if they are given a residual
 # (model_executor/layers/layernorm.py, 0.23.0).
 ADDING_NORMS = ("RMSNorm", "GemmaRMSNorm")
+INTERFACES = "vllm.model_executor.models.interfaces"
 NORMS = "vllm.model_executor.layers.layernorm"
 _WHY = "targets without SupportsEagle3 are collected"
 uses(NORMS, "RMSNorm", SINCE_0_23, why=_WHY)
@@ -89,8 +90,10 @@ def recognise(served: type[torch.nn.Module]) -> Decoder:
     Raises:
         NotCanonicalError: if the code of the class, of its decoder or of a layer is another.
     """
-    owner = _passed_on(served)
-    decoder = _class_of(served, owner)
+    owner = attribute_of_self(passed_on(served))
+    if owner is None:
+        raise NotCanonicalError(f"{served.__name__}.forward does not return the output of a decoder as it is")
+    decoder = class_of(served, owner)
     if "_maybe_add_hidden_state" in inspect.getsource(decoder.forward):
         return Decoder(owner, decoder, None, None)
     layer = _class_of_layers(decoder)
@@ -118,28 +121,57 @@ def collect(self: Any, states: list[torch.Tensor], index: int, hidden: torch.Ten
 # The served class
 
 
-def _passed_on(served: type[torch.nn.Module]) -> str:
-    """Return the attribute whose output the forward of a served class returns as it is."""
-    *before, last = _body(_parse(_plain_function(served)))
+def passed_on(served: type[torch.nn.Module]) -> ast.expr:
+    """Return the callee whose output the forward of a served class returns as it is.
+
+    Other statements of the forward do not name the output. The class makes instances of itself,
+    and has no model state of its own, which may call the forward several times (block diffusion).
+    """
+    for each in ("__new__", "get_model_state_cls"):
+        if any(each in vars(base) for base in served.__mro__ if base.__module__ not in (object.__module__, INTERFACES)):
+            raise NotCanonicalError(f"{served.__name__} has {each}, so that its forward is not the whole of it")
+    tree = _parse(_plain_function(served))
+    last = tree.body[-1]
     returned = last.value if isinstance(last, ast.Return) else None
-    if isinstance(returned, ast.Name) and len(before) == 1 and _assigns(before[0], returned.id):
-        returned, before = before[0].value, []
-    if not before and isinstance(returned, ast.Call) and (owner := _attribute_of_self(returned.func)):
-        return owner
+    if isinstance(returned, ast.Name):
+        name = returned.id
+        made = [each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, name)]
+        named = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == name]
+        returned = made[0] if len(made) == 1 and len(named) == 2 else None
+    returns = [each for each in ast.walk(tree) if isinstance(each, ast.Return)]
+    if len(returns) == 1 and isinstance(returned, ast.Call):
+        return returned.func
     raise NotCanonicalError(f"{served.__name__}.forward does not return the output of a decoder as it is")
 
 
-def _class_of(served: type[torch.nn.Module], attribute: str) -> type[torch.nn.Module]:
-    """Return the class of an attribute, by the assignment in a constructor."""
+def assignment(served: type[torch.nn.Module], attribute: str) -> tuple[type, ast.FunctionDef, ast.expr]:
+    """Return the class and the constructor that make an attribute, and the assigned value."""
     for owner, constructor in _constructors(served):
         for node in ast.walk(constructor):
-            if isinstance(node, ast.Assign) and attribute in map(_attribute_of_self, node.targets):
-                made = node.value.func if isinstance(node.value, ast.Call) else node.value
-                found = _resolved(made, owner, constructor, owner is served)
-                if _is_module(found):
-                    return found
-                raise NotCanonicalError(f"{owner.__name__} makes its {attribute} by {ast.unparse(made)}")
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if attribute in map(attribute_of_self, targets):
+                return owner, constructor, node.value
     raise NotCanonicalError(f"{served.__name__} has no constructor that makes its {attribute}")
+
+
+def class_of(served: type[torch.nn.Module], attribute: str) -> type[torch.nn.Module]:
+    """Return the class of an attribute, by the assignment in a constructor."""
+    owner, constructor, value = assignment(served, attribute)
+    made = value.func if isinstance(value, ast.Call) else value
+    method = getattr(served, attribute_of_self(made) or "", None)
+    found = _returned_by(method) if isinstance(method, FunctionType) else _resolved(made, owner, constructor, owner is served)
+    if _is_module(found):
+        return found
+    raise NotCanonicalError(f"{owner.__name__} makes its {attribute} by {ast.unparse(made)}")
+
+
+def _returned_by(method: FunctionType) -> object:
+    """Return the class whose instance a method returns, or None."""
+    returns = [each.value for each in ast.walk(_parse(method)) if isinstance(each, ast.Return)]
+    made = returns[0].func if len(returns) == 1 and isinstance(returns[0], ast.Call) else None
+    return None if made is None else vars(sys.modules[method.__module__]).get(ast.unparse(made))
 
 
 # The decoder
@@ -205,7 +237,7 @@ def _norm_that_adds(branch: ast.If, hidden: str, residual: str) -> str | None:
         return None
     kept, normed = map(ast.unparse, branch.body)
     added = branch.orelse[0]
-    norm = _attribute_of_self(added.value.func) if isinstance(added, ast.Assign) and isinstance(added.value, ast.Call) else None
+    norm = attribute_of_self(added.value.func) if isinstance(added, ast.Assign) and isinstance(added.value, ast.Call) else None
     is_canonical = (
         kept in (f"{residual} = {hidden}", f"{residual} = {hidden}.clone()")
         and normed == f"{hidden} = self.{norm}({hidden})"
@@ -248,12 +280,12 @@ def _ends_a_stage(statement: ast.stmt) -> bool:
 def _last_norm(statement: ast.stmt) -> str | None:
     """Return the attribute of `self` that a statement calls."""
     calls = (node.func for node in ast.walk(statement) if isinstance(node, ast.Call))
-    return next(filter(None, map(_attribute_of_self, calls)), None)
+    return next(filter(None, map(attribute_of_self, calls)), None)
 
 
 def _is_adding(owner: type[torch.nn.Module], attribute: str) -> bool:
     """Return whether an attribute is one of ADDING_NORMS of vLLM."""
-    found = _class_of(owner, attribute)
+    found = class_of(owner, attribute)
     return found.__module__ == NORMS and found.__name__ in ADDING_NORMS
 
 
@@ -342,7 +374,7 @@ def _body(tree: ast.FunctionDef) -> Sequence[Any]:
     return tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
 
 
-def _attribute_of_self(expression: ast.AST) -> str | None:
+def attribute_of_self(expression: ast.AST) -> str | None:
     if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name) and expression.value.id == "self":
         return expression.attr
     return None

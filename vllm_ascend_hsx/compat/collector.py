@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_hsx.compat.canonical import Decoder, NotCanonicalError, collect, recognise
+from vllm_ascend_hsx.compat.canonical import INTERFACES, NotCanonicalError, collect, recognise
 from vllm_ascend_hsx.compat.patch_points import uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23
+from vllm_ascend_hsx.compat.wrappers import Wrapper, check_part, wrapper_of
 
 if TYPE_CHECKING:
     import torch
 
-INTERFACES = "vllm.model_executor.models.interfaces"
 BACKEND = "vllm.model_executor.models.transformers"
 _WHY = "targets without SupportsEagle3 are collected"
 uses(INTERFACES, "supports_eagle3", SINCE_0_23, takes="model", why="the runner asks whether a target collects")
@@ -23,25 +24,38 @@ class Collection(Enum):
     """Who collects the hidden states of a served class.
 
     ITSELF: the class, which has SupportsEagle3. BACKEND: vLLM's Transformers backend, by hooks.
-    OURS: our calls between the layers of a canonical decoder.
+    OURS: our calls between the layers of a canonical decoder. LANGUAGE_MODEL: the language model
+    that it wraps, whose class the text config names.
     """
 
     ITSELF = "the class itself"
     BACKEND = "vLLM's Transformers backend"
     OURS = "the collector"
+    LANGUAGE_MODEL = "its language model"
 
 
-def collection_of(served: type[torch.nn.Module]) -> Collection:
+# Returns the class of the first architecture that vLLM registers. Without architectures: the class
+# that the text config names, or None where there is no config.
+Resolve = Callable[[Sequence[str]], "type[torch.nn.Module] | None"]
+
+
+def collection_of(served: type[torch.nn.Module], resolve: Resolve) -> Collection:
     """Return who collects the states of a served class. Raises NotCanonicalError if nobody does."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if supports_eagle3(served):
         return Collection.BACKEND if served.__module__.startswith(BACKEND) else Collection.ITSELF
-    recognise(served)
-    return Collection.OURS
+    wrapper = wrapper_of(served)
+    if wrapper is None:
+        recognise(served)
+        return Collection.OURS
+    language_model = _language_model(wrapper, resolve)
+    if language_model is not None:
+        _check_language_model(wrapper, language_model, resolve)
+    return Collection.OURS if wrapper.made else Collection.LANGUAGE_MODEL
 
 
-def make_collecting(served: type[torch.nn.Module]) -> Collection:
+def make_collecting(served: type[torch.nn.Module], resolve: Resolve) -> Collection:
     """Have a served class return hidden states. Call it before the class is instantiated.
 
     Reason: the runner asks `supports_eagle3` and calls `set_aux_hidden_state_layers` (MR:3758 and
@@ -51,19 +65,40 @@ def make_collecting(served: type[torch.nn.Module]) -> Collection:
     Raises:
         NotCanonicalError: if the class has neither the interface nor a canonical decoder.
     """
-    collection = collection_of(served)
-    if collection is Collection.OURS:
-        found = recognise(served)
-        if found.forward is not None:
-            decoder: Any = found.decoder
-            decoder.forward, decoder.collect, decoder.aux_hidden_state_layers = found.forward, collect, ()
-        _add_interface(served, found)
+    collection = collection_of(served, resolve)
+    if collection in (Collection.ITSELF, Collection.BACKEND):
+        return collection
+    if (wrapper := wrapper_of(served)) is None:
+        _make_decoder_collecting(served)
+        return collection
+    language_model = _language_model(wrapper, resolve)
+    if language_model is None:
+        raise NotCanonicalError(f"the configuration of {served.__name__} does not name the class of its language model")
+    make_collecting(language_model, resolve)
+    _delegate(served, wrapper.owner, language_model)
     return collection
 
 
-def _add_interface(served: Any, found: Decoder) -> None:
-    """Give a class vLLM's interface SupportsEagle3 (models/interfaces.py:1317, 0.23.0)."""
-    from vllm.model_executor.models.interfaces import SupportsEagle3
+def _language_model(wrapper: Wrapper, resolve: Resolve) -> type[torch.nn.Module] | None:
+    return resolve(wrapper.made) if isinstance(wrapper.made, tuple) else wrapper.made
+
+
+def _check_language_model(wrapper: Wrapper, language_model: type[torch.nn.Module], resolve: Resolve) -> None:
+    """Check that what a wrapper calls returns hidden states. Raises NotCanonicalError if not."""
+    collection = collection_of(language_model, resolve)
+    if collection is Collection.ITSELF:
+        check_part(wrapper, language_model)
+    elif collection is not Collection.OURS or wrapper_of(language_model) is not None:
+        raise NotCanonicalError(f"the language model {language_model.__name__} has a language model of its own, or is vLLM's backend")
+    elif wrapper.part not in (None, recognise(language_model).owner):
+        raise NotCanonicalError(f"the {wrapper.part} of {language_model.__name__} is not its decoder")
+
+
+def _make_decoder_collecting(served: type[torch.nn.Module]) -> None:
+    found = recognise(served)
+    if found.forward is not None:
+        decoder: Any = found.decoder
+        decoder.forward, decoder.collect, decoder.aux_hidden_state_layers = found.forward, collect, ()
 
     def set_aux_hidden_state_layers(self: Any, layers: tuple[int, ...]) -> None:
         decoder = getattr(self, found.owner)
@@ -72,6 +107,23 @@ def _add_interface(served: Any, found: Decoder) -> None:
             names = ", ".join(sorted(each.__name__ for each in other))
             raise NotCanonicalError(f"{type(self).__name__} has {names}, and others were checked")
         decoder.aux_hidden_state_layers = layers
+
+    _add_interface(served, set_aux_hidden_state_layers)
+
+
+def _delegate(served: type[torch.nn.Module], owner: str, language_model: Any) -> None:
+    def set_aux_hidden_state_layers(self: Any, layers: tuple[int, ...]) -> None:
+        found = getattr(self, owner)
+        if type(found) is not language_model:
+            raise NotCanonicalError(f"{type(self).__name__} has {type(found).__name__}, and {language_model.__name__} was checked")
+        found.set_aux_hidden_state_layers(layers)
+
+    _add_interface(served, set_aux_hidden_state_layers)
+
+
+def _add_interface(served: Any, set_aux_hidden_state_layers: Callable[[Any, tuple[int, ...]], None]) -> None:
+    """Give a class vLLM's interface SupportsEagle3 (models/interfaces.py:1317, 0.23.0)."""
+    from vllm.model_executor.models.interfaces import SupportsEagle3
 
     served.supports_eagle3 = True
     served.has_own_lm_head = served.has_own_embed_tokens = False

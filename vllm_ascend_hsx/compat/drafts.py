@@ -10,7 +10,7 @@ from typing import Any
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.scheduling import refuse_balance_scheduling
-from vllm_ascend_hsx.compat.targets import refuse_architecture
+from vllm_ascend_hsx.compat.targets import language_architectures, refuse_architecture
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30
 from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -64,7 +64,8 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
         require_checked(read_options(self.kv_transfer_config).allow_unchecked_versions)
         refuse_parallelism(self.parallel_config)
         refuse_balance_scheduling(self.additional_config or {}, self.kv_transfer_config.kv_role)
-        refuse_architecture(self.model_config.architecture, _layer_ids(speculative))
+        target = self.model_config
+        refuse_architecture(target.architecture, _layer_ids(speculative), language_architectures(target.hf_config))
     original(self)
     if _extracts(speculative):
         read_options(self.kv_transfer_config)

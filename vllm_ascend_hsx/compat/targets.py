@@ -62,6 +62,7 @@ SHOWN = (
     "Exaone4ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "Gemma4ForCausalLM",
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
@@ -73,8 +74,10 @@ SHOWN = (
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
+    "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
+    "LlavaNextForConditionalGeneration",
     "MiniMaxM2ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -83,6 +86,7 @@ SHOWN = (
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -164,6 +168,8 @@ def collect_embedding(
 _KEYWORDS = "trust_remote_code revision"
 uses(MODEL_CONFIGS, "get_config", SINCE_0_23, takes="model", keywords=_KEYWORDS, why=_LAYERS)
 uses(MODEL_CONFIGS, "get_hf_text_config", SINCE_0_23, takes="config", why=_LAYERS)
+_WRAPPERS = "the text config of a multimodal target names its language model"
+uses("vllm.config.vllm", "VllmConfig.with_hf_config", SINCE_0_23, takes="self hf_config", why=_WRAPPERS)
 
 
 def published_config(model: str, *, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -225,7 +231,7 @@ def is_registered(architecture: str) -> bool:
     return architecture in UNSERVABLE or architecture in known.collected or architecture in known.refused
 
 
-def refuse_architecture(architecture: str, layer_ids: Sequence[int]) -> None:
+def refuse_architecture(architecture: str, layer_ids: Sequence[int], named: Sequence[str] = ()) -> None:
     """Refuse a target that cannot be extracted, by the name of its architecture.
 
     Reason: the runner refuses it too, but only when all weights are loaded (MR:3758). A server of
@@ -236,6 +242,8 @@ def refuse_architecture(architecture: str, layer_ids: Sequence[int]) -> None:
         architecture: as config.json names it. One that neither vLLM nor vllm-ascend registers is
             let pass.
         layer_ids: of the layers to extract.
+        named: architectures of the text config. They decide about a target that wraps the language
+            model that they name.
 
     Raises:
         UserError: the target cannot be extracted, or not with these ids.
@@ -245,7 +253,23 @@ def refuse_architecture(architecture: str, layer_ids: Sequence[int]) -> None:
         raise UserError("model", architecture, f"cannot be served: {reason}", "Choose another target.")
     if reason := known.refused.get(architecture):
         raise _refusal(architecture, reason)
-    _check_embedding(architecture, layer_ids, known.collected.get(architecture))
+    collection = known.collected.get(architecture)
+    if collection is Collection.LANGUAGE_MODEL and (language_model := next(filter(is_registered, named), None)):
+        refuse_architecture(language_model, ())
+        if known.collected[language_model] not in (Collection.ITSELF, Collection.OURS):
+            raise _refusal(architecture, f"its language model {language_model} is collected by {known.collected[language_model].value}")
+        try:
+            shown_inside((language_model,))
+        except NotCanonicalError as error:
+            raise _refusal(architecture, str(error)) from None
+    _check_embedding(architecture, layer_ids, collection)
+
+
+def named_language_model(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the architectures of the text config in a config.json; see refuse_architecture."""
+    text = config.get("text_config")
+    named = text.get("architectures") if isinstance(text, dict) else None
+    return tuple(each for each in named if isinstance(each, str)) if isinstance(named, list) else ()
 
 
 def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> None:
@@ -259,11 +283,40 @@ def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> No
         UserError: nobody collects its hidden states, or not those of `layer_ids`.
     """
     model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+
+    def resolve(architectures: Sequence[str]) -> type | None:
+        named = shown_inside(architectures or language_architectures(model_config.hf_config))
+        return model_config.registry.resolve_model_cls(named, model_config=model_config)[0] if named else None
+
     try:
-        collection = make_collecting(model_class)
+        collection = make_collecting(model_class, resolve)
     except NotCanonicalError as error:
         raise _refusal(architecture, str(error)) from None
     _check_embedding(architecture, layer_ids, collection)
+
+
+def shown_inside(architectures: Sequence[str]) -> list[str]:
+    """Return the architectures of a language model if its rows can be right in a wrapper.
+
+    Raises:
+        NotCanonicalError: they cannot.
+    """
+    if refused := next((each for each in architectures if each in UNSERVABLE or each in OF_STREAMS), None):
+        raise NotCanonicalError(f"its language model {refused} cannot be in it: {UNSERVABLE.get(refused, MEAN_OF_STREAMS)}")
+    return list(architectures)
+
+
+def language_architectures(hf_config: Any) -> Sequence[str]:
+    """Return the architectures of a model's text config, as VllmConfig.with_hf_config has them.
+
+    Args:
+        hf_config: transformers.PretrainedConfig of the model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = getattr(hf_config, "text_config", None)
+    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", None))
+    return getattr(text, "architectures", None) or ((by_type,) if isinstance(by_type, str) else ())
 
 
 def returns_embedding(architecture: str, collection: Collection | None) -> bool:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vllm_ascend_hsx.caveats import caveats_of
-from vllm_ascend_hsx.compat.targets import is_registered, recorded_architectures, refuse_architecture, returns_embedding, shown
+from vllm_ascend_hsx.compat.collector import Collection
+from vllm_ascend_hsx.compat.targets import (
+    is_registered,
+    named_language_model,
+    recorded_architectures,
+    refuse_architecture,
+    returns_embedding,
+    shown,
+)
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.shape import read_config, read_shape, text_config
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -35,7 +43,7 @@ def check_target(model: str) -> Iterator[Finding]:
         yield Finding(TOPIC, "model", "problem", f"{name}: there is no architecture in its config.json", remedy)
         return
     try:
-        yield _class(name, model, architectures[0] if known is None else known)
+        yield _class(name, model, architectures[0] if known is None else known, named_language_model(config))
     except UserError as error:
         yield Finding(TOPIC, "model", "problem", f"{name}: {known} {error.problem}", remedy)
         return
@@ -51,19 +59,21 @@ def check_target(model: str) -> Iterator[Finding]:
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
 
 
-def _class(name: str, model: str, architecture: str) -> Finding:
+def _class(name: str, model: str, architecture: str, language_model: Sequence[str]) -> Finding:
     """Return the finding about a class that a server takes.
 
     Raises:
         UserError: a server refuses the class.
     """
-    refuse_architecture(architecture, ())
+    refuse_architecture(architecture, (), language_model)
     remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
     collection = recorded_architectures().collected.get(architecture)
     if collection is None:
         found = f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's Transformers backend may serve it"
         return Finding(TOPIC, "model", "note", f"{found}, and the server checks it before it loads weights", remedy)
     found = f"{name}: {architecture}: hidden states are collected by {collection.value}"
+    if collection is Collection.LANGUAGE_MODEL and not any(map(is_registered, language_model)):
+        found += ", whose class the server checks before it loads weights"
     if architecture in shown():
         return Finding(TOPIC, "model", "ok", found)
     without = "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"

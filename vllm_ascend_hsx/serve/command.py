@@ -80,7 +80,7 @@ def build(
     )
     ids = layer_ids(layers, target.num_layers)
     try:
-        refuse_architecture(target.architecture, ids)
+        refuse_architecture(target.architecture, ids, target.language_model)
     except UserError as error:
         option, value = ("MODEL", model) if error.option == "model" else ("--layers", layers)
         raise UserError(option, value, f"({target.architecture}) {error.problem}", error.remedy) from None

@@ -7,6 +7,7 @@ import os
 from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.caveats import Caveat, caveats_of
+from vllm_ascend_hsx.compat.targets import named_language_model
 from vllm_ascend_hsx.plan.shape import MODEL, read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -18,11 +19,13 @@ class Model(NamedTuple):
         num_layers: decoder layers.
         architecture: its class, from config.json; empty if there is none.
         caveats: see caveats_of.
+        language_model: architectures that its text config names.
     """
 
     num_layers: int
     architecture: str
     caveats: tuple[Caveat, ...] = ()
+    language_model: tuple[str, ...] = ()
 
 
 def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None, hf_overrides: str = "") -> Model:
@@ -49,6 +52,7 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
         whole_number(name, text, "num_hidden_layers"),
         architecture if isinstance(architecture, str) else "",
         caveats_of(whole, text, _parsed(hf_overrides)),
+        named_language_model(whole),
     )
 
 

@@ -36,6 +36,7 @@ SHARED = {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 96, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
 ROPE = {"rope_type": "default", "rope_theta": 5_000_000.0}
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+ENCODER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
 GEMMA4 = {"global_head_dim": HEAD_DIM, "sliding_window": 4096, "hidden_size_per_layer_input": 0}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE, **DEEPSTACK}
@@ -191,6 +192,24 @@ FAMILIES = {
         outer=Outer("qwen3_omni_moe", "thinker_config", "thinker."),
         versions=">=0.30",
     ),
+    "Qwen2-VL, text": Family(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {**WIDE, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
+        towers={"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": HIDDEN_SIZE, "num_heads": 2, "mlp_ratio": 1}},
+    ),
+    "Gemma-3 with images, text": Family(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        {**WIDE, **HEADS, "sliding_window": 4096},
+        towers={"vision_config": {**ENCODER, "image_size": 56}},
+    ),
+    "LLaVA-Next, text": Family("llava_next", "LlavaNextForConditionalGeneration", towers={"vision_config": {**ENCODER, "image_size": 28}}),
+    "InternVL, text": Family(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        towers={"vision_config": {**ENCODER, "image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
     "Gemma-4, text": Family("gemma4_text", "Gemma4ForCausalLM", {**WIDE, **HEADS, **GEMMA4}),
     "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
     "dots.llm1": _moe("dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.26"),
@@ -237,9 +256,17 @@ def build_family(directory: Path, family: Family) -> Path:
             _widen_routing_margins(model, generator)
         if family.model_type == "qwen3_vl_moe":
             _turn_experts(model)
+        elif family.towers and family.outer is None:
+            # Keep the names of the published checkpoints: save_pretrained of transformers 5.5.4
+            # renames the parameters of the text model twice.
+            model._weight_conversions = []
         return model, {**({} if family.outer else {"architectures": [family.architecture]}), **family.extra}
 
-    return build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+    built = build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+    if family.model_type == "qwen2_vl":  # vLLM 0.30 reads it also with `language_model_only`
+        images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+        (built / "preprocessor_config.json").write_text(json.dumps(images))
+    return built
 
 
 def build_outer(part: Path, directory: Path, family: Family) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from record_architectures import registered
 from torch import nn
 
 from vllm_ascend_hsx.compat.canonical import NotCanonicalError, recognise
@@ -218,7 +219,7 @@ def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(se
     plain = served()
     expected, output = streams(plain, input_ids), plain(input_ids, positions)
     found = recognise(served) if not hasattr(served, "supports_eagle3") else None
-    make_collecting(served)
+    make_collecting(served, registered)
     model = served()
     assert torch.equal(model(input_ids, positions), output)  # nothing is wanted yet
     model.set_aux_hidden_state_layers(wanted)
@@ -236,7 +237,7 @@ def test_layers_of_another_class_than_was_checked_are_refused() -> None:
             super().__init__()
             self.model = PostNormModel(PreNormLayer)
 
-    make_collecting(PostNorm)
+    make_collecting(PostNorm, registered)
     with pytest.raises(NotCanonicalError, match="Given has PreNormLayer, and others were checked"):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
@@ -397,5 +398,5 @@ def test_a_class_of_vllm_is_ours_to_collect_or_its_own() -> None:
     from vllm.model_executor.models.mixtral import MixtralForCausalLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    assert collection_of(MixtralForCausalLM) is Collection.OURS
-    assert collection_of(Qwen3ForCausalLM) is Collection.ITSELF
+    assert collection_of(MixtralForCausalLM, registered) is Collection.OURS
+    assert collection_of(Qwen3ForCausalLM, registered) is Collection.ITSELF

@@ -26,6 +26,8 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.serve.command import build
 
+NAMED = ("BloomForCausalLM", "NemotronHForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM")
+
 
 @pytest.fixture(scope="module")
 def judged() -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -42,13 +44,16 @@ def judged() -> tuple[dict[str, Any], dict[str, list[str]]]:
 def test_the_record_is_what_the_classes_of_the_installed_release_do(judged: tuple[dict[str, Any], dict[str, list[str]]]) -> None:
     record = Path(targets.__file__).with_name("architectures.json")
     assert judged[0] == json.loads(record.read_text())[str(release_to_patch("vllm"))], "call tools/record_architectures.py"
-    assert len(judged[0]["collected"]["OURS"]) >= 30
+    assert len(judged[0]["collected"]["OURS"]) >= 60
+    assert len(judged[0]["collected"]["LANGUAGE_MODEL"]) >= 30
 
 
 def test_doctor_serve_and_server_agree_about_every_class(judged: tuple[dict[str, Any], dict[str, list[str]]], tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    for architecture, (with_one, with_zero) in judged[1].items():
-        config.write_text(json.dumps({"architectures": [architecture], "num_hidden_layers": 4, "hidden_size": 8}))
+    for names, (with_one, with_zero) in judged[1].items():
+        architecture, *named = names.split()
+        text = {"num_hidden_layers": 4, "hidden_size": 8, "architectures": named}
+        config.write_text(json.dumps({**text, "architectures": [architecture], "text_config": text}))
         finding = next(iter(check_target(str(tmp_path))))
         assert (finding.verdict == "problem") == bool(with_one), architecture
         assert with_one in finding.found
@@ -56,6 +61,16 @@ def test_doctor_serve_and_server_agree_about_every_class(judged: tuple[dict[str,
         for layers, refusal in (("1", with_one), ("0", with_zero)):
             with pytest.raises(UserError, match=re.escape(refusal)) if refusal else nullcontext():
                 build(tmp_path, layers, tmp_path / "rows", {}, (), {})
+
+
+def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configuration_names(
+    judged: tuple[dict[str, Any], dict[str, list[str]]],
+) -> None:
+    for name in judged[0]["collected"]["LANGUAGE_MODEL"]:
+        verdicts = {language_model: judged[1][f"{name} {language_model}"] for language_model in NAMED}
+        assert "BloomModel.forward has no loop over its layers alone" in verdicts["BloomForCausalLM"][0]
+        assert "never initialises vLLM's state update" in verdicts["NemotronHForCausalLM"][0]
+        assert verdicts["MixtralForCausalLM"] == verdicts["Qwen3ForCausalLM"] == ["", ""], name
 
 
 def test_what_cannot_be_served_is_what_would_be_collected(judged: tuple[dict[str, Any], dict[str, list[str]]]) -> None:
@@ -68,7 +83,8 @@ def test_what_cannot_be_served_is_what_would_be_collected(judged: tuple[dict[str
 def test_what_the_tests_have_shown_is_collected() -> None:
     assert list(SHOWN) == sorted(SHOWN)
     records = json.loads(Path(targets.__file__).with_name("architectures.json").read_text()).values()
-    assert set(SHOWN) <= {name for record in records for group in ("ITSELF", "OURS") for name in record["collected"][group]}
+    groups = ("ITSELF", "OURS", "LANGUAGE_MODEL")
+    assert set(SHOWN) <= {name for record in records for group in groups for name in record["collected"][group]}
 
 
 def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_collects(tmp_path: Path) -> None:
