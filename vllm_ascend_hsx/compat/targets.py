@@ -222,7 +222,7 @@ def recorded_architectures() -> Architectures:
 def shown() -> tuple[str, ...]:
     """Return the targets of SHOWN that a class of the installed release serves."""
     collected = recorded_architectures().collected
-    return tuple(name for name in SHOWN if collected.get(name) in (Collection.ITSELF, Collection.OURS))
+    return tuple(name for name in SHOWN if collected.get(name, Collection.BACKEND) is not Collection.BACKEND)
 
 
 def is_registered(architecture: str) -> bool:

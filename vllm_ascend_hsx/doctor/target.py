@@ -73,7 +73,7 @@ def _class(name: str, model: str, architecture: str, language_model: Sequence[st
         return Finding(TOPIC, "model", "note", f"{found}, and the server checks it before it loads weights", remedy)
     found = f"{name}: {architecture}: hidden states are collected by {collection.value}"
     if collection is Collection.LANGUAGE_MODEL and not any(map(is_registered, language_model)):
-        found += ", whose class the server checks before it loads weights"
+        return Finding(TOPIC, "model", "note", f"{found}, whose class the server checks before it loads weights", remedy)
     if architecture in shown():
         return Finding(TOPIC, "model", "ok", found)
     without = "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
