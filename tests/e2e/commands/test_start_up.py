@@ -15,7 +15,7 @@ from changed_packages import Change, copy_installed
 from harness import run_engine
 from launch import START_SECONDS, UPSTREAM_PLUGINS, run_module, tiny_server
 from session import upstream_transfer_config
-from transformers import NemotronHConfig, NemotronHForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
+from transformers import NemotronHConfig, NemotronHForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model, common_config
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
@@ -29,22 +29,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose class in vLLM does not collect hidden states."""
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose class does not collect hidden states, and whose decoder is not canonical."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-        config = PhiConfig(num_hidden_layers=layers, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-        return PhiForCausalLM(config), {}
+        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_attention_heads": 2}
+        config = OPTConfig(num_hidden_layers=layers, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+        return OPTForCausalLM(config), {}
 
-    return build_model(tmp_path_factory.mktemp("models") / "phi", "phi", create, dtype="bfloat16", layers=4, seed=0)
+    return build_model(tmp_path_factory.mktemp("models") / "opt", "opt", create, dtype="bfloat16", layers=4, seed=0)
 
 
-def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(phi: Path, tmp_path: Path) -> None:
-    run = run_engine(tmp_path, phi, [])
+def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(opt: Path, tmp_path: Path) -> None:
+    run = run_engine(tmp_path, opt, [])
     assert run.error is not None
     found = run.error + run.log
-    assert "model='PhiForCausalLM' collects no hidden states" in found
+    assert "model='OPTForCausalLM' collects no hidden states" in found
+    assert "OPTModel makes its layers in another way than by make_layers" in found
     assert "MiniMaxM2ForCausalLM" in found and "Qwen3NextForCausalLM" in found
     assert "Starting to load model" not in run.log
 
