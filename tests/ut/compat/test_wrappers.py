@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_canonical import LAYERS, TOKENS, AddingModel, OneTensorModel, PostNormModel, PreNormModel, streams
+from test_canonical import (
+    LAYERS,
+    TOKENS,
+    AddingModel,
+    Decoder,
+    OneTensorLayer,
+    OneTensorModel,
+    PreNormModel,
+    RMSNorm,
+    make_layers,
+    streams,
+)
 from torch import nn
 
 from vllm_ascend_hsx.compat.canonical import NotCanonicalError
@@ -74,7 +85,7 @@ class NamedInConfig(Wrapper):
 
 
 class NamedAsClass(Wrapper):
-    """As of PaddleOCR-VL, which calls the whole language model."""
+    """As of PaddleOCR-VL: it calls the whole language model."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -188,7 +199,7 @@ class AnyConfig(Wrapper):
 
 
 class ByType(Wrapper):
-    """As of GLM-4.1V, which has a condition."""
+    """As of GLM-4.1V: it has a condition."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -283,12 +294,26 @@ def test_a_wrapper_of_other_code_is_refused_with_the_reason(refused: Any, monkey
     assert REFUSED[refused] in str(error.value)
 
 
-class Uncollected(Language):
-    """No test has it collect."""
+class UncollectedModel(Decoder):
+    """A canonical decoder. No test makes this class or a base of it collect."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = PostNormModel()
+        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: OneTensorLayer(index))
+        self.norm = RMSNorm(50)
+
+    def forward(self, input_ids: Any, positions: Any) -> Any:
+        hidden_states = self.embed_input_ids(input_ids)
+        for layer in self.layers:
+            hidden_states = layer(positions, hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return hidden_states
+
+
+class Uncollected(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = UncollectedModel()
 
 
 def test_the_part_of_a_class_with_the_interface_must_collect() -> None:
