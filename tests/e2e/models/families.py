@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from routing import widen_routing_margins
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -18,12 +19,9 @@ from vllm_ascend_hsx.demo.tiny_models import (
     HEAD_DIM,
     HIDDEN_SIZE,
     NUM_EXPERTS,
-    ROUTING,
     build_model,
-    choose_experts,
     common_config,
     draw_weights,
-    follow_choice,
 )
 
 LAYERS = 4
@@ -51,7 +49,7 @@ class Outer:
         model_type: in config.json.
         key: of the part's configuration in config.json.
         prefix: of the names of the part's weights.
-        part: keys of the part's configuration that differ from those of the part alone.
+        part: keys of the part's configuration that differ from the configuration of the part alone.
         config: other keys of config.json.
         files: that the checkpoint has besides, by name.
         engine: engine arguments that it needs.
@@ -66,7 +64,7 @@ class Outer:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
-# vLLM 0.30.0 has a processor of its own, and 0.23.0 takes the one of the checkpoint.
+# vLLM 0.30.0 has a processor of its own. 0.23.0 takes the processor of the checkpoint.
 _KIMI_PROCESSOR = """
 from transformers import BaseImageProcessor
 
@@ -104,7 +102,7 @@ class Family:
     Attributes:
         model_type: of transformers.
         architecture: of vLLM's registry.
-        config: keys that differ from those that all tiny models share.
+        config: keys that differ from common_config.
         extra: keys of config.json that vLLM reads and transformers does not write.
         versions: releases of vllm-ascend on which it is shown.
         experts: True if tokens are routed to experts.
@@ -241,7 +239,7 @@ FAMILIES = {
 
 
 def build_family(directory: Path, family: Family) -> Path:
-    """Build the tiny checkpoint of a family and return its directory; see build_model."""
+    """Build the tiny checkpoint of a family and return the directory; see build_model."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         heads = 4 if "kv_lora_rank" in family.config else 8
@@ -253,7 +251,7 @@ def build_family(directory: Path, family: Family) -> Path:
         model = kind.from_config(AutoConfig.for_model(family.model_type, **keys), dtype=torch.float32)
         draw_weights(model, generator)
         if family.experts and family.dtype != "float32":
-            _widen_routing_margins(model, generator)
+            widen_routing_margins(model, generator)
         if family.model_type == "qwen3_vl_moe":
             _turn_experts(model)
         elif family.towers and family.outer is None:
@@ -284,20 +282,7 @@ def build_outer(part: Path, directory: Path, family: Family) -> Path:
 
 
 def _turn_experts(model: PreTrainedModel) -> None:
-    """Turn experts as those of the published checkpoints are, which transformers turns back."""
+    """Turn experts as in published checkpoints. Transformers turns them back when it loads them."""
     for name, parameter in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parameter.data = parameter.data.transpose(1, 2).contiguous()
-
-
-@torch.no_grad()
-def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Let the embedding decide on experts, and not rounding, as demo/tiny_models.py does."""
-    choose_experts(model.get_input_embeddings().weight, generator)
-    for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            follow_choice(parameter, 0.3, generator)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter[ROUTING] *= 0.1
-        elif name.endswith("experts.down_proj"):
-            parameter[:, ROUTING] *= 0.1

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from routing import widen_routing_margins
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
     HEAD_DIM,
     NUM_EXPERTS,
-    ROUTING,
     build_model,
-    choose_experts,
     common_config,
     draw_weights,
-    follow_choice,
 )
 
 
@@ -48,14 +46,5 @@ def _create(heads: dict[str, int], head_dim: int, layers: int, generator: torch.
     model = Qwen3MoeForCausalLM(config)
     draw_weights(model, generator)
     if heads:
-        _widen_routing_margins(model, generator)
+        widen_routing_margins(model, generator)
     return model, {}
-
-
-@torch.no_grad()
-def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    choose_experts(model.get_input_embeddings().weight, generator)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[ROUTING] *= 0.1
-        layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
-        follow_choice(layer.mlp.gate.weight, 0.3, generator)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, LAYERS, Family, build_family, build_outer
 from harness import Run, run_engine, tokens
+from launch import FLASHCOMM
 from releases import installed_is
 from session import WITH_OUTPUT
 from test_graph_modes import COMPILER, ENVIRON
@@ -37,6 +38,7 @@ SCRIPT: list[list[Any]] = [
     ["add", "copied", LONG + tokens(9), {"max_tokens": 1}],
     ["drain"],
 ]
+ON_RANKS = [action for action in SCRIPT if action != ["settle"]]  # an engine in one process can settle
 REQUESTS = [action[1] for action in SCRIPT if action[0] == "add"]
 SHORT = 2  # families of a short run
 
@@ -77,7 +79,7 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
     run = serve(
         tmp_path,
         family,
-        [action for action in SCRIPT if action != ["settle"]],  # of an engine in one process
+        ON_RANKS,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
         environ=ENVIRON,
@@ -85,6 +87,14 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
         compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
         additional_config=COMPILER,
     )
+    check(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GLM-4.x", "Mixtral", "GLM-4.7-Flash"])
+def test_rows_that_we_collect_are_right_with_sequence_parallelism(name: str, tmp_path: Path) -> None:
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "environ": FLASHCOMM}
+    run = serve(tmp_path, FAMILIES[name], ON_RANKS, **options)
     check(run)
 
 
