@@ -23,7 +23,7 @@ TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPOR
 
 
 def served_classes() -> dict[str, Any]:
-    """Return the class of each target that vLLM and vllm-ascend register, by its architecture.
+    """Return the class of each target that vLLM and vllm-ascend register, by architecture.
 
     A class whose module needs a package that is not installed is left out.
     """
@@ -50,7 +50,7 @@ def registered(architectures: Sequence[str]) -> Any:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return what architectures.json says of the installed release."""
+    """Return the entry of architectures.json of the installed release."""
     collected: dict[str, list[str]] = defaultdict(list)
     refused: dict[str, str] = {}
     for name, served in served_classes().items():

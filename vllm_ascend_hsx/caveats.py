@@ -91,12 +91,12 @@ def _start_with(whole: Config, override: Config) -> str:
 
 
 def _is_latent(text: Config) -> bool:
-    """Return whether a target has latent attention (MLA), or that of DeepSeek-V4.
+    """Return whether a target has latent attention (MLA), or the attention of DeepSeek-V4.
 
-    vLLM gives such a target a rotary embedding of its own, `deepseek_yarn`, which rounds as
-    transformers does (models/deepseek_v2.py in vLLM; AscendDeepseekScalingRotaryEmbedding in
-    vllm-ascend, ops/rotary_embedding.py:298 in 0.23.0). Its attention has no window (mla_v1.py), or
-    one of the right width (dsa_v1.py:1144 in 0.30.0rc2).
+    vLLM gives such a target the rotary embedding `deepseek_yarn`. It rounds as transformers does
+    (models/deepseek_v2.py in vLLM; AscendDeepseekScalingRotaryEmbedding in vllm-ascend,
+    ops/rotary_embedding.py:298 in 0.23.0). The attention has no window (mla_v1.py), or one of the
+    right width (dsa_v1.py:1144 in 0.30.0rc2).
     """
     kind = str(text.get("model_type"))
     return kind.startswith("deepseek_v") or (bool(text.get("kv_lora_rank")) and kind not in _NOT_LATENT)
@@ -108,12 +108,12 @@ def _is_latent(text: Config) -> bool:
 def _of_yarn(whole: Config, text: Config) -> Caveat | None:
     """Return the difference of a target with YaRN.
 
-    Reason: YaRN scales frequencies beyond a bound, leaves those before another one, and has a ramp
-    between them. AscendYaRNRotaryEmbedding does not round the bounds unless the key `truncate` says
-    so (ops/rotary_embedding.py:269 in 0.23.0 and :344 in 0.30.0rc2). vLLM and transformers round by
-    default (layers/rotary_embedding/yarn_scaling_rope.py:31, modeling_rope_utils.py:450). For
-    positions with sections (mrope) vLLM derives the bounds from four times the model's length
-    (layers/rotary_embedding/mrope.py:238 in 0.23.0).
+    Reason: YaRN scales frequencies beyond a bound, leaves frequencies before another bound, and has
+    a ramp between the bounds. AscendYaRNRotaryEmbedding does not round the bounds unless the key
+    `truncate` is true (ops/rotary_embedding.py:269 in 0.23.0 and :344 in 0.30.0rc2). vLLM and
+    transformers round by default (layers/rotary_embedding/yarn_scaling_rope.py:31,
+    modeling_rope_utils.py:450). For positions with sections (mrope) vLLM derives the bounds from
+    four times the model's length (layers/rotary_embedding/mrope.py:238 in 0.23.0).
     """
     architectures = whole.get("architectures")
     if isinstance(architectures, list) and str(next(iter(architectures), "")).startswith("Transformers"):
@@ -194,10 +194,10 @@ def _rotary_size(rope: Config, text: Config) -> Any:
 
 
 def _of_window(whole: Config, text: Config, max_tokens: Any) -> Caveat | None:
-    """Return the difference of a target with a sliding window that its sequences can leave.
+    """Return the difference of a target with a sliding window that sequences can leave.
 
     Reason: vllm-ascend gives the window to CANN as `pre_tokens` (attention/attention_v1.py:837 and
-    1290 in 0.23.0, :634 and 928 in 0.30.0rc2), which counts the keys before the query's own.
+    1290 in 0.23.0, :634 and 928 in 0.30.0rc2). CANN counts the keys before the query's own.
     """
     window = text.get("sliding_window")
     if not isinstance(window, int) or window < 2 or not _slides(text) or (isinstance(max_tokens, int) and max_tokens <= window):

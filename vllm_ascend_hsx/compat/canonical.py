@@ -1,16 +1,15 @@
-"""Recognise a canonical decoder by its code, and collect the residual stream between its layers.
+"""Recognise a canonical decoder by the source code, and collect the stream between the layers.
 
-A canonical decoder calls one layer after the other and then its norm:
+A canonical decoder calls one layer after the other and then a norm:
 
     for layer in self.layers:
         hidden, residual = layer(positions, hidden, residual)
     hidden, _ = self.norm(hidden, residual)
     return hidden
 
-The stream after a layer is the input of the next one. The code of the layer says which: `hidden +
-residual` if the layer begins with a norm that adds them, `hidden` if it overwrites `residual` or
-takes none. The last norm must agree with that. Any other code is refused, since a guess would store
-wrong rows.
+The stream after a layer is the input of the next layer. It is `hidden + residual` if the layer
+begins with a norm that adds them. It is `hidden` if the layer overwrites `residual` or takes none.
+The last norm must agree. Any other code is refused, since a guess would store wrong rows.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ uses("vllm.model_executor.models.utils", "make_layers", SINCE_0_23, why=_WHY)
 
 
 class NotCanonicalError(Exception):
-    """The code of a class does something else. The text says where and in a few words what."""
+    """The code of a class does something else. The text names the class and the difference."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def recognise(served: type[torch.nn.Module]) -> Decoder:
         served: as vLLM's registry has it, for example Glm4MoeForCausalLM.
 
     Raises:
-        NotCanonicalError: if the code of the class, of its decoder or of a layer is another.
+        NotCanonicalError: if the code of the class, of the decoder or of a layer is another.
     """
     owner = attribute_of_self(passed_on(served))
     if owner is None:
@@ -124,8 +123,8 @@ def collect(self: Any, states: list[torch.Tensor], index: int, hidden: torch.Ten
 def passed_on(served: type[torch.nn.Module]) -> ast.expr:
     """Return the callee whose output the forward of a served class returns as it is.
 
-    Other statements of the forward do not name the output. The class makes instances of itself,
-    and has no model state of its own, which may call the forward several times (block diffusion).
+    Other statements of the forward do not name the output. The class makes instances of itself. It
+    has no model state of its own: one may call the forward several times (block diffusion).
     """
     for each in ("__new__", "get_model_state_cls"):
         if any(each in vars(base) for base in served.__mro__ if base.__module__ not in (object.__module__, INTERFACES)):
@@ -192,7 +191,7 @@ def _class_of_layers(decoder: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _loop_of(function: Callable[..., Any], decoder: type[torch.nn.Module]) -> _Loop:
-    """Return the only loop of a forward, which must call a layer and do nothing else."""
+    """Return the only loop of a forward. It must call a layer and do nothing else."""
     tree = _parse(function)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.comprehension)]
     loop = loops[0] if len(loops) == 1 else None
@@ -273,7 +272,7 @@ def _check_end(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) -> None:
 
 
 def _ends_a_stage(statement: ast.stmt) -> bool:
-    """Return whether a statement is for pipeline stages, which extraction does not have."""
+    """Return whether a statement is for pipeline stages. Extraction has one stage."""
     return isinstance(statement, ast.If) and ast.unparse(statement.test) == "not get_pp_group().is_last_rank" and not statement.orelse
 
 
@@ -317,7 +316,7 @@ def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) ->
 
 
 def _plain_function(owner: type[torch.nn.Module]) -> FunctionType:
-    """Return the forward of a class if its source can stand alone."""
+    """Return the forward of a class if the source can stand alone."""
     function: Any = owner.forward
     if isinstance(function, FunctionType) and function.__closure__ is None and not hasattr(function, "__wrapped__"):
         return function
@@ -325,14 +324,14 @@ def _plain_function(owner: type[torch.nn.Module]) -> FunctionType:
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
-    """Parse a method as the only statement of a class, since its source is indented."""
+    """Parse a method as the only statement of a class, since the source is indented."""
     ((tree,),) = (each.body for each in ast.parse(f"class _:\n{inspect.getsource(function)}").body if isinstance(each, ast.ClassDef))
     assert isinstance(tree, ast.FunctionDef)
     return tree
 
 
 def _constructors(owner: type[torch.nn.Module]) -> Iterator[tuple[type, ast.FunctionDef]]:
-    """Yield the constructors of a class and its bases, by the sources of the classes.
+    """Yield the constructors of a class and of the bases, by the sources of the classes.
 
     The decorator `support_torch_compile` replaces a constructor (compilation/decorators.py).
     """
@@ -370,7 +369,7 @@ def _is_module(found: object) -> TypeGuard[type[torch.nn.Module]]:
 
 
 def _body(tree: ast.FunctionDef) -> Sequence[Any]:
-    """Return the statements of a function without its docstring."""
+    """Return the statements of a function without the docstring."""
     return tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
 
 

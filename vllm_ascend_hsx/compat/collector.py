@@ -23,9 +23,9 @@ uses(INTERFACES, "SupportsEagle3", SINCE_0_23, why=_WHY)
 class Collection(Enum):
     """Who collects the hidden states of a served class.
 
-    ITSELF: the class, which has SupportsEagle3. BACKEND: vLLM's Transformers backend, by hooks.
-    OURS: our calls between the layers of a canonical decoder. LANGUAGE_MODEL: the language model
-    that it wraps, whose class the text config names.
+    ITSELF: the class has SupportsEagle3. BACKEND: vLLM's Transformers backend collects by hooks.
+    OURS: our calls between the layers of a canonical decoder collect. LANGUAGE_MODEL: the class
+    wraps a language model that collects. The text config names the class of the language model.
     """
 
     ITSELF = "the class itself"
@@ -84,7 +84,7 @@ def _language_model(wrapper: Wrapper, resolve: Resolve) -> type[torch.nn.Module]
 
 
 def _check_language_model(wrapper: Wrapper, language_model: type[torch.nn.Module], resolve: Resolve) -> None:
-    """Check that what a wrapper calls returns hidden states. Raises NotCanonicalError if not."""
+    """Check that the callee of a wrapper returns hidden states. Raises NotCanonicalError if not."""
     collection = collection_of(language_model, resolve)
     if collection is Collection.ITSELF:
         check_part(wrapper, language_model)

@@ -1,4 +1,4 @@
-"""Balance scheduling of vllm-ascend, which it does not combine with our connector alone."""
+"""Balance scheduling of vllm-ascend. It is refused with our connector alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognise a class that wraps a language model and returns the output of that as it is.
+"""Recognise a class that wraps a language model and returns the unchanged output.
 
     self.language_model = init_vllm_registered_model(..., architectures=["Qwen2ForCausalLM"])
 
@@ -48,7 +48,7 @@ def wrapper_of(served: type[torch.nn.Module]) -> Wrapper | None:
     """Return the wrapper that a served class is, or None if it calls a decoder.
 
     Raises:
-        NotCanonicalError: if its code is that of neither.
+        NotCanonicalError: if the code is of another kind.
     """
     callee, part = passed_on(served), None
     if attribute_of_self(callee) is None and isinstance(callee, ast.Attribute):
@@ -82,7 +82,7 @@ def check_part(wrapper: Wrapper, language_model: type[torch.nn.Module]) -> None:
 
 
 def _architectures(call: ast.Call, maker: type, constructor: ast.FunctionDef) -> tuple[str, ...]:
-    """Return the architectures that a call of MAKER names; none for those of the text config."""
+    """Return the architectures that a call of MAKER names; none if the text config names them."""
     given = {each.arg: each.value for each in call.keywords}
     inner = given.get("vllm_config")
     if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "vllm_config.with_hf_config" and inner.args:
@@ -102,7 +102,7 @@ def _named_in(call: ast.expr) -> set[str]:
 
 
 def _traced(expression: ast.expr, constructor: ast.FunctionDef) -> str:
-    """Return an expression with the values of what the constructor assigns once."""
+    """Return an expression with the values of the names that the constructor assigns once."""
     assigned = [
         (ast.unparse(target), node.value)
         for node in ast.walk(constructor)

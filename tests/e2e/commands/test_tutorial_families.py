@@ -35,14 +35,14 @@ WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 
 
 class Tutorial(NamedTuple):
-    """The server of a tutorial, and what of it is changed for a tiny model.
+    """The server of a tutorial, and the changes for a tiny model.
 
     Attributes:
         soc: generation of the NPUs.
         build: makes the target.
         options: values of the command's options; True where an option has none.
-        sizes: values in the place of the command's, beside those of SMALL.
-        changed: the same, of what is no size. None leaves an option out.
+        sizes: values of options that are sizes, in the place of the command's, beside SMALL.
+        changed: values of other options, in the place of the command's. None leaves an option out.
     """
 
     soc: str
@@ -103,7 +103,7 @@ TUTORIALS = {
         sizes={"--tensor-parallel-size": "2", "--max-num-seqs": "4"},
         changed=COMPILED,
     ),
-    # DeepSeek-V3.1.md:260, without VLLM_ASCEND_BALANCE_SCHEDULING, which is refused.
+    # DeepSeek-V3.1.md:260, without VLLM_ASCEND_BALANCE_SCHEDULING. We refuse it.
     "deepseek-v3.1": Tutorial(
         "a3",
         lambda directory: add_mtp_layer(build_deepseek_v3(directory)),

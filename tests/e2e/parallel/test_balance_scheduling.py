@@ -1,4 +1,4 @@
-"""Balance scheduling of vllm-ascend, which MultiConnector makes possible: rows are right."""
+"""Balance scheduling of vllm-ascend, inside MultiConnector: rows are right."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ STEPS = {
 }
 SHARED_DP, OVERLAP = {"enable_shared_expert_dp": True}, {"multistream_overlap_shared_expert": True}
 SP = {"enable_flashcomm1": True}
-# By flag, what vllm-ascend logs where its configuration does not tell that it took the flag.
+# By flag: the words of vllm-ascend's log, where no configuration shows that it took the flag.
 LOGGED = {"recompute_scheduler_enable": "recompute_scheduler_enable is ignored on PD-disaggregated P nodes"}
 if installed_is(">=0.30"):
     LOGGED["enable_flashcomm1"] = "FlashComm1 is enabled."

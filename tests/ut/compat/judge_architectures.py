@@ -1,4 +1,4 @@
-"""Print, as JSON, what is recorded of the installed release, and a server's verdict on each target.
+"""Print, as JSON, the record of the installed release, and a server's verdict on each target.
 
 A process of its own: a server changes the class that it serves.
 """

@@ -1,4 +1,4 @@
-"""A decoder is collected if its code is canonical, and refused with the reason if it is not."""
+"""A decoder with canonical code is collected. Another decoder is refused with the reason."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ SERVED = {PreNormModel: PreNorm, PostNormModel: PostNorm, SummedModel: Summed, O
 
 
 def streams(served: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
-    """The embedding, and what follows each layer, as one tensor, layer by layer."""
+    """Return the embedding and the stream after each layer, computed layer by layer."""
     decoder = served.model
     stream = decoder.embed_input_ids(input_ids)
     if type(decoder) is PreNormModel:
@@ -295,7 +295,7 @@ class SkippingModel(PreNormModel):
 
 
 class AddingModel(PreNormModel):
-    """As of StableLM in vLLM 0.23, which adds after each layer."""
+    """As of StableLM in vLLM 0.23: it adds after each layer."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -307,7 +307,7 @@ class AddingModel(PreNormModel):
 
 
 class ForgetfulModel(PreNormModel):
-    """Its last norm does not add the residual that its layers add."""
+    """The last norm does not add the residual that the layers add."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -361,7 +361,7 @@ class HybridModel(PreNormModel):
 
 
 class GivenLayers(PostNormModel):
-    """A subclass gives another layer than the default that its base class names."""
+    """A subclass gives another layer than the default of the base class."""
 
     def __init__(self) -> None:
         super().__init__(layer_type=PreNormLayer)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from releases import installed_is
+from releases import installed_is, only_with
 
 from vllm_ascend_hsx.compat import targets
 from vllm_ascend_hsx.compat.targets import SHOWN, UNSERVABLE, layer_id_meaning, refuse_architecture, require_collecting_target
@@ -133,7 +133,7 @@ def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
     assert ("is_act_and_mul=False" if installed_is("<0.26") else "activation_without_mul(config.mlp_hidden_act)") in nemotron
 
 
-@pytest.mark.skipif(installed_is("<0.30"), reason="about classes of vllm-ascend 0.30")
+@only_with(">=0.30", "earlier ones have no such classes")
 def test_the_reasons_about_classes_of_vllm_ascend_0_30_still_hold() -> None:
     minimax = ast.unparse(source("vllm_ascend", "models", "minimax_m3", "minimax_m3.py"))
     assert "EagleModelMixin._set_aux_hidden_state_layers(self, ())" in minimax
