@@ -68,6 +68,18 @@ def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
         config.kv_transfer_config = None  # what the layer asks for when it computes
 
 
+@patch(MULTI_CONNECTOR, "MultiConnector.__init__", SINCE_0_23, why="misspelt parameters of requests are refused")
+def name_other_connectors(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Have our connector know that others read the parameters of requests, too.
+
+    Reason: a connector gets a configuration in which it is alone (multi_connector.py:225).
+    """
+    original(self, *args, **kwargs)
+    if len(self._connectors) > 1:
+        for beside_others in methods(self, "beside_others"):
+            beside_others()
+
+
 @patch(
     MULTI_CONNECTOR,
     "MultiConnector.get_num_new_matched_tokens",

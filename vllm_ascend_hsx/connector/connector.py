@@ -107,6 +107,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """False: no KV block is delivered, so requests may be preempted (vLLM 0.26 and later)."""
         return False
 
+    def beside_others(self) -> None:
+        """Take unknown parameters of requests; see compat.engine.name_other_connectors."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._scheduler.beside_others()
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 

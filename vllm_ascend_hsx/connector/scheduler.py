@@ -100,6 +100,10 @@ class ExtractionScheduler:
         self._reuse = None if prefixes is None else PrefixReuse(prefixes, self._loads, row_bytes)
         self._stopping = False
 
+    def beside_others(self) -> None:
+        """Take parameters of requests that another connector reads."""
+        self._params = replace(self._params, has_others=True)
+
     def on_new_request(self, request: Any) -> None:
         """Decide whether to extract the request. If so, make it compute all rows it cannot reuse.
 

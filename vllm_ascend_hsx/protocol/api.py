@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ KEEP_KEY = "keep_aborted"
 PATH_OPTION = "allow_custom_save_path"
 
 _IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
+_OF_REQUESTS = (EXTRACT_KEY, *_IMPLY_EXTRACTION)
+_NEAR = 0.75  # similarity of a misspelt key; no key of vLLM's connectors is so similar
 _REFUSED_PATH = f"kv_transfer_params.{PATH_KEY} is "
 _PATH_IN_USE = ", which another request is writing; choose another name"
 _SHOWN = 60  # most characters of a value that an error quotes
@@ -37,12 +41,14 @@ class ServerParams:
         include_output: whether rows of generated tokens are extracted by default.
         allow_path: whether a request may choose its file.
         extract_all: whether requests are extracted by default.
+        has_others: whether another connector reads the same parameters (MultiConnector).
     """
 
     directory: Path | None
     include_output: bool = False
     allow_path: bool = False
     extract_all: bool = True
+    has_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,8 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         # A proxy passes on the prefill server's answer. The path there is a file of that server and
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
+    else:
+        _refuse_unknown(params.keys() - set(_OF_REQUESTS), server)
     if not _read_bool(params, EXTRACT_KEY, server.extract_all or not params.keys().isdisjoint(_IMPLY_EXTRACTION)):
         return RequestParams(extract=False)
     return RequestParams(
@@ -89,6 +97,22 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         path=_read_path(params[PATH_KEY], server) if PATH_KEY in params else None,
         keep_aborted=_read_bool(params, KEEP_KEY, False),
     )
+
+
+def _refuse_unknown(keys: set[object], server: ServerParams) -> None:
+    """Refuse misspelt keys, and keys that no connector of this server reads."""
+    for key in sorted(keys, key=str):
+        near = _similar(key) if isinstance(key, str) else None
+        if near is not None or not server.has_others:
+            hint = f"did you mean {near!r}?" if near else f"the keys are: {', '.join(_OF_REQUESTS)}"
+            raise ParamsError(f"kv_transfer_params has the key {shown(key)}, which this server does not know; {hint}")
+
+
+@functools.lru_cache(maxsize=256)
+def _similar(key: str) -> str | None:
+    """Return the key of requests that a client may have meant."""
+    near = difflib.get_close_matches(key[:_SHOWN], _OF_REQUESTS, n=1, cutoff=_NEAR)
+    return near[0] if near else None
 
 
 def _read_bool(params: Mapping[str, object], key: str, default: bool) -> bool:

@@ -40,6 +40,20 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
     assert multi._requests_to_connector == ({"r": 0} if answer else {})
 
 
+@pytest.mark.parametrize(("siblings", "known"), [(0, []), (1, ["others"])])
+def test_our_connector_knows_whether_others_read_the_parameters_of_requests(siblings: int, known: list[str]) -> None:
+    found: list[str] = []
+
+    class MultiConnector:
+        def __init__(self, config: str) -> None:
+            ours = SimpleNamespace(beside_others=lambda: found.append("others"))
+            self._connectors = [*(SimpleNamespace() for _ in range(siblings)), ours]
+
+    apply(SimpleNamespace(MultiConnector=MultiConnector), engine.name_other_connectors)
+    MultiConnector("config")
+    assert found == known
+
+
 @pytest.mark.parametrize("in_multi_connector", [False, True])
 def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answered(in_multi_connector: bool) -> None:
     known: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +177,38 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
     ids=repr,
 )
 def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extracted(params: Any, extracted: bool) -> None:
-    assert read_params(params, ServerParams(Path("/data"), allow_path=True, extract_all=False)).extract is extracted
+    server = ServerParams(Path("/data"), allow_path=True, extract_all=False, has_others=True)
+    assert read_params(params, server).extract is extracted
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("hiden_states", "did you mean 'hidden_states'?"),
+        ("hidden-states", "did you mean 'hidden_states'?"),
+        ("keep_abort", "did you mean 'keep_aborted'?"),
+        ("include_output_token", "did you mean 'include_output_tokens'?"),
+    ],
+)
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize("value", [False, True, None])
+def test_a_misspelt_key_is_refused_by_name(key: str, words: str, has_others: bool, value: object) -> None:
+    with pytest.raises(ParamsError, match=re.escape(f"has the key {key!r}, which this server does not know; {words}")):
+        read_params({key: value, "hidden_states": True}, ServerParams(Path("/data"), has_others=has_others))
+
+
+# Keys of connectors in vllm and vllm-ascend 0.23.0 and 0.30.0rc2.
+OTHERS = (
+    *("do_remote_decode", "do_virtual", "engine_id", "handshake_port", "metaserver", "num_computed_tokens", "num_prompt_blocks"),
+    *("remote_block_ids", "remote_cached_tokens", "remote_engine_id", "remote_host", "remote_port", "remote_request_id", "trans_count"),
+)
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_key_of_another_connector_is_taken_beside_it_and_refused_without_it(key: str) -> None:
+    assert read_params({key: 1}, ServerParams(Path("/data"), has_others=True)).extract
+    with pytest.raises(ParamsError, match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, "):
+        read_params({key: 1}, ServerParams(Path("/data")))
 
 
 @pytest.mark.parametrize("extract_all", [True, False])
