@@ -21,6 +21,7 @@ from vllm_ascend_hsx.demo.loop import command
 from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembered
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
+from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import layer_ids
 
@@ -54,6 +55,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
     long_steps = "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
     add("--long-steps", action="store_true", help=long_steps)
+    by_hand = "serve until Ctrl-C, and print a curl, a Python and an hsx generate command that use the server"
+    add("--serve", action="store_true", help=by_hand)
+    add("--port", type=whole(1, 65535), metavar="N", help="with --serve: the server's port (default: a free one)")
     add("--loop", action="store_true", help="train a target, extract rows, train drafts on them and serve them")
     add("--seeds", type=whole(1, 10), metavar="N", help="with --loop: drafts for each kind of rows; several: more kinds (default 1)")
     add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
@@ -63,6 +67,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
     options = parser.parse_args(argv)
     command.check(options, parser)
+    if options.serve and (options.long_steps or options.no_reference or options.loop):
+        parser.error("--serve sends and compares nothing: leave out --long-steps, --no-reference and --loop")
+    if options.port is not None and not options.serve:
+        parser.error("--port is for --serve; leave it out")
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
     if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
@@ -126,6 +134,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = text_config(read_config(str(model))[1])
     num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
     layers = default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
+    if options.serve:
+        return _serve_by_hand(options, console, work.absolute(), model, layers)
     reference = None if options.no_reference else reference_for(model, options.quantized)
     check = _check(options, layers, reference)
     if options.device == "emulated":
@@ -141,6 +151,22 @@ def run(options: argparse.Namespace, console: Console) -> int:
     )
     _, good = serve_and_show(console, server, _title(options), demo_prompts(vocab_size), check)
     return 0 if good else 1
+
+
+def _serve_by_hand(
+    options: argparse.Namespace, console: Console, work: Path, model: Path, layers: Sequence[int]
+) -> int:
+    from vllm_ascend_hsx.demo.hand import commands, serve_by_hand, write_prompts
+
+    if options.device == "emulated":
+        _compile_emulator(console)
+    write_prompts(work)
+    name = "tiny-minimax-m2" if options.model is None else model.name
+    extra = (*_device_options(options.device), "--served-model-name", name)
+    chosen_names = {PATH_OPTION: True}  # by `hsx generate`
+    server = _server(options, console, work, model, layers, extra=extra, connector_options=chosen_names)
+    serve_by_hand(console, server, _title(options), commands(server.url, name, work), _start_s(options))
+    return 0
 
 
 def _long_steps(
@@ -194,7 +220,7 @@ def _check(
         remembered(reference) if reference and options.long_steps else reference,
         QUANTISED if options.quantized else 1.0,
         f" of {QUANTIZED_TARGET}" if options.quantized else "",
-        options.start_timeout or (1800.0 if options.device == "npu" else 600.0),
+        _start_s(options),
         options.request_timeout,
         NO_METRICS not in options.serve_options,
     )
@@ -225,7 +251,7 @@ def _server(
         model=str(model),
         storage=work / "hidden_states",
         layer_ids=tuple(layers),
-        port=free_port(),
+        port=options.port or free_port(),
         data_parallel_size=options.data_parallel_size,
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
@@ -246,6 +272,10 @@ def _server(
     )
     console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
     return server
+
+
+def _start_s(options: argparse.Namespace) -> float:
+    return float(options.start_timeout or (1800.0 if options.device == "npu" else 600.0))
 
 
 def _title(options: argparse.Namespace) -> str:

@@ -1,0 +1,80 @@
+"""`hsx demo --serve`: serve until interrupted, and print commands that use the server."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from vllm_ascend_hsx.demo.report import StartProgress
+from vllm_ascend_hsx.demo.server import Server
+
+PROMPTS = ("What is the capital of France?", "Write a short story about a river.", "Name three prime numbers.")
+
+
+class Commands(NamedTuple):
+    """Lines for a shell that use a server as they stand."""
+
+    curl: str
+    python: str
+    generate: str
+
+
+def commands(url: str, model: str, work: Path) -> Commands:
+    """Return commands for a server.
+
+    Args:
+        url: of the server, without /v1.
+        model: name of the model there.
+        work: directory with prompts.jsonl, next to that of the hidden states.
+    """
+    body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 1}
+    program = (
+        "from openai import OpenAI; from vllm_ascend_hsx import load; "
+        f"client = OpenAI(base_url='{url}/v1', api_key='none'); "
+        f"response = client.completions.create(model={model!r}, prompt={PROMPTS[0]!r}, max_tokens=1); "
+        "states = load(response.kv_transfer_params['hidden_states_path'], timeout=60); "
+        "print(states.layer_ids, states.hidden_states.shape)"
+    )
+    hsx = str(Path(sys.executable).with_name("hsx"))
+    output = str(work / "hidden_states" / "generated")
+    return Commands(
+        shlex.join(["curl", "-s", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]),
+        shlex.join([sys.executable, "-c", program]),
+        shlex.join([hsx, "generate", "--endpoint", f"{url}/v1", "--data", str(work / "prompts.jsonl"), "--output", output]),
+    )
+
+
+def write_prompts(work: Path) -> None:
+    """Write the data set of the command with `hsx generate`."""
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+
+
+def serve_by_hand(console: Console, server: Server, title: str, found: Commands, start_s: float) -> None:
+    """Start the server, print the commands, and serve until this process is interrupted.
+
+    Args:
+        console: takes progress and commands.
+        server: not yet started.
+        title: the server in words.
+        found: the commands.
+        start_s: seconds for the start.
+
+    Raises:
+        ServerError: the server did not start, or has ended.
+        KeyboardInterrupt: the user wants to end it.
+    """
+    with server:
+        with StartProgress(console, server.log, title) as progress:
+            seconds = server.wait_ready(start_s, progress)
+        console.print(f"{title}: answers after {seconds:.0f} s. Ctrl-C stops it.", highlight=False)
+        for name, line in found._asdict().items():
+            console.print(f"\n# {name}", highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        server.wait(lambda: None)
+        server.check_running()
