@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its patch points
     adapters,
     drafts,
@@ -16,10 +18,16 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
     targets,
     weights,
 )
+from vllm_ascend_hsx.compat.drafts import extracts
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30, IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
+
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
 MODELS = "vllm.model_executor.models"
@@ -50,6 +58,46 @@ def register() -> None:
     for point in POINTS:
         if point.replacement and point.fits:
             register_post_import_hook(point.apply, point.module)
+
+
+@patch(
+    "vllm.engine.arg_utils",
+    "EngineArgs.create_engine_config",
+    SINCE_0_23,
+    why="unusable settings end a server within seconds",
+)
+def check_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the settings of an engine that extracts, and log a line about them.
+
+    Reason: this is the last step in the process that the user has started. An error here is the
+    last one that the user sees. Later ones are raised in processes of the engine, and vLLM then
+    ends with "See root cause above" (v1/engine/utils.py:1043, 0.23.0). A server with several API
+    servers repeats the step in each of them (entrypoints/openai/api_server.py:123).
+    """
+    vllm_config = original(self, *args, **kwargs)
+    if not extracts(vllm_config.speculative_config):
+        return vllm_config
+    # They import torch, which a process without an engine does not need.
+    from vllm_ascend_hsx.drafter.ring import ring_bytes_of
+    from vllm_ascend_hsx.settings import read_settings
+
+    parallel = vllm_config.parallel_config
+    local = parallel.data_parallel_size_local
+    settings = read_settings(vllm_config, has_engine=local > 0)
+    # -1: this process starts the API servers (entrypoints/cli/serve.py:288).
+    if parallel._api_process_count == 1 or parallel._api_process_rank < 0:
+        writers = settings.num_writers(parallel.tensor_parallel_size * max(1, local))()
+        logger.info("%s", _introduction(settings, ring_bytes_of(settings), writers))
+    return vllm_config
+
+
+def _introduction(settings: ServerSettings, ring_bytes: int, writers: int) -> str:
+    rows = settings.row_format
+    return (
+        f"vllm-ascend-hsx {__version__} extracts layers {','.join(map(str, rows.layer_ids))} of {settings.target.model}: "
+        f"{rows.stored_row_bytes} bytes per token, into {settings.destination.description} (sink {settings.config.sink}). "
+        f"Each worker has a pinned ring of {ring_bytes / 2**20:g} MiB and {writers} writer threads."
+    )
 
 
 @patch(

@@ -69,12 +69,14 @@ class ServerSettings:
         return count
 
 
-def read_settings(vllm_config: Any) -> ServerSettings:
+def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSettings:
     """Read and check the settings of a server. Storage is probed once per process.
 
     Args:
         vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own, or the one that
             its children get.
+        has_engine: whether an engine runs on this machine. Otherwise storage need not be mounted
+            here, and is not probed.
 
     Raises:
         UserError: if a setting, the storage directory or the store cannot be used.
@@ -117,7 +119,7 @@ def read_settings(vllm_config: Any) -> ServerSettings:
     random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
     undone = rotation if basis == "model" else None
     settings = ServerSettings(config, target, row_format, dtype, random_ids, undone)
-    alignment = _probe(settings.destination)
+    alignment = _probe(settings.destination) if has_engine else 1
     if row_format.stored_row_bytes % alignment:
         raise UserError(
             f"{EXTRA_CONFIG}.io",

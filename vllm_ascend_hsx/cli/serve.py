@@ -18,6 +18,7 @@ from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import build
+from vllm_ascend_hsx.serve.machine import check_machine
 
 _OURS = ("--layers", "--out", "--option")  # options with a value
 _FLAGS = ("--dry-run", "-h", "--help")
@@ -110,12 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by the server.
 
     Returns:
-        0 after --dry-run, 1 if vLLM is not installed, 2 if an argument is invalid or the model
-        cannot be served.
+        0 after --dry-run, 1 if vLLM is not installed, 2 if an argument is invalid, the model cannot
+        be served, or port or directory cannot be used.
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         command = build(options.model, options.layers, options.out, dict(options.option), options.vllm, os.environ)
+        if not options.dry_run:
+            check_machine(command.config, command.given)
     except UserError as error:
         say(f"hsx serve: {error}", error=True)
         return 2

@@ -18,6 +18,7 @@ from vllm_ascend_hsx.target import refuse_parallelism
 from vllm_ascend_hsx.transfer_config import read_options
 
 CONFIG = "vllm.config.vllm"
+LOAD_CONFIG = "vllm.config.load"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
 RUNNER_V2 = "vllm_ascend.worker.v2.model_runner"
 
@@ -26,7 +27,7 @@ RUNNER_V2 = "vllm_ascend.worker.v2.model_runner"
 def check_config_with_one_draft(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Give vLLM's check the number of draft tokens that it accepts; see `schedule_no_drafts`."""
     speculative: Any = kwargs.get("speculative_config")
-    if _extracts(speculative) and speculative.num_speculative_tokens == 0:
+    if extracts(speculative) and speculative.num_speculative_tokens == 0:
         speculative.num_speculative_tokens = 1
     original(self, *args, **kwargs)
 
@@ -52,7 +53,7 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
     the connector is checked again.
     """
     speculative = self.speculative_config
-    if _extracts(speculative):
+    if extracts(speculative):
         if speculative.num_speculative_tokens not in (0, 1):
             raise UserError(
                 "speculative_config.num_speculative_tokens",
@@ -67,7 +68,7 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
         target = self.model_config
         refuse_architecture(target.architecture, _layer_ids(speculative), language_architectures(target.hf_config))
     original(self)
-    if _extracts(speculative):
+    if extracts(speculative):
         read_options(self.kv_transfer_config)
 
 
@@ -117,7 +118,7 @@ def set_up_drafter(original: Any, self: Any) -> None:
     Reason: `_set_up_drafter` (MR:618) asserts a positive number. Everything else in the runner
     handles 0.
     """
-    if not _extracts(self.speculative_config):
+    if not extracts(self.speculative_config):
         original(self)
         return
     require_no_drafts(self.vllm_config)
@@ -137,7 +138,7 @@ def take_no_drafts(original: Any, self: Any) -> Any:
     of draft tokens is, and stops if the runner has no answer (v1/engine/core.py:583); without draft
     tokens it has none (v1/worker/gpu_model_runner.py:4693).
     """
-    if not _extracts(self.speculative_config):
+    if not extracts(self.speculative_config):
         return original(self)
     from vllm.v1.outputs import DraftTokenIds
 
@@ -154,7 +155,7 @@ def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: A
     (vllm/v1/worker/gpu_model_runner.py:871), and has buffers and copies for it
     (gpu_model_runner.py:1016, MR:2187).
     """
-    if not _extracts(self.speculative_config):
+    if not extracts(self.speculative_config):
         return original(self, *args, **kwargs)
     with _set(self, "speculative_config", None):
         return original(self, *args, **kwargs)
@@ -171,7 +172,7 @@ def copy_no_counts(original: Any, self: Any) -> None:
     whenever there is a speculator (worker/v2/model_runner.py:1082), on a stream of its own, while
     the next step may write the same memory (vllm/v1/worker/gpu/states.py:124).
     """
-    if not _extracts(self.speculative_config):
+    if not extracts(self.speculative_config):
         original(self)
 
 
@@ -182,7 +183,7 @@ def count_without_speculator(original: Any, self: Any, scheduler_output: Any, re
     Reason: with one each step waits for the copy (worker/v2/model_runner.py:1121); see
     `copy_no_counts`.
     """
-    speculator = None if _extracts(self.speculative_config) else self.speculator
+    speculator = None if extracts(self.speculative_config) else self.speculator
     with _set(self, "speculator", speculator):
         original(self, scheduler_output, req_ids)
 
@@ -194,7 +195,7 @@ def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) 
     Reason: vLLM refuses both with any speculative method (sampling_params.py:828), since they are
     not applied to drafts.
     """
-    if not _extracts(speculative_config):
+    if not extracts(speculative_config):
         original(self, speculative_config)
 
 
@@ -205,13 +206,36 @@ def apply_logits_processors(original: Any, vllm_config: Any, *args: Any, **kwarg
     Reason: `build_logitsprocs` (vllm/v1/sample/logits_processor/__init__.py:201), which the runner
     has imported (MR:86), leaves them out with any speculative method.
     """
-    if _extracts(vllm_config.speculative_config):
+    if extracts(vllm_config.speculative_config):
         vllm_config = copy(vllm_config)
         vllm_config.speculative_config = None
     return original(vllm_config, *args, **kwargs)
 
 
-def _extracts(speculative: Any) -> bool:
+_NO_WEIGHTS = "the drafter is loaded without weights"
+uses(LOAD_CONFIG, "LoadConfig", SINCE_0_23, takes="", keywords="load_format", why=_NO_WEIGHTS)
+
+
+@contextmanager
+def without_weights(vllm_config: Any) -> Iterator[None]:
+    """Have models that are loaded in the block read no checkpoint.
+
+    Reason: the drafter's checkpoint is the target's, and the drafter takes no tensor of it. vLLM's
+    loader then logs the age of the machine as the time that loading took
+    (model_executor/model_loader/default_loader.py:397, 0.23.0), and loaders that know the tensors
+    of a model beforehand find none for it (sharded_state_loader.py).
+
+    Args:
+        vllm_config: vllm.config.VllmConfig with which the drafter is loaded.
+    """
+    from vllm.config.load import LoadConfig
+
+    with _set(vllm_config, "load_config", LoadConfig(load_format="dummy")):
+        yield
+
+
+def extracts(speculative: Any) -> bool:
+    """Return whether a vllm.config.SpeculativeConfig, or None, is one of extraction."""
     return getattr(speculative, "method", None) == METHOD
 
 

@@ -8,6 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
+from vllm_ascend_hsx.compat.drafts import without_weights
 from vllm_ascend_hsx.compat.runner import batch_layout, require_runner_hooks
 from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
 
@@ -37,7 +38,8 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter, which creates the cache-only layer and its staging slots."""
-        super().load_model(target_model)
+        with without_weights(self.vllm_config):
+            super().load_model(target_model)
         self.finish_loading(target_model)
 
     def propose(

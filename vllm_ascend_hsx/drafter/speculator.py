@@ -9,7 +9,7 @@ from torch import nn
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_ascend_hsx.compat.drafts import require_no_drafts
+from vllm_ascend_hsx.compat.drafts import require_no_drafts, without_weights
 from vllm_ascend_hsx.compat.runner import batch_layout_v2
 from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
 
@@ -35,7 +35,8 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Load the drafter, which creates the cache-only layer and its staging slots."""
-        return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
+        with without_weights(self.vllm_config):
+            return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)

@@ -22,6 +22,7 @@ from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that hsx serve sets.
 _SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
+_TAKE_JSON = ("-config", "-overrides", "-kwargs")  # names of vllm serve's options that take an object
 _SHORT = {"-pp": "--pipeline-parallel-size", "-pcp": "--prefill-context-parallel-size", "-dcp": "--decode-context-parallel-size"}
 
 
@@ -33,11 +34,15 @@ class Command:
         arguments: from `vllm` on.
         environ: environment variables that must be set.
         notes: sentences for the user to read before it starts.
+        config: the connector's options.
+        given: the user's arguments of vllm serve, with values.
     """
 
     arguments: tuple[str, ...]
     environ: Mapping[str, str]
     notes: tuple[str, ...]
+    config: HsxConfig
+    given: Mapping[str, str]
 
     def __str__(self) -> str:
         """Return the command line, quoted for a shell."""
@@ -88,7 +93,7 @@ def build(
         *("--speculative-config", json.dumps(speculative_config(ids))),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
     )
-    return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target))
+    return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target), config, given)
 
 
 def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
@@ -147,9 +152,19 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
             raise UserError(
                 option, value, "is set by hsx serve", "Leave it out, or start vllm serve with the options that --dry-run prints."
             )
+        if name.endswith(_TAKE_JSON) and value.startswith("{"):
+            _require_json(option, value)
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
             raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
+
+
+def _require_json(option: str, text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        remedy = "Correct it, and put it into single quotes for the shell."
+        raise UserError(option, text, f"is not JSON: {error}", remedy) from None
 
 
 def _additional_config(vllm_arguments: Sequence[str]) -> dict[str, Any]:

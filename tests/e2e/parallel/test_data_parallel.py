@@ -138,6 +138,10 @@ def on_engine(name: str) -> dict[str, str]:
     return {"X-data-parallel-rank": name.split("-")[1]}
 
 
+def test_one_line_introduces_a_server_of_several_engines(served: Served) -> None:
+    assert served.log.count(" extracts layers ") == 1
+
+
 @pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS])
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)

@@ -227,6 +227,7 @@ def test_sigterm_to_a_server_with_several_engines(
         for each in (short, long, *unanswered):
             each.join()
     log = server.log.read_text(errors="replace")
+    assert log.count(" extracts layers ") == 1
     paths = {stream: vllm_ascend_hsx.find(storage, stream.id) for stream in (short, long)}
     assert_they_are_right(held, tiny_minimax_m2)
     if api_servers == 1:

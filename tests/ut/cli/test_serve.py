@@ -154,6 +154,8 @@ def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> 
             "additional_config.scheduler_config.enable_balance_scheduling=True is taken by",
         ),
         (("-pcp=4",), "--prefill-context-parallel-size='4' reorders the tokens"),
+        (("--hf-overrides", "{kv"), "--hf-overrides='{kv' is not JSON: Expecting property name"),
+        (("--compilation_config={x",), "--compilation-config='{x' is not JSON"),
     ],
 )
 def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm: tuple[str, ...], words: str) -> None:
@@ -176,7 +178,6 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> No
         ("--seed", "-1"),
         ("--tensor-parallel-size", "2"),
         ("--additional-config", '{"enable_flashcomm1": true}'),
-        ("--additional-config", "{"),
         ("--additional-config", "1"),
     ],
 )
