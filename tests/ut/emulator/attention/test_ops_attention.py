@@ -10,6 +10,7 @@ from emulated import close, int32, random, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.emulator.ops.attention import fused_call
 from vllm_ascend_hsx.emulator.ops.attention.definition import attend
 from vllm_ascend_hsx.emulator.ops.attention.fused import (
     npu_fused_infer_attention_score,
@@ -133,6 +134,27 @@ def test_bfloat16_differs_from_the_definition_by_its_own_rounding_only(with_sink
 def test_any_batch_is_attended_sequence_by_sequence(lengths: Lengths, mode: int, heads_first: bool, heads: tuple[int, int]) -> None:
     batch = Batch(lengths, *heads, width=4)
     close(batch.call(mode, heads_first=heads_first), batch.exact(mode))
+
+
+@pytest.mark.parametrize("mode", [0, 2, 3, 4])
+@pytest.mark.parametrize("scores", [1, 100, 1000])
+@scenarios("lengths", BATCHES)
+def test_memory_for_scores_is_bounded_and_results_do_not_depend_on_the_bound(
+    monkeypatch: pytest.MonkeyPatch, lengths: Lengths, scores: int, mode: int
+) -> None:
+    taken: list[int] = []
+
+    def measured(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append(query.shape[0] * query.shape[1] * key.shape[0])
+        assert query.shape[0] == 1 or taken[-1] <= scores
+        return attend(query, key, *others)
+
+    monkeypatch.setattr(fused_call, "SCORES_AT_ONCE", scores)
+    monkeypatch.setattr(fused_call, "attend", measured)
+    batch = Batch(lengths)
+    window = {"pre_tokens": 4, "next_tokens": 0} if mode == 4 else {}
+    close(batch.call(mode, **window), batch.exact(mode, **({"window": (4, 0)} if mode == 4 else {})))
+    assert taken
 
 
 def test_log_sum_exp_is_that_of_the_scaled_scores() -> None:

@@ -8,6 +8,9 @@ import torch
 from vllm_ascend_hsx.emulator.ops.attention.definition import attend, band_of, check_cumulative
 from vllm_ascend_hsx.emulator.ops.checks import check
 
+# The kernel computes scores block by block in its cores and takes no memory for all of them.
+SCORES_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True)
 class FusedCall:
@@ -73,10 +76,12 @@ class FusedCall:
         out = torch.empty(*rows.shape[:2], width, dtype=rows.dtype, device=rows.device)
         lse = torch.empty(*rows.shape[:2], 1, dtype=torch.float32, device=rows.device)
         for (first, last), (k, v) in zip(spans, pairs, strict=False):
-            if first == last:
-                continue
             band = band_of(self.op, self.sparse_mode, self.pre_tokens, self.next_tokens, last - first, k.shape[0])
-            seen, sums = attend(rows[first:last], k, v, self.scale, band.hidden(last - first, k.shape[0], rows.device), self.sink)
-            out[first:last] = seen.to(out.dtype)
-            lse[first:last, :, 0] = sums
+            at_once = max(1, SCORES_AT_ONCE // max(1, rows.shape[1] * k.shape[0]))
+            for begin in range(first, last, at_once):
+                end = min(last, begin + at_once)
+                hidden = band._replace(origin=band.origin + begin - first).hidden(end - begin, k.shape[0], rows.device)
+                seen, sums = attend(rows[begin:end], k, v, self.scale, hidden, self.sink)
+                out[begin:end] = seen.to(out.dtype)
+                lse[begin:end, :, 0] = sums
         return out, lse
