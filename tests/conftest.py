@@ -24,6 +24,8 @@ LONGEST = (
     "test_quantised_targets.py",
     "test_tensor_parallel.py",
     "test_start_up.py",
+    "test_start_up_errors.py",
+    "test_demo_serve.py",
     "test_speculators.py",
     "test_expert_communication.py",
     "test_model_runner_v2.py",

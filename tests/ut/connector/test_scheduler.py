@@ -200,6 +200,7 @@ def test_in_a_store_no_request_chooses_a_file() -> None:
 
 def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
     scheduler, request = make_scheduler(), make_request("r", kv_transfer_params={"do_remote_decode": True})
+    scheduler.beside_others()
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
     assert scheduler.on_finished(request) == {"hidden_states_path": start.path, **FIRST_WEIGHTS}
