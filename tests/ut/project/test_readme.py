@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from documents import blocks, page
 
 from vllm_ascend_hsx.cli import demo, plan, serve
@@ -181,3 +182,15 @@ def test_the_readme_fits_on_two_screens_and_says_first_what_has_not_run() -> Non
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README + page("README.zh.md")))))
 def test_every_link_leads_to_a_file(name: str) -> None:
     assert (ROOT / name).exists()
+
+
+def test_the_workflow_runs_the_two_commands_with_which_the_readme_begins() -> None:
+    first = [line.partition(" #")[0].strip() for line in blocks("README.md", "commands")[0].splitlines()]
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
+    assert job["strategy"]["matrix"]["command"] == first == ["make demo", "make test"]
+    assert job["steps"][-1] == {"run": "${{ matrix.command }}"}
+
+
+def test_pre_commit_runs_what_make_lint_runs() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [(hook["entry"], hook["pass_filenames"]) for hook in repository["hooks"]] == [("make lint", False)]
