@@ -36,6 +36,8 @@ COPIED = (
     "README.md",
     "Makefile",
     "mkdocs.yml",
+    ".github",
+    ".pre-commit-config.yaml",
 )
 TEST_TIMEOUT_S = 120  # for one test: a mutant may hang it
 TIMEOUT_S = 900  # a mutant that hangs pytest itself is noticed

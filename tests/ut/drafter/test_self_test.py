@@ -147,13 +147,19 @@ def test_a_fault_ends_the_start_with_an_error_that_names_its_step(
 def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SimpleNamespace(staging=make_staging())
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer})
-    monkeypatch.setattr(AscendExtractHiddenStatesProposer, "load_model", lambda self, target: None)
+    formats: list[str] = []
+
+    def load_model(self: Any, target: torch.nn.Module) -> None:
+        formats.append(self.vllm_config.load_config.load_format)
+
+    monkeypatch.setattr(AscendExtractHiddenStatesProposer, "load_model", load_model)
     kept = SimpleNamespace(config=SimpleNamespace(rotation="keep"))
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: kept)
     proposer = HsxProposer.__new__(HsxProposer)
-    proposer.vllm_config = None
+    proposer.vllm_config = SimpleNamespace(load_config="the target's")
     proposer.load_model(torch.nn.Module())
     assert proposer.staging is layer.staging
+    assert (formats, proposer.vllm_config.load_config) == (["dummy"], "the target's"), "the drafter reads no checkpoint"
     stacks_other_layers(monkeypatch)
     with pytest.raises(SelfTestError, match="'stack'"):
         proposer.load_model(torch.nn.Module())
