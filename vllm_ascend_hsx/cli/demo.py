@@ -22,7 +22,7 @@ from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembere
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.serve.command import layer_ids
+from vllm_ascend_hsx.target import layer_ids
 
 if TYPE_CHECKING:
     from vllm_ascend_hsx.demo.server import Server

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,17 +18,11 @@ from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.presets import PRESETS, is_rotated
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.target import layer_ids
 
 speed = positive(1e12)
 count = whole(1, 10**9)
 DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "quantization")}
-
-
-def layer_ids(text: str) -> tuple[int, ...]:
-    """Parse comma-separated ids."""
-    if not re.fullmatch(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62")
-    return tuple(int(part) for part in text.split(","))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +33,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",
     )
     parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
-    parser.add_argument("--layers", type=layer_ids, metavar="IDS", help="comma-separated ids to extract (default: 2, L/2, L-3, L)")
+    layers = "as for hsx serve: comma-separated ids, or eagle3, dflash or mtp (default: %(default)s)"
+    parser.add_argument("--layers", default="eagle3", metavar="IDS", help=layers)
     parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
     parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
@@ -84,7 +78,7 @@ def plan(options: argparse.Namespace) -> Plan:
     return make_plan(
         Request(
             shape=shape,
-            layer_ids=options.layers or default_layers(shape.num_layers),
+            layer_ids=layer_ids(options.layers, shape.num_layers),
             tensor_parallel=options.tp,
             data_parallel=options.dp,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -98,11 +92,6 @@ def plan(options: argparse.Namespace) -> Plan:
             rotated=options.rotated or is_rotated(options.model),
         )
     )
-
-
-def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers that speculators extracts: three for the draft model, and the last one."""
-    return tuple(sorted({layer for layer in (2, num_layers // 2, num_layers - 3, num_layers) if 0 < layer <= num_layers}))
 
 
 def show(console: OneConsole, result: Plan) -> None:

@@ -155,10 +155,10 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("1,x", "--layers='1,x' is not a list of layer ids. Give ids from 0 to 4, such as 2,4"),
-        ("1,1", "has id 1 twice. Give ids from 0 to 4"),
-        ("5", "ids from 0 to 4"),
-        ("-1", "ids from 0 to 4"),
+        ("1,x", "--layers='1,x' is not a list of layer ids. Give distinct ids from 0 (the embedding output) to 4"),
+        ("1,1", "has id 1 twice. Give distinct ids from 0 (the embedding output) to 4"),
+        ("5", "distinct ids from 0"),
+        ("-1", "distinct ids from 0"),
     ],
 )
 def test_wrong_layers_are_named_before_a_server_is_started(
