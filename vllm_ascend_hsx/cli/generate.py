@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty, non_empty_path, number_from, positive, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
-from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.errors import InputError, UnreachedError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
 from vllm_ascend_hsx.generate.options import (
     BOUNDS,
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
         "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
-        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input or an unusable "
-        "server, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input, an unusable server, "
+        "or none that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             raise InputError(f"--ray needs {error.name}: pip install 'vllm-ascend-hsx[ray]', here and on all nodes") from error
         return generate(options, console, do_on_ray)
-    except (InputError, UserError) as error:
+    except (InputError, UnreachedError, UserError) as error:
         for line in f"hsx generate: {error}".split("\n"):
             say(line, error=True)
         return 2

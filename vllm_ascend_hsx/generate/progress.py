@@ -17,7 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from vllm_ascend_hsx.generate.endpoints import Endpoint
-from vllm_ascend_hsx.generate.errors import InputError, Interrupted
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted, UnreachedError
 from vllm_ascend_hsx.protocol.names import printable
 
 LINE_S = 10.0
@@ -40,6 +40,7 @@ class Outcome:
         prompt_tokens, reused: tokens of their prompts, and those that servers did not compute.
         seconds: duration of the run.
         left: files that servers were still writing at the end.
+        unsettled: rows whose last request may still lead to a file.
         stopped_by: what ended the run early, or None.
         endpoints: the servers.
     """
@@ -59,8 +60,14 @@ class Outcome:
     reused: int = 0
     seconds: float = 0.0
     left: list[Path] = field(default_factory=list)
+    unsettled: int = 0
     stopped_by: Exception | None = None
     endpoints: Sequence[Endpoint] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the run was refused before anything came of it."""
+        return isinstance(self.stopped_by, InputError) and not (self.before or self.done or self.failed or self.unsettled)
 
     @property
     def missing(self) -> int:
@@ -174,7 +181,7 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
         tell(console, f"{path} is still being written by the server; the next run checks it", "red")
     if isinstance(outcome.stopped_by, Interrupted):
         tell(console, "interrupted; what is done is kept: call again to go on", "red")
-    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, InputError):
+    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         tell(console, f"stopped: {outcome.stopped_by}", "red")
 
 

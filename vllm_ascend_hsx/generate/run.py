@@ -15,7 +15,7 @@ from rich.text import Text
 from vllm_ascend_hsx.generate.answers import DATASET, Answers, write_dataset
 from vllm_ascend_hsx.generate.client import check_url, words
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
-from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError, UnreachedError
 from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
@@ -86,10 +86,15 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         ledger.note_state(State.FINISHED if outcome.stopped_by is None else State.STOPPED, _reason(outcome.stopped_by))
     except RunError as error:
         outcome.stopped_by = error
+    except InputError as error:
+        outcome.stopped_by = error
+        raise
     finally:
-        ledger.close()
         if answers is not None:
             answers.close()
+        if outcome.is_refused:
+            ledger.withdraw()
+        ledger.close()
     return outcome
 
 
@@ -107,6 +112,7 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
 
     Raises:
         InputError: dataset, options, output directory or server cannot be used.
+        UnreachedError: no server answers.
     """
     for url in options.endpoints:
         check_url(url)
@@ -124,9 +130,9 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     outcome = do(plan)
     if options.include_output and outcome.stopped_by is None:
         _write_answers(plan)
-    if outcome.requests or not isinstance(outcome.stopped_by, InputError):
+    if outcome.requests or not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         show(console, outcome, options.output)
-    if isinstance(outcome.stopped_by, InputError):
+    if isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         raise outcome.stopped_by
     if isinstance(outcome.stopped_by, Interrupted):
         return 128 + outcome.stopped_by.number
