@@ -17,7 +17,6 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.report import document
 from vllm_ascend_hsx.report.context import Context
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Result
-from vllm_ascend_hsx.report.run import run_all, run_process
 from vllm_ascend_hsx.report.steps import STEPS, Step
 
 NO_NPUS = "this machine has no NPUs (/dev/davinci0 or the like); to see the report without: hsx emulate -- hsx hardware-report"
@@ -99,6 +98,8 @@ def _context(options: argparse.Namespace, emulated: bool) -> Context:
 
 
 def _run(options: argparse.Namespace, context: Context, console: OneConsole) -> int:
+    from vllm_ascend_hsx.report.run import run_all, run_process  # with a client of servers
+
     def begin(step: Step) -> None:
         limit = options.step_timeout or step.limit_s
         console.tell(f"{step.name}: {step.title} (at most {limit / 60:.0f} min) ..." if limit >= 60 else f"{step.name}: {step.title} ...")

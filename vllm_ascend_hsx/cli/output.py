@@ -21,6 +21,7 @@ UNREAD = 128 + signal.SIGPIPE  # exit code, as shells report it for a program th
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 SILENCE_S = 1.0
+SILENT = frozenset(("-h", "--help", "-q", "--quiet"))  # options of commands without a sign of life
 
 
 class OneConsole(Console):

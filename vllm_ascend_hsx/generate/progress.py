@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -16,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from vllm_ascend_hsx.generate.endpoints import Endpoint
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, UnreachedError
 from vllm_ascend_hsx.protocol.names import printable
+
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.generate.endpoints import Endpoint  # with a client of servers, which `hsx status` needs not
 
 LINE_S = 10.0
 WINDOW_S = 30.0
