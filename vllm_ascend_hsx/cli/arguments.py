@@ -44,6 +44,12 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {option}{did_you_mean(option, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
 
+    def add_output(self, result: str, quiet: tuple[str, ...] = ("-q", "--quiet")) -> None:
+        """Add the options of `output.Output`. `result` says what --json prints."""
+        self.add_argument("--json", action="store_true", help=f"print one JSON object: {result}")
+        silence = "no progress and no result in words; errors still go to stderr, and the exit code tells the rest"
+        self.add_argument(*quiet, action="store_true", help=silence)
+
     def _is_no_option(self, word: str) -> bool:
         """Whether a word would be a long option, and no option begins with it or is it."""
         if not word.startswith("--") or word == "--" or " " in word:  # argparse takes text with blanks for a value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from vllm_ascend_hsx.cli.arguments import Parser, positive, size, whole
-from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.presets import PRESETS, is_rotated
@@ -53,7 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     tokens = "mean length of a prompt (default: 2048)"
     files.add_argument("--tokens", "--prompt-tokens", type=count, default=2048, dest="prompt_tokens", metavar="N", help=tokens)
     files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are in bytes")
+    parser.add_output("the plan, with sizes in bytes")
     return parser.parse_args(argv)
 
 
@@ -65,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"hsx plan: {error}", error=True)
         return 2
-    if options.json:
-        print(json.dumps(asdict(result), indent=2))
-    else:
-        show(make_console(120), result)
+    Output(options, 120).give(asdict(result), lambda console: show(console, result))
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -150,8 +150,22 @@ class Progress:
                     tell(self._console, self.line())
 
 
+def facts_of(outcome: Outcome, output: Path) -> dict[str, Any]:
+    """Return what became of the rows, what they took, and what went wrong, for --json."""
+    names = ("total", "invalid", "before", "done", "failed", "missing", "removed", "requests", "retries")
+    sizes = ("tokens", "prompt_tokens", "reused", "bytes", "seconds")
+    return {
+        "output": str(output),
+        **{name: getattr(outcome, name) for name in (*names, *sizes)},
+        "failures": [{"row": row, "reason": reason} for row, reason in outcome.failures],
+        "left": list(map(str, outcome.left)),
+        "stopped_by": None if outcome.stopped_by is None else str(outcome.stopped_by) or type(outcome.stopped_by).__name__,
+        "endpoints": [{"url": each.url, "answered": each.answered, "failed": each.failed} for each in outcome.endpoints],
+    }
+
+
 def show(console: Console, outcome: Outcome, output: Path) -> None:
-    """Print what became of the rows, what they took, and what went wrong."""
+    """Print what became of the rows, and what they took."""
     seconds = outcome.seconds or 1.0
     lines = {
         "rows": f"{outcome.total:,}",
@@ -173,6 +187,10 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
         table.add_row(*line)
     tell(console, str(output))
     console.print(table, highlight=False)
+
+
+def show_problems(console: Console, outcome: Outcome) -> None:
+    """Print what went wrong."""
     for row, reason in outcome.failures:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):

@@ -20,10 +20,10 @@ from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.generate.progress import Outcome, Progress, show, tell
+from vllm_ascend_hsx.generate.progress import Outcome, Progress, tell
 from vllm_ascend_hsx.generate.resume import resume
 from vllm_ascend_hsx.generate.show import show_rows
-from vllm_ascend_hsx.generate.sizes import show_sizes, space_problem
+from vllm_ascend_hsx.generate.sizes import Sizes, sizes_of, space_problem
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.reader.load import is_decided
@@ -98,12 +98,13 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
     return outcome
 
 
-def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] = do_here) -> int:
+def generate(options: Options, console: Console, give: Callable[[Outcome | Sizes], None], do: Callable[[Plan], Outcome] = do_here) -> int:
     """Run `hsx generate`.
 
     Args:
         options: of the run.
-        console: to write to.
+        console: for progress and warnings.
+        give: prints the result.
         do: does the rows.
 
     Returns:
@@ -122,7 +123,7 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     dataset = open_dataset(options)
     plan = Plan(options, dataset, _check(dataset, options, console), console)
     if options.dry_run:
-        show_sizes(console, options, dataset, plan.checked)
+        give(sizes_of(options, dataset, plan.checked))
         return ALL_THERE
     shown = options.show if options.show is not None else int(options.rank == 0 and not options.output.exists())
     if shown:
@@ -131,7 +132,7 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     if options.include_output and outcome.stopped_by is None:
         _write_answers(plan)
     if outcome.requests or not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
-        show(console, outcome, options.output)
+        give(outcome)
     if isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         raise outcome.stopped_by
     if isinstance(outcome.stopped_by, Interrupted):

@@ -70,7 +70,7 @@ def test_invalid_rows_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_doctor_spells_out_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor._announce(ODD)
+    doctor._announce(make_console(stderr=True), ODD)
     doctor.show(make_console(), [Finding("storage", ODD, "problem", ODD, ODD)])
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
