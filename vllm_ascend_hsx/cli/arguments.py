@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_ascend_hsx.cli import completion
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -32,6 +34,11 @@ class Parser(argparse.ArgumentParser):
 
     A misspelt option is named before anything else, with the one that is similar.
     """
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if completion.ASKED in os.environ:
+            completion.answer(self)
+        return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

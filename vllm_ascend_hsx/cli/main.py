@@ -4,6 +4,7 @@ import sys
 
 try:
     import importlib
+    import os
     from collections.abc import Callable, Sequence
     from typing import NamedTuple, cast
 
@@ -114,6 +115,10 @@ def _problem(error: OSError) -> str:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ and not arguments:
+        from vllm_ascend_hsx.cli.completion import complete
+
+        return complete({name: command.run for name, command in COMMANDS.items()})
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
