@@ -4,4 +4,5 @@ import sys
 
 from vllm_ascend_hsx.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
