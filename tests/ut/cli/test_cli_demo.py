@@ -229,11 +229,11 @@ sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_pa
 """
     # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
     )
-    assert process.stdout is not None
+    assert process.stderr is not None
     # The line that StartProgress prints once the server runs.
-    assert any("importing vllm" in line for line in iter(process.stdout.readline, ""))
+    assert any("importing vllm" in line for line in iter(process.stderr.readline, ""))
     assert running(tmp_path)
     process.send_signal(number)
     process.communicate(timeout=60)
