@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
 from vllm_ascend_hsx.protocol.errors import UserError
+
+_IDS = re.compile(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,40 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
         if layer_id in layer_ids[:index]:
             raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
+
+
+def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that --layers selects, in the order of the file.
+
+    Args:
+        text: ids such as "2,30,59,62"; or "eagle3" or "dflash", which select the default layers of
+            speculators 0.9.0 (speculators/models/utils.py:113) plus the last one, from which it
+            computes the target's logits; or "mtp", the last one.
+        num_layers: layers of the target.
+
+    Raises:
+        UserError: if these are not ids, or not of this target.
+    """
+    last = num_layers
+    rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
+    remedy = (
+        f"Give distinct ids from 0 (the embedding output) to {last} (after the last layer), "
+        f"such as {last // 2},{last}, or one of {', '.join(rules)}."
+    )
+    if text not in rules and not _IDS.fullmatch(text):
+        raise UserError("--layers", text, "is not a list of layer ids", remedy)
+    ids = rules[text] if text in rules else tuple(map(int, text.split(",")))
+    try:
+        validate_layer_ids(ids, num_layers)
+    except UserError as error:
+        raise UserError("--layers", text, _selected(ids, num_layers) * (text in rules) + error.problem, remedy) from None
+    if text in rules and list(ids) != sorted(ids):
+        raise UserError("--layers", text, f"{_selected(ids, num_layers)}is out of order", remedy)
+    return ids
+
+
+def _selected(ids: Sequence[int], num_layers: int) -> str:
+    return f"selects {','.join(map(str, ids))} of {num_layers} layers, so it "
 
 
 def read_target(vllm_config: Any) -> ExtractionTarget:

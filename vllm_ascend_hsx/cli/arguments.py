@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_ascend_hsx.cli import completion
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.protocol.strict_json import parse
 
+_NEAR = 0.6  # of 1, the similarity of a misspelt word
 _SHOWN = 40  # most characters of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+def did_you_mean(typed: str, known: Iterable[str]) -> str:
+    """Return a question about the most similar word for the end of an error; "" if none is near."""
+    near = difflib.get_close_matches(typed, list(known), n=1, cutoff=_NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote what was typed with control characters escaped."""
+    """A parser whose errors quote what was typed with control characters escaped.
+
+    A misspelt option is named before anything else, with the one that is similar.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if completion.ASKED in os.environ:
+            completion.answer(self)
+        return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        for word in words[: words.index("--") if "--" in words else None]:
+        own = words[: words.index("--") if "--" in words else None]
+        for word in own:
             option, _, value = word.partition("=")
             if option.startswith("-") and value == "--":  # argparse would drop it, and then miss a value
                 self.error(f"argument {option}: '--' is no value; name a path of that name as ./--")
+            if self._is_no_option(option) and not {"-h", "--help"} & set(own):
+                self.error(f"there is no option {option}{did_you_mean(option, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
+
+    def add_output(self, result: str, quiet: tuple[str, ...] = ("-q", "--quiet")) -> None:
+        """Add the options of `output.Output`. `result` says what --json prints."""
+        self.add_argument("--json", action="store_true", help=f"print one JSON object: {result}")
+        silence = "no progress and no result in words; errors still go to stderr, and the exit code tells the rest"
+        self.add_argument(*quiet, action="store_true", help=silence)
+
+    def _is_no_option(self, word: str) -> bool:
+        """Whether a word would be a long option, and no option begins with it or is it."""
+        if not word.startswith("--") or word == "--" or " " in word:  # argparse takes text with blanks for a value
+            return False
+        return not any(each.startswith(word) if self.allow_abbrev else each == word for each in self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

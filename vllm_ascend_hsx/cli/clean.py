@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
-from vllm_ascend_hsx.cli.output import say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
@@ -33,6 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("directory", type=non_empty_path)
     parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    parser.add_output("the paths that were, or would be, removed and sealed, and the problems")
     options = parser.parse_args(argv)
     if options.errors_older_than is not None:
         age = _AGE.fullmatch(options.errors_older_than)
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage directory."
         say(f"hsx clean: {problem}", error=True)
         return 2
+    out = Output(options)
+    facts: dict[str, list[str]] = {"removed": [], "sealed": [], "problems": []}
     shown = 0
     unprinted: list[OSError] = []
 
@@ -64,10 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def tell(done: Done, path: str) -> None:
         nonlocal shown
         shown += 1
-        if shown <= _SHOWN:
+        if options.json:
+            facts[done].append(str(options.directory / path))
+        elif not options.quiet and shown <= _SHOWN:
             show(f"{_WOULD[done] if options.dry_run else done} {options.directory / path}")
 
     def report(problem: str) -> None:
+        facts["problems"].append(problem)
         show(f"hsx clean: {problem}", error=True)
 
     cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell, report=report)
@@ -83,10 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.close(dir_fd)
     if unprinted:
         raise unprinted[0]
-    if shown > _SHOWN:
-        print(f"... and {shown - _SHOWN} more")
     would = "would be " if options.dry_run else ""
-    print(cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove")
+    words = cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove"
+
+    def show_counts(console: OneConsole) -> None:
+        if shown > _SHOWN:
+            console.tell(f"... and {shown - _SHOWN} more")
+        console.tell(words)
+
+    out.give({"dry_run": options.dry_run, **facts}, show_counts)
     return 1 if cleaning.problems else 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from vllm_ascend_hsx.cli.arguments import Parser, seconds, whole
-from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console, say
+from vllm_ascend_hsx.cli.output import INTERRUPTED, Output, ended_by_sigterm, flush, say
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.demo.loop import command
 from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembered
@@ -23,11 +23,11 @@ from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.serve.command import layer_ids
+from vllm_ascend_hsx.target import layer_ids
 
 if TYPE_CHECKING:
     from vllm_ascend_hsx.demo.server import Server
-    from vllm_ascend_hsx.demo.session import Check
+    from vllm_ascend_hsx.demo.session import Check, Served
     from vllm_ascend_hsx.demo.verify import Reference
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
@@ -65,6 +65,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--start-timeout", type=seconds, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
     add("--request-timeout", type=seconds, default=120.0, metavar="S", help="seconds for one request (default: 120)")
     add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
+    parser.add_output("whether all is right; log, files and rows of each server, or with --loop the drafts")
     options = parser.parse_args(argv)
     command.check(options, parser)
     if options.serve and (options.long_steps or options.no_reference or options.loop):
@@ -94,23 +95,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 if interrupted.
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = make_console()
+    out = Output(options)
     try:
         with ended_by_sigterm("hsx demo"):
-            return run(options, console)
+            return run(options, out)
     except UserError as error:
         say(f"hsx demo: {error}", error=True)
         return 2
     except DemoError as error:  # with lines of a server's log
         for line in f"hsx demo: {error}".splitlines():
-            console.tell(line, "red")
+            out.errors.tell(line, "red")
         return 1
     except KeyboardInterrupt:
-        console.print("hsx demo: interrupted; all its processes have been stopped")
+        out.errors.tell("hsx demo: interrupted; all its processes have been stopped")
         return INTERRUPTED
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace, out: Output) -> int:
+    console = out.progress
     if options.output is not None:
         try:
             options.output.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     if options.loop:
         _compile_emulator(console)
-        return command.run(options, console)
+        return command.run(options, out.progress, out.give)
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     model = _model_directory(options.model, console)
     if options.quantized:
@@ -135,43 +137,57 @@ def run(options: argparse.Namespace, console: Console) -> int:
     num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
     layers = default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
     if options.serve:
-        return _serve_by_hand(options, console, work.absolute(), model, layers)
+        return _serve_by_hand(options, out, work.absolute(), model, layers)
     reference = None if options.no_reference else reference_for(model, options.quantized)
     check = _check(options, layers, reference)
     if options.device == "emulated":
         _compile_emulator(console)
     if options.long_steps:
-        return _long_steps(options, console, check, model, work.absolute(), vocab_size)
+        return _long_steps(options, out, check, model, work.absolute(), vocab_size)
 
     from vllm_ascend_hsx.demo.prompts import demo_prompts
-    from vllm_ascend_hsx.demo.session import serve_and_show
+    from vllm_ascend_hsx.demo.session import Consoles, serve_and_show
 
     server = _server(
         options, console, work.absolute(), model, layers, extra=_device_options(options.device)
     )
-    _, good = serve_and_show(console, server, _title(options), demo_prompts(vocab_size), check)
+    title = _title(options)
+    served, good = serve_and_show(Consoles(out.result, console), server, title, demo_prompts(vocab_size), check)
+    out.give({"ok": good, "servers": [_facts(title, server, served)]}, lambda console: None)
     return 0 if good else 1
 
 
 def _serve_by_hand(
-    options: argparse.Namespace, console: Console, work: Path, model: Path, layers: Sequence[int]
+    options: argparse.Namespace, out: Output, work: Path, model: Path, layers: Sequence[int]
 ) -> int:
-    from vllm_ascend_hsx.demo.hand import commands, serve_by_hand, write_prompts
+    from vllm_ascend_hsx.demo.hand import commands, serve_until_interrupted, show, write_prompts
 
     if options.device == "emulated":
-        _compile_emulator(console)
+        _compile_emulator(out.progress)
     write_prompts(work)
     name = "tiny-minimax-m2" if options.model is None else model.name
     extra = (*_device_options(options.device), "--served-model-name", name)
     chosen_names = {PATH_OPTION: True}  # by `hsx generate`
-    server = _server(options, console, work, model, layers, extra=extra, connector_options=chosen_names)
-    serve_by_hand(console, server, _title(options), commands(server.url, name, work), _start_s(options))
+    server = _server(options, out.progress, work, model, layers, extra=extra, connector_options=chosen_names)
+    found = commands(server.url, name, work)
+
+    def announce() -> None:
+        out.give(found._asdict(), lambda console: show(console, found))
+        flush()
+
+    serve_until_interrupted(out.progress, server, _title(options), _start_s(options), announce)
     return 0
+
+
+def _facts(title: str, server: Server, served: Served) -> dict[str, Any]:
+    """Return what is known of one server, for --json."""
+    files = server.log.parent / "hidden_states"
+    return {"title": title, "log": str(server.log), "files": str(files), "rows": [row._asdict() for row in served.rows]}
 
 
 def _long_steps(
     options: argparse.Namespace,
-    console: Console,
+    out: Output,
     check: Check,
     model: Path,
     work: Path,
@@ -179,33 +195,34 @@ def _long_steps(
 ) -> int:
     """Serve eager and with graphs; compare both with the reference, and with each other."""
     from vllm_ascend_hsx.demo.long_steps import EMULATED, REAL, Mode, agree, environment
-    from vllm_ascend_hsx.demo.session import serve_and_show
+    from vllm_ascend_hsx.demo.session import Consoles, serve_and_show
 
     emulated = options.device == "emulated"
     sizes, good = EMULATED if emulated else REAL, True
-    answers = {}
+    answers, facts = {}, []
     for mode in Mode:
         title = f"{_title(options)}, {mode.value}"
         made = sizes.serve_options(str(model), len(check.layer_ids), mode, emulated)
         server = _server(
             options,
-            console,
+            out.progress,
             work / mode.value,
             model,
             check.layer_ids,
             environment(mode, emulated),
             **made,
         )
-        answers[mode], right = serve_and_show(
-            console, server, title, sizes.prompts(vocab_size), check
+        served, right = serve_and_show(
+            Consoles(out.result, out.progress), server, title, sizes.prompts(vocab_size), check
         )
+        answers[mode] = served.answers
+        facts.append(_facts(title, server, served))
         good &= right
     agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], check.layer_ids)
-    console.print(
-        f"eager and with graphs: {agreement}",
-        style="green" if agreement.holds else "red",
-        highlight=False,
+    out.result.tell(
+        f"eager and with graphs: {agreement}", "green" if agreement.holds else "red"
     )
+    out.give({"ok": good and agreement.holds, "servers": facts}, lambda console: None)
     return 0 if good and agreement.holds else 1
 
 

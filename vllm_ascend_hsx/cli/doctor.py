@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
-from vllm_ascend_hsx.cli.output import make_console, say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, say
 from vllm_ascend_hsx.doctor import patch_points, storage
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
@@ -40,7 +39,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-lock", action="store_true", help="as with use_synchronization_lock false")
     presets = ", ".join(PRESETS)
     parser.add_argument("--model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {presets}")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_output("whether all is well, and the findings")
     options = parser.parse_args(argv)
     if options.out is None and (options.io != "buffered" or options.durability != "none" or options.no_lock):
         parser.error("--io, --durability and --no-lock say how files in --out are written; give --out DIR too")
@@ -50,35 +49,33 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx doctor` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    out = Output(options)
     try:
-        found = list(findings(options))
+        found = list(findings(options, out.progress))
     except UserError as error:
         say(f"hsx doctor: {error}", error=True)
         return 2
     healthy = all(each.verdict != "problem" for each in found)
-    if options.json:
-        print(json.dumps({"ok": healthy, "findings": [asdict(each) for each in found]}, indent=2))
-    else:
-        show(make_console(), found)
+    out.give({"ok": healthy, "findings": [asdict(each) for each in found]}, lambda console: show(console, found))
     return 0 if healthy else 1
 
 
-def findings(options: argparse.Namespace) -> Iterator[Finding]:
+def findings(options: argparse.Namespace, progress: OneConsole) -> Iterator[Finding]:
     """Yield the findings for a command line. Raises UserError: the model cannot be read."""
     if options.model is not None:
         yield from check_target(options.model)  # first, to refuse a mistyped name at once
     software = list(check_software())
     yield from software
-    _announce("importing vllm and vllm-ascend, which can take a minute")
+    _announce(progress, "importing vllm and vllm-ascend, which can take a minute")
     yield from patch_points.check_patch_points(all(each.verdict != "problem" for each in software))
     if options.out is not None:
-        _announce(f"writing {storage.WRITTEN >> 20} MiB to {options.out}")
+        _announce(progress, f"writing {storage.WRITTEN >> 20} MiB to {options.out}")
         files = FileOptions(use_lock=not options.no_lock, io=options.io, durability=options.durability)
         yield from storage.check_storage(options.out.absolute(), files, stored_format(options.model))
 
 
-def _announce(what: str) -> None:
-    say(f"hsx doctor: {what} ...", error=True)
+def _announce(progress: OneConsole, what: str) -> None:
+    progress.tell(f"hsx doctor: {what} ...")
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:

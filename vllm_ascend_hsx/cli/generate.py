@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty, non_empty_path, number_from, positive, seconds, whole
-from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
-from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.cli.output import INTERRUPTED, Output, say
+from vllm_ascend_hsx.generate.errors import InputError, UnreachedError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
 from vllm_ascend_hsx.generate.options import (
     BOUNDS,
@@ -29,6 +30,10 @@ from vllm_ascend_hsx.generate.options import (
 )
 from vllm_ascend_hsx.protocol.errors import UserError
 
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.generate.progress import Outcome
+    from vllm_ascend_hsx.generate.sizes import Sizes
+
 DEFAULTS = Options("", Path())
 
 
@@ -39,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
         "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
-        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input or an unusable "
-        "server, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input, an unusable server, "
+        "or none that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:
@@ -111,12 +116,18 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=positive(1e12), metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
     known = "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: of finished rows)"
     add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
+    parser.add_output("what became of the rows, or with --dry-run their sizes")
     return parser
 
 
 def parse_arguments(argv: Sequence[str]) -> Options:
     """Parse the options. An invalid one exits with code 2, or raises InputError or UserError."""
-    given = vars(parser().parse_args(argv))
+    return _options(parser().parse_args(argv))
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    """Return the options of the run. Raises InputError or UserError."""
+    given = {name: value for name, value in vars(parsed).items() if name not in ("json", "quiet")}
     given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_tasks"))
     given |= _endpoints(given.pop("endpoint") or list(DEFAULTS.endpoints))
     given["sampling"] = Sampling(**{each.name: given.pop(each.name) for each in fields(Sampling)})
@@ -154,22 +165,36 @@ def _endpoints(named: Sequence[str]) -> dict[str, Any]:
     return {"endpoints": read_endpoints(path), "endpoint_file": path}
 
 
+def _give(out: Output, directory: Path, found: Outcome | Sizes) -> None:
+    """Print the result of a run or of a dry one, and the problems of a run."""
+    from vllm_ascend_hsx.generate.progress import facts_of, show, show_problems
+    from vllm_ascend_hsx.generate.sizes import Sizes, show_sizes
+
+    if isinstance(found, Sizes):
+        out.give(found._asdict(), lambda console: show_sizes(console, found))
+    else:
+        out.give(facts_of(found, directory), lambda console: show(console, found, directory))
+        show_problems(out.errors, found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx generate` and return its exit code."""
-    console = make_console()
+    parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    out = Output(parsed)
     try:
-        options = parse_arguments(sys.argv[1:] if argv is None else argv)
+        options = _options(parsed)
         # Imported late, so that `--help` is fast.
         from vllm_ascend_hsx.generate.run import generate
 
+        give = partial(_give, out, options.output)
         if options.ray is None:
-            return generate(options, console)
+            return generate(options, out.progress, give)
         try:
             from vllm_ascend_hsx.generate.machines.ray_run import do_on_ray
         except ModuleNotFoundError as error:
             raise InputError(f"--ray needs {error.name}: pip install 'vllm-ascend-hsx[ray]', here and on all nodes") from error
-        return generate(options, console, do_on_ray)
-    except (InputError, UserError) as error:
+        return generate(options, out.progress, give, do_on_ray)
+    except (InputError, UnreachedError, UserError) as error:
         for line in f"hsx generate: {error}".split("\n"):
             say(line, error=True)
         return 2

@@ -7,17 +7,17 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, seconds, whole
-from vllm_ascend_hsx.cli.output import INTERRUPTED, OneConsole, ended_by_sigterm, make_console, say
+from vllm_ascend_hsx.cli.output import INTERRUPTED, OneConsole, Output, ended_by_sigterm, say
 from vllm_ascend_hsx.doctor.software import count_npus, npu_is_emulated
 from vllm_ascend_hsx.plan.shape import read_config
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.report import document
 from vllm_ascend_hsx.report.context import Context
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Result
-from vllm_ascend_hsx.report.run import run_all, run_process
 from vllm_ascend_hsx.report.steps import STEPS, Step
 
 NO_NPUS = "this machine has no NPUs (/dev/davinci0 or the like); to see the report without: hsx emulate -- hsx hardware-report"
@@ -42,6 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=_steps, default=_NAMES, metavar="NAMES", help=f"comma-separated, of: {', '.join(_NAMES)} (default: all)")
     add("--step-timeout", type=seconds, metavar="S", help="seconds for each step (default: 1 to 90 minutes, by step)")
     add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for each `vllm serve`, after --")
+    parser.add_output("whether nothing failed, the report's files, and the results")
     return parser.parse_args(argv)
 
 
@@ -55,7 +56,7 @@ def _steps(text: str) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx hardware-report` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = make_console()
+    out = Output(options)
     emulated = npu_is_emulated()
     if not emulated and not count_npus():
         say(f"hsx hardware-report: {NO_NPUS}", error=True)
@@ -67,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with ended_by_sigterm("hsx hardware-report"):
-            return _run(options, context, console)
+            return _run(options, context, out)
     except KeyboardInterrupt:
-        console.tell(f"hsx hardware-report: interrupted; {context.output / document.NAME}.md has the lines so far")
+        out.errors.tell(f"hsx hardware-report: interrupted; {context.output / document.NAME}.md has the lines so far")
         return INTERRUPTED
 
 
@@ -98,20 +99,30 @@ def _context(options: argparse.Namespace, emulated: bool) -> Context:
     return Context(model, output, emulated, *sizes, serve_options=tuple(options.serve_options))
 
 
-def _run(options: argparse.Namespace, context: Context, console: OneConsole) -> int:
+def _run(options: argparse.Namespace, context: Context, out: Output) -> int:
+    from vllm_ascend_hsx.report.run import run_all, run_process  # with a client of servers
+
     def begin(step: Step) -> None:
         limit = options.step_timeout or step.limit_s
-        console.tell(f"{step.name}: {step.title} (at most {limit / 60:.0f} min) ..." if limit >= 60 else f"{step.name}: {step.title} ...")
+        most = f" (at most {limit / 60:.0f} min)" if limit >= 60 else ""
+        out.progress.tell(f"{step.name}: {step.title}{most} ...")
 
     def show(step: Step, results: Sequence[Result]) -> None:
         for result in results:
-            console.tell(f"  {document.LINES[result.line].what}: {result.outcome}: {result.found}", _STYLES[result.outcome])
+            out.progress.tell(f"  {document.LINES[result.line].what}: {result.outcome}: {result.found}", _STYLES[result.outcome])
 
     def run(step: Step, context: Context) -> list[Result]:
         return run_process(step, context, options.step_timeout)
 
     results = run_all(context, options.steps, begin, show, run)
     count = Counter(result.outcome for result in results)
-    console.tell(", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN)))
-    console.tell(f"written: {context.output / document.NAME}.md and .json; paste the first into an issue")
+    path = context.output / document.NAME
+    files = {"markdown": f"{path}.md", "json": f"{path}.json"}
+    facts = {"ok": not count[BROKE], **files, "results": [asdict(each) for each in results]}
+
+    def show_counts(console: OneConsole) -> None:
+        console.tell(", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN)))
+        console.tell(f"written: {path}.md and .json; paste the first into an issue")
+
+    out.give(facts, show_counts)
     return 1 if count[BROKE] else 0

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, whole
-from vllm_ascend_hsx.cli.output import make_console, say
+from vllm_ascend_hsx.cli.output import Output, say
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in
@@ -33,6 +34,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
     plot = "draw the norms of a file's rows, by layer and by token; needs matplotlib"
     parser.add_argument("--plot", type=non_empty_path, metavar="PNG", help=plot)
+    parser.add_output("the files, and the number of those that are left out")
     options = parser.parse_args(argv)
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -56,7 +58,7 @@ def _no_picture(target: Path) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx inspect` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = make_console()
+    out = Output(options)
     unreadable: list[OSError] = []
     try:
         paths = _paths(options.path, unreadable.append)
@@ -70,15 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     is_directory = os.path.isdir(options.path)
     found = [examine(path, listed=is_directory, norms=True) for path in paths[: options.limit]]
-    if is_directory:
-        console.print(_table(options.path, found))
-        if len(paths) > options.limit:
-            console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
-    else:
-        _show(console, found[0])
-        if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
-            draw(found[0], options.plot)
-            console.tell(f"drawn: {options.plot}")
+    facts = {"files": [_facts(each) for each in found], "left_out": len(paths) - len(found)}
+    out.give(facts, lambda console: _show_all(console, options.path, found, len(paths)) if is_directory else _show(console, found[0]))
+    if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
+        draw(found[0], options.plot)
+        out.progress.tell(f"drawn: {options.plot}")
     # Of a directory in use, files that were removed meanwhile or are being written are not bad.
     return 1 if unreadable or any(each.problem is not None and (each.is_there or not is_directory) for each in found) else 0
 
@@ -93,6 +91,20 @@ def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
     there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or is_decided(Path(name))
     return [Path(name)] if there else []
+
+
+def _facts(found: Examination) -> dict[str, Any]:
+    """Return what is known of a file, for --json."""
+    counts = {name: getattr(found, name) for name in ("tokens", "prompt_tokens", "num_bytes", "file_bytes")}
+    verdict = {"verdict": found.verdict, "problem": found.problem}
+    return {"path": str(found.path), **verdict, **counts, **found.kind._asdict(), "norms": list(found.norms), "metadata": found.metadata}
+
+
+def _show_all(console: Console, directory: Path, found: Sequence[Examination], number: int) -> None:
+    """Show the first files of a directory that has `number` of them."""
+    console.print(_table(directory, found))
+    if number > len(found):
+        console.print(f"... and {number - len(found)} more; --limit {number} shows them", highlight=False)
 
 
 def _table(directory: Path, found: Sequence[Examination]) -> Table:

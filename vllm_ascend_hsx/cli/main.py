@@ -4,6 +4,7 @@ import sys
 
 try:
     import importlib
+    import os
     from collections.abc import Callable, Sequence
     from typing import NamedTuple, cast
 
@@ -97,11 +98,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and output.drop_unread():
             return output.UNREAD
         output.drop_full()
-        output.say(f"{name}: cannot continue or print: {error}", error=True)
+        output.say(f"{name}: {_problem(error)}", error=True)
         return 1
 
 
+def _own(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the words before `--`, which separates those of another program."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def _problem(error: OSError) -> str:
+    """Return what has failed: a file, an output, or what a library raises OSError for."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if error.errno is None else f"cannot continue or print: {error}"
+
+
 def _run(arguments: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ and not arguments:
+        from vllm_ascend_hsx.cli.completion import complete
+
+        return complete({name: command.run for name, command in COMMANDS.items()})
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -110,10 +127,13 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
-        output.say(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", error=True)
+        from vllm_ascend_hsx.cli.arguments import did_you_mean
+
+        remedy = did_you_mean(arguments[0], COMMANDS) or f"; choose one of: {', '.join(COMMANDS)}"
+        output.say(f"hsx: there is no command {arguments[0]!r}{remedy}", error=True)
         return 2
     try:
-        if command.at_work is None:
+        if command.at_work is None or not output.SILENT.isdisjoint(_own(arguments)):
             return command.run(arguments[1:])
         with output.sign_of_life(f"hsx {arguments[0]}: {command.at_work} ..."):
             return command.run(arguments[1:])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
+import math
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
@@ -21,6 +24,7 @@ UNREAD = 128 + signal.SIGPIPE  # exit code, as shells report it for a program th
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 SILENCE_S = 1.0
+SILENT = frozenset(("-h", "--help", "-q", "--quiet"))  # options of commands without a sign of life
 
 
 class OneConsole(Console):
@@ -35,10 +39,43 @@ class OneConsole(Console):
         raise
 
 
-def make_console(width: int = 150, *, stderr: bool = False) -> OneConsole:
+def make_console(width: int = 150, *, stderr: bool = False, quiet: bool = False) -> OneConsole:
     """Return a console as wide as the terminal, or `width` if there is none."""
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    return OneConsole(width=None if terminal else width, stderr=stderr)
+    stream = sys.stderr if stderr else sys.stdout
+    terminal = stream is not None and stream.isatty()
+    return OneConsole(width=None if terminal else width, stderr=stderr, quiet=quiet)
+
+
+class Output:
+    """The outputs of one command, by its options --json and --quiet (`Parser.add_output`).
+
+    Attributes:
+        result: stdout; nowhere with either option.
+        progress: stderr, for progress and warnings; nowhere with --quiet.
+        errors: stderr.
+    """
+
+    def __init__(self, options: argparse.Namespace, width: int = 150) -> None:
+        self.result = make_console(width, quiet=options.quiet or options.json)
+        self.progress = make_console(width, stderr=True, quiet=options.quiet)
+        self.errors = make_console(width, stderr=True)
+        self._as_json: bool = options.json
+
+    def give(self, facts: Mapping[str, Any], show: Callable[[OneConsole], None]) -> None:
+        """Print the result of the command: one JSON object with --json, else what `show` prints."""
+        if self._as_json:
+            print(json.dumps(_finite(facts), indent=2))
+        else:
+            show(self.result)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for each number that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def say(text: str, *, error: bool = False) -> None:

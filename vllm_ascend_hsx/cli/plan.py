@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,23 +11,17 @@ from dataclasses import asdict
 from rich.table import Table
 
 from vllm_ascend_hsx.cli.arguments import Parser, positive, size, whole
-from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.presets import PRESETS, is_rotated
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.target import layer_ids
 
 speed = positive(1e12)
 count = whole(1, 10**9)
 DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "quantization")}
-
-
-def layer_ids(text: str) -> tuple[int, ...]:
-    """Parse comma-separated ids."""
-    if not re.fullmatch(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62")
-    return tuple(int(part) for part in text.split(","))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +32,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",
     )
     parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
-    parser.add_argument("--layers", type=layer_ids, metavar="IDS", help="comma-separated ids to extract (default: 2, L/2, L-3, L)")
+    layers = "as for hsx serve: comma-separated ids, or eagle3, dflash or mtp (default: %(default)s)"
+    parser.add_argument("--layers", default="eagle3", metavar="IDS", help=layers)
     parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
     parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
@@ -59,7 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     tokens = "mean length of a prompt (default: 2048)"
     files.add_argument("--tokens", "--prompt-tokens", type=count, default=2048, dest="prompt_tokens", metavar="N", help=tokens)
     files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are in bytes")
+    parser.add_output("the plan, with sizes in bytes")
     return parser.parse_args(argv)
 
 
@@ -71,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"hsx plan: {error}", error=True)
         return 2
-    if options.json:
-        print(json.dumps(asdict(result), indent=2))
-    else:
-        show(make_console(120), result)
+    Output(options, 120).give(asdict(result), lambda console: show(console, result))
     return 0
 
 
@@ -84,7 +74,7 @@ def plan(options: argparse.Namespace) -> Plan:
     return make_plan(
         Request(
             shape=shape,
-            layer_ids=options.layers or default_layers(shape.num_layers),
+            layer_ids=layer_ids(options.layers, shape.num_layers),
             tensor_parallel=options.tp,
             data_parallel=options.dp,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -98,11 +88,6 @@ def plan(options: argparse.Namespace) -> Plan:
             rotated=options.rotated or is_rotated(options.model),
         )
     )
-
-
-def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers that speculators extracts: three for the draft model, and the last one."""
-    return tuple(sorted({layer for layer in (2, num_layers // 2, num_layers - 3, num_layers) if 0 < layer <= num_layers}))
 
 
 def show(console: OneConsole, result: Plan) -> None:

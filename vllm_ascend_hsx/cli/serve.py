@@ -10,18 +10,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
-from vllm_ascend_hsx.cli.output import say
+from vllm_ascend_hsx.cli.output import Output, flush, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import build
 from vllm_ascend_hsx.serve.machine import check_machine
 
 _OURS = ("--layers", "--out", "--option")  # options with a value
-_FLAGS = ("--dry-run", "-h", "--help")
+_LONG_FLAGS = ("--dry-run", "--json", "--quiet")  # -q is vLLM's --quantization
+_FLAGS = (*_LONG_FLAGS, "-h", "--help")
 # no option of vllm serve 0.23.0 is that similar to one of ours (--port and --out: 0.73)
 _NEAR = 0.75
 
@@ -33,7 +35,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser(
         prog="hsx serve",
-        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [VLLM OPTIONS]",
+        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [--json] [--quiet] [VLLM OPTIONS]",
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "
         "enable extraction, and prints the whole command. The server refuses unsupported "
         "settings with the reason, before it loads weights.",
@@ -52,6 +54,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     option = "a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be repeated"
     parser.add_argument("--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option)
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not start it")
+    parser.add_output("arguments, environ and notes of the command; the server's log follows without --dry-run", ("--quiet",))
     own, vllm = _split(argv, parser)
     options = parser.parse_args(own)
     keys = [key for key, _ in options.option]
@@ -80,8 +83,8 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             own.append(word)
             has_model = True
         else:
-            near = [each for each in (*_OURS, "--dry-run") if each.startswith(name) or name.startswith(each)]
-            if near := near or difflib.get_close_matches(name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR):
+            near = [each for each in (*_OURS, *_LONG_FLAGS) if each.startswith(name) or name.startswith(each)]
+            if near := near or difflib.get_close_matches(name, (*_OURS, *_LONG_FLAGS), n=1, cutoff=_NEAR):
                 parser.error(f"{name}: did you mean {near[0]}? Options of vllm serve go after --")
             if not has_model:
                 parser.error(f"name MODEL first, before {word}")
@@ -122,9 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(f"hsx serve: {error}", error=True)
         return 2
+    out = Output(options)
     for note in command.notes:
-        say(f"hsx serve: {note}", error=True)
-    print(command, flush=True)
+        out.progress.tell(f"hsx serve: {note}")
+    out.give(asdict(command), lambda console: console.tell(str(command)))
+    flush()
     if options.dry_run:
         return 0
     beside = Path(sys.executable).parent

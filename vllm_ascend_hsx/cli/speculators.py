@@ -17,7 +17,7 @@ usage: hsx speculators COMMAND [OPTIONS]
        hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
 
 Runs a command of speculators (such as train), or a script of its repository, that takes
---hidden-states-backend hsx.
+--hidden-states-backend hsx. It prints nothing of its own: --json and -q are options of the command.
 On several NPUs: torchrun --nproc-per-node 8 --no-python hsx speculators train ..."""
 
 

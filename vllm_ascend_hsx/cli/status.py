@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
-from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, say
 from vllm_ascend_hsx.generate.ledger import State
 from vllm_ascend_hsx.generate.progress import duration
 from vllm_ascend_hsx.generate.status import WINDOW_S, Progress, read_status
@@ -32,7 +31,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("directories", nargs="+", type=non_empty_path, metavar="DIR", help="that is --output of `hsx generate`")
-    add("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_output("runs with their ranks, problems and the total")
     return parser.parse_args(argv)
 
 
@@ -41,11 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     runs, problems = read_status(options.directories, time.time())
     total = Progress("all", **{name: sum(getattr(run, name) for run in runs) for name in COUNTS})
-    if options.json:
-        counts = {name: getattr(total, name) for name in COUNTS}
-        print(json.dumps({"runs": [asdict(run) for run in runs], "problems": problems, "total": counts}))
-    else:
-        _show(make_console(), runs, total)
+    counts = {name: getattr(total, name) for name in COUNTS}
+    facts = {"runs": [asdict(run) for run in runs], "problems": problems, "total": counts}
+    Output(options).give(facts, lambda console: _show(console, runs, total))
     for each in problems:
         say(f"hsx status: {each['path']}: {each['problem']}", error=True)
     return 2 if not runs else 1 if problems else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, whole
-from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
+from vllm_ascend_hsx.cli.output import OneConsole, Output, deferred_interrupt, ended_by_sigterm, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, INDEX
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
@@ -97,8 +97,8 @@ class Tally:
             reason = f"it cannot be read: {error.strerror or error}"
         self.failed.append({"path": str(path), "reason": reason})
 
-    def json(self) -> str:
-        return json.dumps({**vars(self), "kinds": [{**kind._asdict(), "files": count} for kind, count in self.kinds.items()]})
+    def facts(self) -> dict[str, Any]:
+        return {**vars(self), "kinds": [{**kind._asdict(), "files": count} for kind, count in self.kinds.items()]}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,14 +115,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=whole(1, 1024), default=processors, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--no-checksum", action="store_true", help="do not compare checksums")
     parser.add_argument("--allow-errors", action="store_true", help="exit with 0 although requests failed and left error files")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_output("counts, and the files of each kind of problem")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx verify` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = make_console(stderr=options.json)
+    out = Output(options)
     tally = Tally()
     try:
         paths = files_in(options.directory, tally.add_unreadable)
@@ -145,12 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tally.unseen = len(data)
     examinations = _examinations(data, options.jobs, not options.no_checksum)
     with ended_by_sigterm("hsx verify"):
-        for found in track(examinations, "files", len(data), console=console, transient=True, disable=not console.is_terminal):
+        hidden = options.quiet or not out.progress.is_terminal
+        for found in track(examinations, "files", len(data), console=out.progress, transient=True, disable=hidden):
             tally.add(found)
-    if options.json:
-        print(tally.json())
-    else:
-        _show(console, tally, options.directory)
+    out.give(tally.facts(), lambda console: _show(console, tally, options.directory))
     if tally.unseen:
         killed = f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files have no verdict"
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)

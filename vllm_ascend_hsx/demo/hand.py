@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,15 +56,22 @@ def write_prompts(work: Path) -> None:
     (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
 
 
-def serve_by_hand(console: Console, server: Server, title: str, found: Commands, start_s: float) -> None:
-    """Start the server, print the commands, and serve until this process is interrupted.
+def show(console: Console, found: Commands) -> None:
+    """Print the commands, each below a comment with its name."""
+    for name, line in found._asdict().items():
+        console.print(f"\n# {name}", highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def serve_until_interrupted(console: Console, server: Server, title: str, start_s: float, announce: Callable[[], None]) -> None:
+    """Start the server, and serve until this process is interrupted.
 
     Args:
-        console: takes progress and commands.
+        console: takes the progress.
         server: not yet started.
         title: the server in words.
-        found: the commands.
         start_s: seconds for the start.
+        announce: called when the server answers.
 
     Raises:
         ServerError: the server did not start, or has ended.
@@ -73,8 +81,6 @@ def serve_by_hand(console: Console, server: Server, title: str, found: Commands,
         with StartProgress(console, server.log, title) as progress:
             seconds = server.wait_ready(start_s, progress)
         console.print(f"{title}: answers after {seconds:.0f} s. Ctrl-C stops it.", highlight=False)
-        for name, line in found._asdict().items():
-            console.print(f"\n# {name}", highlight=False)
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        announce()
         server.wait(lambda: None)
         server.check_running()

@@ -49,15 +49,23 @@ class Served(NamedTuple):
     metrics: Metrics | None
 
 
+class Consoles(NamedTuple):
+    """Where the result is shown, and where progress is."""
+
+    result: Console
+    progress: Console
+
+
 def serve_and_show(
-    console: Console, server: Server, title: str, prompts: Sequence[Prompt], check: Check
-) -> tuple[list[Answer], bool]:
+    consoles: Consoles, server: Server, title: str, prompts: Sequence[Prompt], check: Check
+) -> tuple[Served, bool]:
     """Serve once and show the table. Return the answers, and whether everything is right.
 
     Raises:
         DemoError: the server did not start, or a request failed.
     """
-    served = _serve(console, server, title, prompts, check)
+    console = consoles.result
+    served = _serve(consoles.progress, server, title, prompts, check)
     show_rows(console, served.rows, check.layer_ids, check.target)
     published = len(served.answers)
     if served.metrics is not None:
@@ -74,7 +82,7 @@ def serve_and_show(
         style="green" if passed == count else "red",
         highlight=False,
     )
-    return served.answers, passed == count and published == len(served.answers)
+    return served, passed == count and published == len(served.answers)
 
 
 def _serve(

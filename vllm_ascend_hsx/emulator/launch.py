@@ -77,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     environ = os.environ
     p = argparse.ArgumentParser(
         prog="hsx emulate",
-        description="Runs a command with emulated Ascend NPUs on the CPU.",
+        description="Runs a command with emulated Ascend NPUs on the CPU. It prints nothing of its own: "
+        "options after -- such as --json and -q are those of the command.",
         usage="hsx emulate [--soc a2|a3] [--npus N] [--hbm SIZE] [--late] [--queue] -- COMMAND "
         "[ARGUMENT ...]",
     )

@@ -125,8 +125,14 @@ class Answers:
             raise RunError(describe(f"{self._path} cannot be written", error)) from error
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        """Close the file. Remove it if there are no answers."""
+        try:
+            opened = os.fstat(self._fd)
+            with suppress(OSError):  # it was removed
+                if not opened.st_size and os.path.samestat(opened, os.stat(self._path)):
+                    self._path.unlink()
+        finally:
+            os.close(self._fd)
 
 
 def write_dataset(output: Path, marks: Sequence[int]) -> Path:

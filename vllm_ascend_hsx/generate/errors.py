@@ -27,6 +27,10 @@ class RunError(Exception):
     """The run cannot go on: every other row would fail for the same reason."""
 
 
+class UnreachedError(RunError):
+    """No server has ever answered."""
+
+
 class StoppedError(Exception):
     """The run is ending: waiting workers give up."""
 

@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 from vllm_ascend_hsx.generate.answers import Answers
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Answer, Client
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
-from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, Interrupted, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.errors import (
+    MAY_HAVE_FILE,
+    Failure,
+    InputError,
+    Interrupted,
+    RequestError,
+    RunError,
+    StoppedError,
+    UnreachedError,
+)
 from vllm_ascend_hsx.generate.files import RowFiles, request_in
 from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, State, Status
 from vllm_ascend_hsx.generate.options import Options
@@ -93,6 +102,7 @@ class Generation:
         self._waits: set[asyncio.Future[Any]] = set()  # cancelled when the run is stopped
         self._requests: set[asyncio.Future[Any]] = set()  # cancelled some time later
         self._asked: set[int] = set()  # rows requested, neither done nor failed
+        self._unsettled: set[int] = set()  # rows whose last request may still lead to a file
         outcome.endpoints = self._balancer.endpoints
 
     async def run(self) -> None:
@@ -105,6 +115,7 @@ class Generation:
                     await asyncio.gather(*(self._work() for _ in range(options.concurrency)))
             await self._tidy()
         self.outcome.seconds = time.monotonic() - started
+        self.outcome.unsettled = len(self._unsettled)
         stopped = self.outcome.stopped_by
         if not isinstance(stopped, (InputError, RunError, StoppedError, OSError, type(None))):
             raise stopped
@@ -246,6 +257,7 @@ class Generation:
         await self._in_pool(self._ledger.require_in_place)  # else it would replace another run's
         work.endpoint, work.attempts = endpoint, work.attempts + 1
         self._asked.add(work.row.index)
+        self._unsettled.add(work.row.index)
         path = self._files.server_path(work.row.index)
         try:
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path, work.identity)
@@ -253,7 +265,12 @@ class Generation:
             work.expected = work.answer.expected
             await self._note_second_bos(work, endpoint.url, endpoint.model)
             return await self._in_pool(self._check, work)
+        except InputError:
+            self._unsettled.discard(work.row.index)  # the server stores no row of this run
+            raise
         except RequestError as error:
+            if error.failure in (Failure.REFUSED, Failure.UNREACHED, Failure.UNSTORED):
+                self._unsettled.discard(work.row.index)
             if error.failure is Failure.UNREACHED:
                 work.attempts -= 1
             elif is_trial and error.failure is not Failure.REFUSED:
@@ -299,7 +316,7 @@ class Generation:
         used = self._balancer.used
         if not any(each.model is not None for each in used):
             if all(each.failed > self._options.max_retries for each in used):
-                self.stop(RunError(error.reason))
+                self.stop(UnreachedError(f"{error.reason}; start a server there, or name another one with --endpoint"))
         elif all(each.pauses for each in used):
             self._count_error(error.reason)
             if not self._is_waiting and self.outcome.stopped_by is None:

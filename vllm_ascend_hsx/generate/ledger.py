@@ -24,7 +24,7 @@ import re
 import time
 import uuid
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -89,10 +89,12 @@ class Ledger:
         path: of the file.
         server: model, layers and weights of the rows, as noted by any ledger of the directory.
         finished: rows that have their files, as any ledger of the directory says.
+        made: the file and the directories that this run has made, if it has made the file.
     """
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, made: Sequence[Path] = ()) -> None:
         self.path = path
+        self.made = made
         self.server: dict[str, Any] | None = None
         self.finished = Finished()
         self._fd = fd
@@ -163,6 +165,19 @@ class Ledger:
         except OSError as error:
             raise RunError(describe(f"{self.path} cannot be written", error)) from error
 
+    def withdraw(self) -> None:
+        """Remove the ledger and the directories that this run has made, as if it had not begun.
+
+        They stay if a file of a row is there whose request only this ledger tells.
+        """
+        output = self.path.parent
+        with suppress(OSError, RunError):  # the directory is in use, or another one now
+            self.require_in_place()
+            if self.made and (len(ledgers_in(output)) > 1 or next(files_of_rows(output), None) is None):
+                self.made[0].unlink()
+                for directory in self.made[1:]:
+                    directory.rmdir()
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self._fd)
@@ -215,15 +230,16 @@ def open_ledger(output: Path, request: Mapping[str, Any], world_size: int = 1, r
             is under way, or one of another world size.
     """
     try:
+        missing = [each for each in (output, *output.parents) if not each.exists()]
         output.mkdir(parents=True, exist_ok=True)
         header = {"ledger": VERSION, "request": dict(request), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex}
-        return _open(output / rank_file("ledger", world_size, rank), header, waits)
+        return _open(output / rank_file("ledger", world_size, rank), header, missing, waits)
     except OSError as error:
         where = f"--output {output}: {error.strerror or error} ({error.filename or output})"
         raise InputError(f"{where}; name a directory that can be written") from error
 
 
-def _open(path: Path, header: dict[str, Any], waits: bool) -> Ledger:
+def _open(path: Path, header: dict[str, Any], missing: Sequence[Path], waits: bool) -> Ledger:
     output = path.parent
     fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
     with OnError(os.close, fd):
@@ -237,7 +253,7 @@ def _open(path: Path, header: dict[str, Any], waits: bool) -> Ledger:
                 _write(fd, header)
                 os.fdatasync(fd)
                 sync_directory(output)
-            ledger = Ledger(path, fd)
+            ledger = Ledger(path, fd, (path, *missing) if is_new else ())
             earlier = [each for each in ledgers_in(output) if _is_of(each, header["request"]) and not (is_new and each == path)]
             if not earlier and next(files_of_rows(output), None) is not None:
                 raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")

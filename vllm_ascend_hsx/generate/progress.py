@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -16,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from vllm_ascend_hsx.generate.endpoints import Endpoint
-from vllm_ascend_hsx.generate.errors import InputError, Interrupted
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted, UnreachedError
 from vllm_ascend_hsx.protocol.names import printable
+
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.generate.endpoints import Endpoint  # with a client of servers, which `hsx status` needs not
 
 LINE_S = 10.0
 WINDOW_S = 30.0
@@ -40,6 +43,7 @@ class Outcome:
         prompt_tokens, reused: tokens of their prompts, and those that servers did not compute.
         seconds: duration of the run.
         left: files that servers were still writing at the end.
+        unsettled: rows whose last request may still lead to a file.
         stopped_by: what ended the run early, or None.
         endpoints: the servers.
     """
@@ -59,8 +63,14 @@ class Outcome:
     reused: int = 0
     seconds: float = 0.0
     left: list[Path] = field(default_factory=list)
+    unsettled: int = 0
     stopped_by: Exception | None = None
     endpoints: Sequence[Endpoint] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the run was refused before anything came of it."""
+        return isinstance(self.stopped_by, InputError) and not (self.before or self.done or self.failed or self.unsettled)
 
     @property
     def missing(self) -> int:
@@ -140,8 +150,22 @@ class Progress:
                     tell(self._console, self.line())
 
 
+def facts_of(outcome: Outcome, output: Path) -> dict[str, Any]:
+    """Return what became of the rows, what they took, and what went wrong, for --json."""
+    names = ("total", "invalid", "before", "done", "failed", "missing", "removed", "requests", "retries")
+    sizes = ("tokens", "prompt_tokens", "reused", "bytes", "seconds")
+    return {
+        "output": str(output),
+        **{name: getattr(outcome, name) for name in (*names, *sizes)},
+        "failures": [{"row": row, "reason": reason} for row, reason in outcome.failures],
+        "left": list(map(str, outcome.left)),
+        "stopped_by": None if outcome.stopped_by is None else str(outcome.stopped_by) or type(outcome.stopped_by).__name__,
+        "endpoints": [{"url": each.url, "answered": each.answered, "failed": each.failed} for each in outcome.endpoints],
+    }
+
+
 def show(console: Console, outcome: Outcome, output: Path) -> None:
-    """Print what became of the rows, what they took, and what went wrong."""
+    """Print what became of the rows, and what they took."""
     seconds = outcome.seconds or 1.0
     lines = {
         "rows": f"{outcome.total:,}",
@@ -163,6 +187,10 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
         table.add_row(*line)
     tell(console, str(output))
     console.print(table, highlight=False)
+
+
+def show_problems(console: Console, outcome: Outcome) -> None:
+    """Print what went wrong."""
     for row, reason in outcome.failures:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):
@@ -174,7 +202,7 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
         tell(console, f"{path} is still being written by the server; the next run checks it", "red")
     if isinstance(outcome.stopped_by, Interrupted):
         tell(console, "interrupted; what is done is kept: call again to go on", "red")
-    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, InputError):
+    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         tell(console, f"stopped: {outcome.stopped_by}", "red")
 
 

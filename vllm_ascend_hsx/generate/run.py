@@ -15,15 +15,15 @@ from rich.text import Text
 from vllm_ascend_hsx.generate.answers import DATASET, Answers, write_dataset
 from vllm_ascend_hsx.generate.client import check_url, words
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
-from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError, UnreachedError
 from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.generate.progress import Outcome, Progress, show, tell
+from vllm_ascend_hsx.generate.progress import Outcome, Progress, tell
 from vllm_ascend_hsx.generate.resume import resume
 from vllm_ascend_hsx.generate.show import show_rows
-from vllm_ascend_hsx.generate.sizes import show_sizes, space_problem
+from vllm_ascend_hsx.generate.sizes import Sizes, sizes_of, space_problem
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.reader.load import is_decided
@@ -86,19 +86,25 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         ledger.note_state(State.FINISHED if outcome.stopped_by is None else State.STOPPED, _reason(outcome.stopped_by))
     except RunError as error:
         outcome.stopped_by = error
+    except InputError as error:
+        outcome.stopped_by = error
+        raise
     finally:
-        ledger.close()
         if answers is not None:
             answers.close()
+        if outcome.is_refused:
+            ledger.withdraw()
+        ledger.close()
     return outcome
 
 
-def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] = do_here) -> int:
+def generate(options: Options, console: Console, give: Callable[[Outcome | Sizes], None], do: Callable[[Plan], Outcome] = do_here) -> int:
     """Run `hsx generate`.
 
     Args:
         options: of the run.
-        console: to write to.
+        console: for progress and warnings.
+        give: prints the result.
         do: does the rows.
 
     Returns:
@@ -107,6 +113,7 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
 
     Raises:
         InputError: dataset, options, output directory or server cannot be used.
+        UnreachedError: no server answers.
     """
     for url in options.endpoints:
         check_url(url)
@@ -116,7 +123,7 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     dataset = open_dataset(options)
     plan = Plan(options, dataset, _check(dataset, options, console), console)
     if options.dry_run:
-        show_sizes(console, options, dataset, plan.checked)
+        give(sizes_of(options, dataset, plan.checked))
         return ALL_THERE
     shown = options.show if options.show is not None else int(options.rank == 0 and not options.output.exists())
     if shown:
@@ -124,9 +131,9 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     outcome = do(plan)
     if options.include_output and outcome.stopped_by is None:
         _write_answers(plan)
-    if outcome.requests or not isinstance(outcome.stopped_by, InputError):
-        show(console, outcome, options.output)
-    if isinstance(outcome.stopped_by, InputError):
+    if outcome.requests or not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
+        give(outcome)
+    if isinstance(outcome.stopped_by, (InputError, UnreachedError)):
         raise outcome.stopped_by
     if isinstance(outcome.stopped_by, Interrupted):
         return 128 + outcome.stopped_by.number

@@ -32,14 +32,35 @@ class Stored(NamedTuple):
     bytes: int
 
 
-def show_sizes(console: Console, options: Options, dataset: Dataset, checked: Checked) -> None:
-    """Print rows, tokens, bytes and time of a run, all ranks together, and the free space.
+class Sizes(NamedTuple):
+    """The size of a run, all ranks together.
+
+    Attributes:
+        rows, rows_there: that can be sent, and those of them that ledgers name as done or found.
+        tokens, tokens_from: of all rows, and how the number is known.
+        bytes_per_token, bytes_to_come: of files; None if nothing tells.
+        free_bytes: for them.
+        tokens_per_s, seconds_to_come: None if nothing tells.
+    """
+
+    rows: int
+    rows_there: int
+    tokens: int
+    tokens_from: str
+    bytes_per_token: float | None
+    bytes_to_come: int | None
+    free_bytes: int
+    tokens_per_s: float | None
+    seconds_to_come: float | None
+
+
+def sizes_of(options: Options, dataset: Dataset, checked: Checked) -> Sizes:
+    """Return the size of a run.
 
     If texts have to be estimated and no ledger helps, some of them are sent to the first server to
     be rendered. Nothing is computed there, and nothing is written here.
 
     Args:
-        console: to write to.
         options: of the run.
         dataset: of the run.
         checked: result of its check.
@@ -55,20 +76,24 @@ def show_sizes(console: Console, options: Options, dataset: Dataset, checked: Ch
     tokens_left = tokens * (rows - present) / max(rows, 1)
     bytes_per_token = stored.bytes / stored.tokens if stored.tokens else options.bytes_per_token
     rate = options.rate or _last_rate(ledgers)
+    bytes_left = round(tokens_left * bytes_per_token) if bytes_per_token else None
+    seconds_left = tokens_left / rate if rate else None
+    return Sizes(rows, present, tokens, source, bytes_per_token or None, bytes_left, free, rate or None, seconds_left)
 
-    size, is_too_large = "unknown; give --bytes-per-token", False
-    if bytes_per_token:
-        bytes_left = tokens_left * bytes_per_token
-        size = f"{decimal(round(bytes_left))}, {bytes_per_token:,.0f} bytes a token"
-        is_too_large = bytes_left > free
-    duration_left = "unknown; give --rate"
-    if rate:
-        duration_left = f"{duration(tokens_left / rate)} at {rate:,.0f} tokens/s"
+
+def show_sizes(console: Console, sizes: Sizes) -> None:
+    """Print rows, tokens, bytes and time of a run, and the free space."""
+    size, duration_left = "unknown; give --bytes-per-token", "unknown; give --rate"
+    if sizes.bytes_to_come is not None:
+        size = f"{decimal(sizes.bytes_to_come)}, {sizes.bytes_per_token:,.0f} bytes a token"
+    if sizes.seconds_to_come is not None:
+        duration_left = f"{duration(sizes.seconds_to_come)} at {sizes.tokens_per_s:,.0f} tokens/s"
+    is_too_large = (sizes.bytes_to_come or 0) > sizes.free_bytes
     for line in (
-        f"rows: {rows:,}, of which {present:,} are there",
-        f"tokens: {tokens:,} ({source})",
+        f"rows: {sizes.rows:,}, of which {sizes.rows_there:,} are there",
+        f"tokens: {sizes.tokens:,} ({sizes.tokens_from})",
         f"size of the rows to come: {size}",
-        f"free space: {decimal(free)}{', too little' if is_too_large else ''}",
+        f"free space: {decimal(sizes.free_bytes)}{', too little' if is_too_large else ''}",
         f"time for the rows to come: {duration_left}",
     ):
         tell(console, line)

@@ -17,7 +17,7 @@ from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
+from vllm_ascend_hsx.target import ONE_ONLY, layer_ids
 
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that hsx serve sets.
@@ -94,40 +94,6 @@ def build(
         *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
     )
     return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target), config, given)
-
-
-def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
-    """Return the selected layers, in the order of the file.
-
-    Args:
-        text: ids such as "2,30,59,62"; or "eagle3" or "dflash", which select the default layers of
-            speculators 0.9.0 (speculators/models/utils.py:113) plus the last one, from which it
-            computes the target's logits; or "mtp", the last one.
-        num_layers: layers of the target.
-
-    Raises:
-        UserError: if these are not ids, or not of this target.
-    """
-    last = num_layers
-    rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
-    remedy = f"Give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}."
-    if text in rules:
-        ids: Sequence[int] = rules[text]
-        if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise UserError("--layers", text, f"selects {_listed(ids)}, which a target of {last} layers does not have", remedy)
-    else:
-        try:
-            ids = [int(part) for part in text.split(",")]
-        except ValueError:
-            raise UserError("--layers", text, "is not a list of layer ids", remedy) from None
-    try:
-        return validate_layer_ids(ids, num_layers)
-    except UserError as error:
-        raise UserError("--layers", text, error.problem, remedy) from None
-
-
-def _listed(ids: Sequence[int]) -> str:
-    return ",".join(map(str, ids))
 
 
 def _arguments(vllm_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

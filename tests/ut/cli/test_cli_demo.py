@@ -38,11 +38,11 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out")]) == 0
-    output = capsys.readouterr().out
+    output, progress = capsys.readouterr()
     assert "16 of 16 requests match" in output
     assert "300 × 3 × 256" in output
     assert re.search(r"token ids +│ +320 │ +39 │ +320 × 3 × 256 │", output)
-    assert str(tmp_path / "out" / "server.log") in output
+    assert str(tmp_path / "out" / "server.log") in progress
     assert re.search(r'vllm:hsx_files_total\{outcome="published"\} +│ +0 │ +16 │', output)
     assert re.search(r"vllm:hsx_publish_seconds: P50, P99, count +│ +none │ +0\.38 ms, 0\.50 ms, 16 │", output)
     assert "prompt_tokens" not in output
@@ -64,7 +64,8 @@ def test_a_wrong_server_gives_exit_code_one(
 ) -> None:
     fake.setenv("HSX_TEST_FAULT", fault)
     assert demo.main(["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out")]) == 1
-    output = capsys.readouterr().out
+    printed = capsys.readouterr()
+    output = printed.out + printed.err
     assert message in output
     if fault == "shifted":
         assert "shifted by -1" in output.replace("\n", " ")
@@ -80,7 +81,8 @@ def test_a_quantized_target_is_compared_in_the_models_own_basis(
     fake.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fake.setenv("HSX_TEST_FAULT", fault)
     assert demo.main(["--quantized", "--output", str(tmp_path / "out")]) == (fault != "none")
-    output = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr()
+    output = " ".join((printed.out + printed.err).split())
     assert "of a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis" in output
     assert "on emulated A3 NPUs" in output
     assert f"{matching} of 16 requests match" in output
@@ -155,10 +157,10 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("1,x", "--layers='1,x' is not a list of layer ids. Give ids from 0 to 4, such as 2,4"),
-        ("1,1", "has id 1 twice. Give ids from 0 to 4"),
-        ("5", "ids from 0 to 4"),
-        ("-1", "ids from 0 to 4"),
+        ("1,x", "--layers='1,x' is not a list of layer ids. Give distinct ids from 0 (the embedding output) to 4"),
+        ("1,1", "has id 1 twice. Give distinct ids from 0 (the embedding output) to 4"),
+        ("5", "distinct ids from 0"),
+        ("-1", "distinct ids from 0"),
     ],
 )
 def test_wrong_layers_are_named_before_a_server_is_started(
@@ -185,7 +187,7 @@ def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
 ) -> None:
     monkeypatch.setattr(target, "available_memory", lambda: 1)
     assert demo.main(["--model", str(tiny_minimax_m2)]) == 1
-    assert "call again with --no-reference" in capsys.readouterr().out.replace("\n", " ")
+    assert "call again with --no-reference" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_that_no_port_is_free_is_said_without_a_traceback(
@@ -196,7 +198,7 @@ def test_that_no_port_is_free_is_said_without_a_traceback(
         used = other.getsockname()[1]
         monkeypatch.setattr("vllm_ascend_hsx.demo.server.PORTS", range(used, used + 1))
         assert demo.main(["--model", str(tiny_minimax_m2), "--no-reference"]) == 1
-    assert "no free TCP port was found" in capsys.readouterr().out.replace("\n", " ")
+    assert "no free TCP port was found" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(1, (0, 1)), (4, (1, 2, 4)), (62, (2, 31, 59, 62))])
@@ -227,11 +229,11 @@ sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_pa
 """
     # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
     )
-    assert process.stdout is not None
+    assert process.stderr is not None
     # The line that StartProgress prints once the server runs.
-    assert any("importing vllm" in line for line in iter(process.stdout.readline, ""))
+    assert any("importing vllm" in line for line in iter(process.stderr.readline, ""))
     assert running(tmp_path)
     process.send_signal(number)
     process.communicate(timeout=60)

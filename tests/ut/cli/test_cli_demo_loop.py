@@ -33,8 +33,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
 
 def test_lengths_are_shown_and_the_exit_code_is_zero(ran: list[Loop], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--loop", "--output", str(tmp_path)]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert f"call again with --output {tmp_path}" in output
+    output, progress = (" ".join(text.split()) for text in capsys.readouterr())
+    assert f"call again with --output {tmp_path}" in progress
     assert "3.00" in output
     assert "1.10" in output
     assert "make as good a draft as those of transformers" in output
@@ -68,4 +68,4 @@ def test_without_speculators_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command, "find_spec", lacking)
     monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
     assert demo.main(["--loop"]) == 1
-    assert "not installed here: speculators, which trains the drafts" in " ".join(capsys.readouterr().out.split())
+    assert "not installed here: speculators, which trains the drafts" in " ".join(capsys.readouterr().err.split())

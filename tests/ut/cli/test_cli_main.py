@@ -22,9 +22,32 @@ def test_no_command_shows_the_usage_and_fails(capsys: pytest.CaptureFixture[str]
     assert "usage: hsx COMMAND" in capsys.readouterr().out
 
 
-def test_an_unknown_command_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["emulat"]) == 2
-    assert capsys.readouterr().err == f"hsx: there is no command 'emulat'; choose one of: {', '.join(cli.COMMANDS)}\n"
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [("xyz", f"; choose one of: {', '.join(cli.COMMANDS)}"), *((name[:2] + name[3:], f"; did you mean {name}?") for name in cli.COMMANDS)],
+)
+def test_an_unknown_command_is_named_with_the_similar_one_or_all(typed: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([typed]) == 2
+    assert capsys.readouterr().err == f"hsx: there is no command {typed!r}{remedy}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "nosuch"), "nosuch: No such file or directory"),
+        (OSError("nosuch is not a local folder"), "nosuch is not a local folder"),  # as transformers raises it
+        (OSError(28, "No space left on device"), "cannot continue or print: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_system_error_is_told_as_what_it_is(
+    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("vllm_ascend_hsx.cli.speculators.main", fail)
+    assert cli.main(["speculators", "train", "nosuch"]) == 1
+    assert capsys.readouterr().err == f"hsx speculators: {said}\n"
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +103,33 @@ def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path
     assert (done.returncode, done.stderr) == (130, "hsx x: interrupted\n")
 
 
-def test_help_needs_neither_torch_nor_vllm() -> None:
-    code = "import sys; from vllm_ascend_hsx.cli.main import main; main(['--help']); print({'torch', 'vllm'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.endswith("set()\n")
+IMMEDIATE = """
+import sys
+import vllm_ascend_hsx.cli.output as output
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in {"torch", "vllm", "vllm_ascend", "transformers", "openai", "httpx", "datasets", "ray", "matplotlib", "speculators"}:
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refuse())
+output.sign_of_life.__wrapped__.__defaults__ = (0.0,)
+from vllm_ascend_hsx.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+def test_help_is_printed_without_work_or_a_word_about_it(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", IMMEDIATE, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: hsx ")
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "vllm_ascend_hsx", "plan", "none"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("hsx plan: MODEL='none' is neither a preset nor a file")
 
 
 def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:

@@ -70,7 +70,7 @@ def test_invalid_rows_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_doctor_spells_out_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor._announce(ODD)
+    doctor._announce(make_console(stderr=True), ODD)
     doctor.show(make_console(), [Finding("storage", ODD, "problem", ODD, ODD)])
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
@@ -98,6 +98,25 @@ def test_two_dashes_are_no_value_of_an_option(name: str, capsys: pytest.CaptureF
         assert left.value.code == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert option in error and "'--' is no value" in error
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_misspelt_option_is_named_with_the_similar_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in options_of(name, capsys, ""):
+        typed = f"{option}x"
+        with pytest.raises(SystemExit) as left:
+            COMMANDS[name].parse_arguments([typed])
+        assert left.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert typed in error and "did you mean --" in error
+
+
+def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.parse_arguments(["--tensor-par", "1", "--", "--tensr"]).serve_options == ["--tensr"]
+    assert plan.parse_arguments(["-- a model"]).model == "-- a model"
+    with pytest.raises(SystemExit) as left:
+        plan.parse_arguments(["--help", "--nosuch"])
+    assert left.value.code == 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -22,7 +22,7 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.shape import ModelShape, read_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
-DENSE = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+DENSE = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 7, "torch_dtype": "bfloat16"}
 REQUEST = Request(
     shape=ModelShape("dense", num_layers=2, hidden_size=64, dtype="bfloat16"),
     layer_ids=(0, 1, 2),
@@ -149,7 +149,7 @@ def test_every_npu_holds_whole_rows_and_files_have_them_once() -> None:
 def test_a_float32_checkpoint_is_served_in_bfloat16_unless_told_otherwise(tmp_path: Path) -> None:
     path = write(tmp_path, {**DENSE, "torch_dtype": "float32"})
     assert read_shape(path).dtype == "bfloat16"
-    assert run(path, "--dtype", "float32").row_bytes == 2 * 64 * 4  # two layers: ids 1 and 2
+    assert run(path, "--dtype", "float32").row_bytes == 4 * 64 * 4  # ids 2, 3, 4 and 7
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_float32_checkpoint_is_served_in_bfloat16_unless_told_otherwise(tmp_pa
     ],
 )
 def test_a_model_can_be_planned_whatever_its_kv_cache_is(cache: dict[str, Any], tmp_path: Path) -> None:
-    assert read_shape(write(tmp_path, {**DENSE, **cache})) == ModelShape(tmp_path.name, 2, 64, "bfloat16")
+    assert read_shape(write(tmp_path, {**DENSE, **cache})) == ModelShape(tmp_path.name, 7, 64, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,6 @@ def test_rows_of_float8_take_half_the_disk_and_as_much_memory_as_others() -> Non
     assert quantised.prompts_bytes == 1000 * (header + 2048 * (24576 // 2 + 8 + 4)), "a token's id, and its scale"
     assert quantised.write_bytes_per_second / plain.write_bytes_per_second == pytest.approx(12300 / 24584)
     assert (quantised.row_bytes, quantised.staging_bytes, quantised.ring_bytes) == (plain.row_bytes, plain.staging_bytes, plain.ring_bytes)
-
-
-def test_the_default_layers_are_those_of_speculators() -> None:
-    assert command.default_layers(61) == (2, 30, 58, 61)
-    assert command.default_layers(4) == (1, 2, 4)
-    assert command.default_layers(2) == (1, 2)
-    assert command.default_layers(1) == (1,)
 
 
 @pytest.mark.parametrize("model", ["minimax-m2", "{}"])
@@ -289,7 +282,7 @@ def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
 
 def test_a_published_config_may_have_a_number_that_is_not_finite(tmp_path: Path) -> None:
     """As the time_step_limit of models with Mamba layers, which transformers writes so."""
-    assert read_shape(write(tmp_path, {**DENSE, "time_step_limit": [0.0, float("inf")]})).num_layers == 2
+    assert read_shape(write(tmp_path, {**DENSE, "time_step_limit": [0.0, float("inf")]})).num_layers == 7
 
 
 @pytest.mark.parametrize(("name", "shown"), [("[red]x", "[red]x"), ("\x1b[31mx", "\\x1b[31mx")])
@@ -308,9 +301,6 @@ def test_the_name_of_a_directory_is_shown_as_it_is(name: str, shown: str, tmp_pa
         (["minimax-m2", "--tp", "0"], "argument --tp: '0' is not a whole number from 1 to 4096"),
         (["minimax-m2", "--staging-slots", "9"], "argument --staging-slots: '9' is not a whole number from 1 to 8"),
         (["minimax-m2", "--kv-memory", "many"], "argument --kv-memory: 'many' is not a size"),
-        (["minimax-m2", "--layers", "a"], "argument --layers: 'a' is not a list of ids"),
-        (["minimax-m2", "--layers", "2,\u0663"], "argument --layers: '2,\u0663' is not a list of ids"),
-        (["minimax-m2", "--layers", "1_0"], "argument --layers: '1_0' is not a list of ids"),
         (["minimax-m2", "--prefill-speed", "1_000"], "'1_000' is not a number above 0"),
         (["minimax-m2", "--prefill-speed", "\u0663"], "'\u0663' is not a number above 0"),
         (["minimax-m2", "--prefill-speed", "-1"], "'-1' is not a number above 0 and at most 1000000000000"),

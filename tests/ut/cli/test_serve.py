@@ -15,11 +15,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from vllm_ascend_hsx.cli import plan
 from vllm_ascend_hsx.cli.serve import main, parse_arguments
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.serve.command import Command, build, layer_ids
+from vllm_ascend_hsx.serve.command import Command, build
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
+from vllm_ascend_hsx.target import layer_ids
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}
 
@@ -124,15 +126,37 @@ def test_any_other_layers_are_ids_of_the_target_or_refused_by_value(text: str) -
         ids = layer_ids(text, 62)
     except UserError as error:
         assert str(error).startswith(f"--layers={text!r} ")
-        assert "Give ids from 0 to 62" in str(error)
+        assert "Give distinct ids from 0 (the embedding output) to 62 (after the last layer)" in str(error)
     else:
         assert len(set(ids)) == len(ids) > 0
         assert all(0 <= each <= 62 for each in ids)
 
 
-def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> None:
-    with pytest.raises(UserError, match=r"--layers=\'eagle3\' selects 2,2,1,4, which a target of 4 layers does not have\. Give ids"):
-        layer_ids("eagle3", 4)
+SMALL = {
+    1: "selects 2,0,-2,1 of 1 layers, so it has id 2, which the target does not have",
+    2: "selects 2,1,-1,2 of 2 layers, so it has id -1, which the target does not have",
+    3: "selects 2,1,0,3 of 3 layers, so it is out of order",
+    4: "selects 2,2,1,4 of 4 layers, so it has id 2 twice",
+    6: "selects 2,3,3,6 of 6 layers, so it has id 3 twice",
+    7: None,
+}
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers", "eagle3"], ["--layers", "dflash"]])
+@pytest.mark.parametrize("num_layers", SMALL)
+def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_serve_and_plan(
+    num_layers: int, layers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(a_model(tmp_path / "model", {**CONFIG, "hidden_size": 64, "num_hidden_layers": num_layers}))
+    for name, command, words in (("serve", main, ["--dry-run"]), ("plan", plan.main, [])):
+        code = command([model, *layers, *words])
+        said = capsys.readouterr().err
+        if SMALL[num_layers] is None:
+            assert (code, said) == (0, "")
+        else:
+            assert code == 2
+            refused = f"hsx {name}: --layers='{(layers or ['', 'eagle3'])[1]}' {SMALL[num_layers]}. Give distinct ids from 0"
+            assert said.startswith(refused), said
 
 
 @pytest.mark.parametrize(

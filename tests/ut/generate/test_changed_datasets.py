@@ -245,7 +245,6 @@ def test_only_a_run_of_one_rank_renames_files(words: Words, monkeypatch: pytest.
     run = words.run("abcdfe", "--world-size", 2, "--rank", 1)
     assert (run.code, run.asked) == (2, Counter())
     assert "2 finished rows have another place in " in run.printed and "call once with --world-size 1 --rank 0" in run.printed
-    (words.output / "ledger-1-of-2.jsonl").unlink()
     words.check("abcdef")
     for rank, asked in ((0, "X"), (1, "Y")):
         run = words.run("abXdeY", "--world-size", 2, "--rank", rank)

@@ -172,7 +172,7 @@ def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest
 
     monkeypatch.setattr(FakeServer, "send", odd)
     code, printed = bench.run("--max-retries", 0)
-    assert code == 1
+    assert code == 2
     assert "/v1/models answers" in printed or "answers no JSON" in printed
     assert bench.server.seen == []
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from generate_bench import Bench
-from generate_files import Exchange, contents, token_rows, write_jsonl
+from generate_files import Exchange, Seen, contents, token_rows, write_jsonl
 from generate_harness import FakeServer
 
 from vllm_ascend_hsx.cli import generate
@@ -43,8 +43,9 @@ def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         code, printed = bench.run(endpoint=url)
-    assert code == 1
-    assert f"stopped: {url}/v1/models: [Errno 111] Connect call failed" in printed
+    assert code == 2
+    assert f"hsx generate: {url}/v1/models: [Errno 111] Connect call failed" in printed
+    assert printed.endswith("; start a server there, or name another one with --endpoint")
 
 
 def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
@@ -66,7 +67,7 @@ def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
         code, printed = bench.run("--max-retries", 1, endpoint=f"https://127.0.0.1:{listener.getsockname()[1]}")
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
-    assert code == 1 and "/v1/models: [Errno 104] Connection reset by peer" in printed, printed
+    assert code == 2 and "/v1/models: [Errno 104] Connection reset by peer" in printed, printed
 
 
 def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_remedy_helps(
@@ -276,13 +277,53 @@ def test_a_server_that_lets_no_request_name_its_file_is_told_at_once(bench: Benc
     assert code == 2 and "refuses the path of a row's file: " in printed
     assert "kv_connector_extra_config.allow_custom_save_path=true" in printed and "`hsx serve` allows" in printed
     assert len(bench.server.seen) == 1
+    assert contents(bench.output) == {}
 
 
-def test_another_directory_than_the_server_s_is_told_at_once(bench: Bench, tmp_path: Path) -> None:
-    bench.output = tmp_path / "elsewhere"
-    code, printed = bench.run()
+@pytest.mark.parametrize("more", [[], ["--include-output", "--max-tokens", 2], ["--world-size", 2, "--rank", 1]])
+def test_another_directory_than_the_server_s_is_told_at_once_and_nothing_stays_in_it(
+    bench: Bench, tmp_path: Path, more: list[object]
+) -> None:
+    bench.output = tmp_path / "elsewhere" / "below"
+    code, printed = bench.run(*more, records=40)
     assert code == 2 and f"use a path below {bench.server.storage}" in printed and "--map-path SERVER=HERE" in printed
     assert len(bench.server.seen) == 1
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_refused_output_keeps_what_was_in_it(bench: Bench, tmp_path: Path) -> None:
+    bench.output = tmp_path / "elsewhere"
+    bench.output.mkdir()
+    (bench.output / "mine").touch()
+    assert bench.run()[0] == 2
+    assert contents(bench.output) == {"mine": {}}
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "hang"])
+def test_a_refused_output_keeps_its_ledger_while_another_server_may_write_there(
+    bench: Bench, tmp_path: Path, behaviour: str
+) -> None:
+    """Without it the next run would refuse the file."""
+    asked = threading.Event()
+
+    def wait(seen: Seen, stage: str) -> None:
+        assert asked.wait(30)
+
+    with FakeServer(tmp_path / "other", at=wait) as other:
+        bench.server.at = lambda seen, stage: asked.set() if stage == {"ok": "answered", "hang": "asked"}[behaviour] else None
+        bench.server.behave = lambda seen: behaviour
+        code, printed = bench.run("--endpoint", other.url)
+    assert code == 2 and f"{other.url} refuses the path" in printed, printed
+    assert "ledger.jsonl" in contents(bench.output)
+
+
+@pytest.mark.parametrize("more", [[], ["--world-size", 2, "--rank", 1]])
+def test_a_refused_dataset_adds_no_ledger(bench: Bench, more: list[object]) -> None:
+    assert bench.run()[0] == 0
+    before = contents(bench.output)
+    code, printed = bench.run(*more, records=[{"token_ids": [7, row]} for row in range(40)])
+    assert code == 2 and "holds rows of another dataset" in printed
+    assert contents(bench.output) == before
 
 
 def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(bench: Bench, tmp_path: Path) -> None:

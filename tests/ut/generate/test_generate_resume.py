@@ -244,7 +244,7 @@ def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the
         arguments = ["--data", str(runs.data), "--output", str(runs.output), "--endpoint", runs.server.url, *runs.options]
         arguments += ["--request-timeout", "1.5", "--concurrency", "1", "--max-consecutive-errors", "9"]
         assert generate.main([*arguments, "--max-retries", "0"]) == 1
-        assert "is still being written by the server; the next run checks it" in capsys.readouterr().out
+        assert "is still being written by the server; the next run checks it" in capsys.readouterr().err
         assert generate.main(arguments) == 0
         runs.log.touch()
         runs.check_complete()

@@ -25,7 +25,7 @@ from vllm_ascend_hsx.generate.ledger import VERSION
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome
 from vllm_ascend_hsx.generate.rows import Row
-from vllm_ascend_hsx.generate.sizes import SAMPLE, free_space, show_sizes, space_problem
+from vllm_ascend_hsx.generate.sizes import SAMPLE, free_space, show_sizes, sizes_of, space_problem
 
 NOBODY = "http://localhost:1"
 GB = 10**9
@@ -83,7 +83,7 @@ def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str
     """The lines of --dry-run."""
     said = StringIO()
     given = Options("data", output, **{"endpoints": (NOBODY,), **options})
-    show_sizes(Console(file=said, width=200), given, dataset, dataset.checked(bad))  # type: ignore[arg-type]
+    show_sizes(Console(file=said, width=200), sizes_of(given, dataset, dataset.checked(bad)))  # type: ignore[arg-type]
     return dict(line.split(": ", 1) for line in said.getvalue().splitlines())
 
 

@@ -251,5 +251,5 @@ def test_the_exit_code_is_1_if_something_did_not_hold(tmp_path: Path, tiny_qwen3
         return work
 
     for broken, code in (("nothing", 0), ("stop", 1)):
-        monkeypatch.setattr(hardware_report, "run_process", all_but(broken))
+        monkeypatch.setattr("vllm_ascend_hsx.report.run.run_process", all_but(broken))
         assert hardware_report.main(["--model", str(tiny_qwen3), "--output", str(tmp_path / broken)]) == code

@@ -2,14 +2,18 @@
 
 import argparse
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.emulator.launch import environment
 
+Give = Callable[[Mapping[str, Any], Callable[[Console], None]], None]
 NEEDED = ("speculators", "hs_connectors", "datasets")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
 # What else `hsx demo` offers is of another target, or of other servers.
@@ -32,8 +36,13 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--loop serves with options of its own: leave out what is after --")
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
-    """Run the loop and return an exit code: 0 if right rows make better drafts than wrong ones."""
+def run(options: argparse.Namespace, console: Console, give: Give) -> int:
+    """Run the loop and return an exit code: 0 if right rows make better drafts than wrong ones.
+
+    Args:
+        console: for progress.
+        give: prints the result, given for --json, and by a function.
+    """
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
         raise DemoError(f"not installed here: {', '.join(missing)}, which trains the drafts; `make setup` installs it")
@@ -57,10 +66,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         results = loop.run()
     except (OpenAIError, HTTPError, OSError) as error:
         raise DemoError(f"a step of the loop failed: {error}") from error
-    console.print(table(results))
     problems = results.problems()
-    for problem in problems:
-        console.print(problem, style="red", markup=False, highlight=False)
-    if not problems:
-        console.print("rows of hsx generate make as good a draft as those of transformers, and wrong rows a worse one", style="green")
+
+    def show(console: Console) -> None:
+        console.print(table(results))
+        for problem in problems:
+            console.print(problem, style="red", markup=False, highlight=False)
+        if not problems:
+            console.print("rows of hsx generate make as good a draft as those of transformers, and wrong rows a worse one", style="green")
+
+    give({"ok": not problems, "problems": problems, **asdict(results)}, show)
     return 1 if problems else 0
