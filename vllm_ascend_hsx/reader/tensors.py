@@ -8,8 +8,11 @@ import mmap as memory_map
 import os
 import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo
 from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 _ROW_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, those that numpy has
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
 _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
 # The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
@@ -84,6 +88,27 @@ def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     """
     factors = scales.dtype if str(dtype) == "torch.float16" else dtype
     return rows.to(factors).mul_(scales.to(factors)).to(dtype)
+
+
+def to_numpy(rows: torch.Tensor, dtype: object) -> npt.NDArray[Any]:
+    """Return rows as a numpy array; see `HiddenStates.numpy`. Raises like it."""
+    import torch
+
+    stored = str(rows.dtype).removeprefix("torch.")
+    name = "float32" if stored not in _NUMPY_DTYPES else stored
+    if dtype is not None:  # a name, or a type of numpy, ml_dtypes or torch
+        name = getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
+    if name == "bfloat16":
+        try:
+            kind = import_module("ml_dtypes").bfloat16
+        except ModuleNotFoundError:
+            problem = "dtype='bfloat16' needs the package ml_dtypes, because numpy has no bfloat16"
+            remedy = "pip install ml_dtypes, or leave dtype out for float32, which has the same values"
+            raise ModuleNotFoundError(f"{problem}; {remedy}", name="ml_dtypes") from None
+        return rows.to(torch.bfloat16).view(torch.int16).numpy().view(kind)
+    if name not in _NUMPY_DTYPES:
+        raise ValueError(f"dtype={dtype!r:.100}: give {', '.join(_NUMPY_DTYPES)} or bfloat16, or None")
+    return rows.to(getattr(torch, name)).numpy()
 
 
 def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
