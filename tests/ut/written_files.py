@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,9 +31,10 @@ def write(
     prompt: int | None = None,
     options: FileOptions | None = None,
     images: Sequence[Placeholder] = (),
+    quantization: Literal["none", "fp8"] = "none",
 ) -> Path:
     row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
-    with FileSink(directory, row_format, options or FileOptions()) as sink:
+    with FileSink(directory, replace(row_format, quantization=quantization), options or FileOptions()) as sink:
         file = sink.open(name, directory / f"{name}.safetensors", len(rows))
         file.placeholders = images
         if len(rows):

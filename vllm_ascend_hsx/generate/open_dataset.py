@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from vllm_ascend_hsx.generate.columns import COLUMNS
 from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError, unreadable
 from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.rows import repeated_key
 
 STANDARD_INPUT = "-"
 _BATCH = 256  # rows of Parquet in memory at a time
@@ -129,15 +131,46 @@ def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
         csv.field_size_limit(2**31 - 1)  # characters of a cell
         text = io.TextIOWrapper(file, "utf-8", newline="")
         reader = csv.DictReader(text, restkey="cells beyond the header", delimiter={"c": ",", "t": "\t"}[separated[1]], strict=True)
+        columns = Counter(filter(None, reader.fieldnames or ()))  # spreadsheets leave empty columns
+        if twice := [name for name, count in columns.items() if count > 1]:
+            raise DatasetError(f"{path}: its header has the column {twice[0]!r:.100} twice; give each column once")
         yield from ((f":{reader.line_num}", row) for row in reader)
     elif start[:1] == b"[":
-        import ijson
-
-        yield from ((f", row {number}", row) for number, row in enumerate(ijson.items(file, "item", use_float=True)))
+        yield from ((f", row {number}", row) for number, row in enumerate(_items(file)))
     elif start in (b"{\n", b"{\r"):
         raise DatasetError(f"{path}: its first row has several lines; write one JSON object per line, or a list of all of them")
     else:
         yield from ((f":{number}", line) for number, line in enumerate(file, start=1) if not line.isspace())
+
+
+def _items(file: Any) -> Iterator[Any]:
+    """Yield the items of a JSON list, as functions once a key was there twice."""
+    import ijson
+
+    any_twice = False
+
+    class Object(dict[str, Any]):
+        twice: str | None = None
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            if key in self:
+                nonlocal any_twice
+                any_twice, self.twice = True, key
+            super().__setitem__(key, value)
+
+    for item in ijson.items(file, "item", use_float=True, map_type=Object):
+        yield partial(_without_repeated_keys, item) if any_twice else item
+
+
+def _without_repeated_keys(item: Any) -> Any:
+    """Return an item of a JSON list. Raise RowError if an object of it had a key twice."""
+    pending = [item]
+    while pending:
+        value = pending.pop()
+        if (key := getattr(value, "twice", None)) is not None:
+            raise repeated_key("it", key)
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return item
 
 
 def _record(batch: Any, at: int, column: str | None) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from reprlib import repr as shown  # an excerpt of what may be large
 from typing import Any
 
+from vllm_ascend_hsx.protocol.strict_json import RepeatedKeyError, parse_unique
+
 COMPLETIONS, CHAT = "completions", "chat/completions"
 
 
-__all__ = ["CHAT", "COMPLETIONS", "Row", "RowError", "parsed", "shown"]
+__all__ = ["CHAT", "COMPLETIONS", "Row", "RowError", "parsed", "repeated_key", "shown"]
 
 
 class RowError(ValueError):
@@ -61,6 +63,11 @@ class Row:
         return {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content, **self.fields}
 
 
+def repeated_key(where: str, key: str) -> RowError:
+    """Return the error for an object that has a key twice."""
+    return RowError(f"{where} has the key {key!r:.100} twice; give each key once")
+
+
 def parsed(where: str, value: Any, kind: Any, wanted: str) -> Any:
     """Return a value of a type. A text, where no text is wanted, is read as JSON.
 
@@ -75,7 +82,9 @@ def parsed(where: str, value: Any, kind: Any, wanted: str) -> Any:
     """
     if isinstance(value, str | bytes) and not isinstance(value, kind):
         try:
-            value = json.loads(value)
+            value = parse_unique(value)
+        except RepeatedKeyError as error:
+            raise repeated_key(where, error.key) from error
         except (ValueError, RecursionError) as error:
             raise RowError(f"{where} is not JSON ({error}); give {wanted}") from error
     if not isinstance(value, kind):

@@ -1,10 +1,13 @@
-"""Bounds and early checks of numeric arguments of the Python API."""
+"""Bounds and early checks of arguments of the Python API."""
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 LONGEST_S = 24 * 3600  # upper bound of timeouts; poll() and threads accept little more
@@ -22,7 +25,7 @@ def deadline_after(timeout: float | None) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not timeout >= 0:  # false for NaN too
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0:  # false for NaN too
         raise ValueError(f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever")
     return None if timeout >= threading.TIMEOUT_MAX else time.monotonic() + timeout
 
@@ -31,6 +34,28 @@ def require_whole(name: str, value: Any, least: int, remedy: str) -> None:
     """Raise a ValueError unless the argument is a whole number of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise ValueError(f"{name}={value!r}: {remedy}")
+
+
+def require_text(name: str, value: Any, remedy: str) -> None:
+    """Raise a ValueError unless the argument is a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}={value!r:.100}: {remedy}")
+
+
+def require_path(name: str, value: Any, remedy: str, *, named: bool = False) -> Path:
+    """Return an argument as a path. Raise a ValueError unless it is a path of text.
+
+    An empty text is refused, because `Path("")` is the working directory.
+
+    Args:
+        name, value: of the argument.
+        remedy: describes a right value.
+        named: whether the last part has to be a name, which `.` and `/` have not.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text or (named and not Path(text).name):
+        raise ValueError(f"{name}={value!r:.100}: {remedy}")
+    return Path(text)
 
 
 def parse_size(value: object) -> object:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.arguments import require_path, require_whole
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, SHARDS_MARK
-from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import STORAGE_REMEDY, HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.reader.members import paths_below
 from vllm_ascend_hsx.reader.tensors import dequantized
 
@@ -36,7 +37,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         path: the file.
 
     Raises:
-        ValueError: if there are no files or max_tokens is not a whole number. On access, if a file
+        ValueError: if there are no files or an argument is of another type. On access, if a file
             lacks a layer.
         OSError: if a folder below the directory cannot be read.
         HiddenStatesError: on access, if a file does not hold valid hidden states.
@@ -53,27 +54,23 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if max_tokens is not None:
             require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
-        if isinstance(source, str | os.PathLike):
-            directory = Path(source)
-            self.paths = paths_below(directory, (DATA_SUFFIX,)) if directory.is_dir() else []
-            if not self.paths:
-                problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
-                remedy = f"Name the directory that the server writes to; shards above it count only beside their {SHARDS_MARK}"
-                raise ValueError(f"{problem}. {remedy}.")
-        else:
-            self.paths = [Path(path) for path in source]
-            if not self.paths:
-                raise ValueError("source=[] names no file. Give at least one.")
-        self._layer_ids = None if layer_ids is None else list(layer_ids)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r}: give a torch dtype of floating-point numbers, such as torch.float32, or None")
+        self.paths = _paths(source)
+        self._layer_ids = None if layer_ids is None else _layers(layer_ids)
         self._dtype = dtype
         self._max_tokens = max_tokens
         self._verify = verify
+
+    def __repr__(self) -> str:
+        options = f"layer_ids={self._layer_ids}, dtype={self._dtype}, max_tokens={self._max_tokens}, verify={self._verify}"
+        return f"HiddenStatesDataset({len(self)} files from {str(self.paths[0])!r} on, {options})"
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        path = self.paths[index]
+        path = self.paths[operator.index(index)]
         states = load(path, mmap=True, verify=self._verify, dequantize=False)
         rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
         if self._layer_ids is not None:
@@ -94,6 +91,34 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             "is_placeholder": is_placeholder,
             "path": str(path),
         }
+
+
+def _paths(source: Any) -> list[Path]:
+    """Return the files that a source names. Raises ValueError."""
+    if isinstance(source, Iterable) and not isinstance(source, str | bytes | os.PathLike):
+        paths = [require_path(f"source[{number}]", path, "give the path of a file") for number, path in enumerate(source)]
+        if not paths:
+            raise ValueError("source=[] names no file. Give at least one.")
+        return paths
+    directory = require_path("source", source, f"{STORAGE_REMEDY}, or a list of files")
+    paths = paths_below(directory, (DATA_SUFFIX,)) if directory.is_dir() else []
+    if not paths:
+        problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
+        remedy = f"Name the directory that the server writes to; shards above it count only beside their {SHARDS_MARK}"
+        if directory.is_file():
+            problem, remedy = f"{directory} is a file", "Name the directory that the server writes to, or give a list of files"
+        raise ValueError(f"{problem}. {remedy}.")
+    return paths
+
+
+def _layers(layer_ids: Any) -> list[int]:
+    """Return the ids of layers as a list. Raises ValueError."""
+    remedy = "give a list of at least one layer, such as [2, 31], or None for all layers"
+    if isinstance(layer_ids, str) or not isinstance(layer_ids, Iterable) or not (ids := list(layer_ids)):
+        raise ValueError(f"layer_ids={layer_ids!r:.100}: {remedy}")
+    for number, layer_id in enumerate(ids):
+        require_whole(f"layer_ids[{number}]", layer_id, 0, remedy)
+    return ids
 
 
 def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
@@ -118,7 +143,16 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output,
         is_placeholder and attention_mask bool [batch, longest] (true for tokens, false for
         padding), lengths int64 [batch], paths.
+
+    Raises:
+        ValueError: if there is no item, or the items are of different layers or dtypes.
     """
+    if not items or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"items={items!r:.100}: give a list of at least one item of a HiddenStatesDataset")
+    kinds = {f"{list(item['hidden_states'].shape[1:])} {item['hidden_states'].dtype}": item["path"] for item in items}
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} ({path})" for kind, path in kinds.items())
+        raise ValueError(f"rows of one batch have different layers or dtypes: {found}. Choose them by layer_ids and dtype.")
     lengths = torch.tensor([len(item["token_ids"]) for item in items])
 
     def padded(key: str) -> torch.Tensor:

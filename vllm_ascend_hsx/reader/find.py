@@ -14,11 +14,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.arguments import require_path, require_text, require_whole
 from vllm_ascend_hsx.protocol.files import again_if_stale
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 from vllm_ascend_hsx.protocol.request_ids import possible_ids
-from vllm_ascend_hsx.reader.load import is_decided
+from vllm_ascend_hsx.reader.load import RESPONSE_REMEDY, STORAGE_REMEDY, is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
 from vllm_ascend_hsx.reader.other_machines import may_be_written_elsewhere
@@ -54,10 +54,13 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
             aborted or opted out, or the file was removed.
             Ids of more than about 170 characters are not found, and the error explains this.
         LookupError: if several requests had this id.
-        ValueError: if `prompt` or `sample` is not an index.
+        ValueError: if `directory` is no path, `response_id` is empty or no text, or `prompt` or
+            `sample` is not an index.
         OSError: if the directory cannot be read, or nothing is found and an index that this user
             may not read may have the request.
     """
+    directory = require_path("directory", directory, STORAGE_REMEDY)
+    require_text("response_id", response_id, RESPONSE_REMEDY)
     for name, value in (("prompt", prompt), ("sample", sample)):
         require_whole(name, value, 0, "give a whole number, counted from 0")
     forms = possible_ids(response_id, prompt, sample)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from vllm_ascend_hsx.protocol.arguments import deadline_after
+import numpy.typing as npt
+
+from vllm_ascend_hsx.protocol.arguments import deadline_after, require_path, require_text
 from vllm_ascend_hsx.protocol.checksum import Digest, stated_checksum, unverifiable
 from vllm_ascend_hsx.protocol.files import Naming, NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.format import (
@@ -38,11 +40,15 @@ from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
 from vllm_ascend_hsx.reader.other_machines import OtherMachines, may_be_written_elsewhere
 from vllm_ascend_hsx.reader.shards import Place, member_problem
-from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
+from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor, to_numpy
 
 if TYPE_CHECKING:
     import torch
 
+_T = TypeVar("_T")
+STORAGE_REMEDY = "give the directory to which the server writes"
+RESPONSE_REMEDY = "give the `id` of the response"
+_PATH_REMEDY = "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
 # Seconds to wait for another reader that tries an exclusive lock for a moment.
 _MOMENT_S = 0.05
 # Seconds between two looks for a file whose lock does not reach this machine. inotify does not
@@ -78,8 +84,24 @@ class HiddenStatesError(Exception):
         return f"{self.path}: {self.reason}"
 
 
-class HiddenStates(NamedTuple):
-    """One request's hidden states.
+class Arrays(NamedTuple):
+    """Rows and token ids of a request as numpy arrays, in the shapes of `HiddenStates`."""
+
+    hidden_states: npt.NDArray[Any]
+    token_ids: npt.NDArray[Any]
+
+
+class _Stored(NamedTuple):
+    """The parts of HiddenStates. A named tuple cannot have attributes besides them."""
+
+    hidden_states: torch.Tensor
+    token_ids: torch.Tensor
+    metadata: dict[str, str]
+    scales: torch.Tensor | None = None
+
+
+class HiddenStates(_Stored):
+    """One request's hidden states, a tuple of four parts.
 
     Attributes:
         hidden_states: [tokens, layers, hidden] in the model's dtype, layers in the order given to
@@ -87,12 +109,46 @@ class HiddenStates(NamedTuple):
         token_ids: int64 [tokens], prompt first, then output.
         metadata: the file's metadata; empty if the producer wrote none.
         scales: float32 [tokens, 1, 1] if the file's rows are quantised, else None.
+        path: the file, or the handle in a store; None for a tuple that was not loaded. Not a part
+            of the tuple.
     """
 
-    hidden_states: torch.Tensor
-    token_ids: torch.Tensor
-    metadata: dict[str, str]
-    scales: torch.Tensor | None = None
+    path: Path | None = None
+
+    def __repr__(self) -> str:
+        rows, layer_ids = self.hidden_states, self.metadata.get("layer_ids")
+        path = None if self.path is None else str(self.path)
+        return f"HiddenStates(path={path!r}, shape={list(rows.shape)}, dtype={rows.dtype}, layer_ids={layer_ids})"
+
+    def numpy(self, dtype: object = None) -> Arrays:
+        """Return rows and token ids as numpy arrays. Quantised rows are dequantised, as by `load`.
+
+        numpy has no bfloat16. By default bfloat16 becomes float32, which has the same values, and
+        other dtypes stay. So the dtype follows from the file, and not from the packages that are
+        installed. The package ml_dtypes has a bfloat16 for numpy, which `dtype="bfloat16"` returns.
+
+        Args:
+            dtype: "float16", "bfloat16", "float32" or "float64", as a name or as a type of numpy,
+                ml_dtypes or torch. Numbers that float16 cannot represent become infinite. None for
+                the default.
+
+        Returns:
+            The arrays. They share memory with the tensors unless they are converted.
+
+        Raises:
+            ModuleNotFoundError: if ml_dtypes is needed and not installed.
+            ValueError: if `dtype` is none of these.
+        """
+        rows = self.hidden_states
+        if self.scales is not None and rows.dtype != self.dtype:
+            rows = dequantized(rows, self.scales, self.dtype)
+        return Arrays(to_numpy(rows, dtype), self.token_ids.numpy())
+
+    def _stated(self, key: str, value: _T | None) -> _T:
+        if value is None:
+            problem = f"{key} is not among the metadata of {self.path or 'these rows'} ({', '.join(self.metadata) or 'none':.200})"
+            raise KeyError(f"{problem}: another producer wrote them. Test `{key!r} in states.metadata` first.")
+        return value
 
     @property
     def layer_ids(self) -> list[int]:
@@ -102,18 +158,12 @@ class HiddenStates(NamedTuple):
             KeyError: if the metadata have no layer ids.
             ValueError: if the metadata are invalid. Metadata from `load` are valid.
         """
-        ids = layer_ids_of(self.metadata)
-        if ids is None:
-            raise KeyError("layer_ids")
-        return ids
+        return self._stated("layer_ids", layer_ids_of(self.metadata))
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of the prompt. Raises like `layer_ids`."""
-        number = num_prompt_tokens_of(self.metadata)
-        if number is None:
-            raise KeyError("num_prompt_tokens")
-        return number
+        return self._stated("num_prompt_tokens", num_prompt_tokens_of(self.metadata))
 
     @property
     def placeholders(self) -> list[Placeholder]:
@@ -167,18 +217,22 @@ def load(
         HiddenStatesError: if the request failed, the server died before the file was complete, or
             the file is invalid, belongs to another request, cannot be verified or differs from the
             checksum.
-        ValueError: if the timeout is not a number of seconds.
+        ValueError: if the path or `response_id` is empty or of another type, or the timeout is not
+            a number of seconds.
         TimeoutError: if the server is still writing, or may be on another machine.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
         OSError: if the file, or an index that may list it, cannot be read, or memory is short.
     """
-    with checked(Path(path), timeout) as (place, header):
+    path = require_path("path", path, _PATH_REMEDY, named=True)
+    if response_id is not None:
+        require_text("response_id", response_id, f"{RESPONSE_REMEDY}; or None")
+    with checked(path, timeout) as (place, header):
         if response_id is not None and not belongs_to(owner := header.metadata.get("request_id", ""), response_id):
             owner = owner or "by a producer that names none"
-            raise HiddenStatesError(Path(path), f"these are rows of another request, {owner}, and not of the response {response_id}")
+            raise HiddenStatesError(path, f"these are rows of another request, {owner}, and not of the response {response_id}")
         if verify and (problem := difference(place, header)):
-            raise HiddenStatesError(Path(path), problem)
-        return assembled(header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
+            raise HiddenStatesError(path, problem)
+        return assembled(path, header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
 
 
 @contextmanager
@@ -200,7 +254,7 @@ def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]
             os.close(place.fd)
 
 
-def assembled(header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool) -> HiddenStates:
+def assembled(path: Path, header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool) -> HiddenStates:
     """Return the hidden states of a file or object whose tensors `read` returns."""
     tensors, metadata = header.tensors, header.metadata
     rows, token_ids = read(tensors[HIDDEN_STATES]), read(tensors[TOKEN_IDS])
@@ -208,7 +262,9 @@ def assembled(header: Header, read: Callable[[TensorInfo], torch.Tensor], dequan
     if scales is not None and dequantize:
         rows = dequantized(rows, scales, model_dtype(metadata))
     # long() copies nothing, unless another producer wrote int32.
-    return HiddenStates(rows, token_ids.long(), metadata, scales)
+    states = HiddenStates(rows, token_ids.long(), metadata, scales)
+    states.path = path
+    return states
 
 
 def open_stored(path: Path, timeout: float | None) -> Place:
@@ -281,10 +337,11 @@ def open_dir(
             unknowingly. `hsx verify` also lists damaged lines of an index, and lost tar files.
 
     Raises:
+        ValueError: if `directory` is no path.
         HiddenStatesError: if there is a bad file and no `on_bad`.
         OSError: if the directory, a folder below it, or a file cannot be read.
     """
-    for path in paths_below(directory, (DATA_SUFFIX,)):
+    for path in paths_below(require_path("directory", directory, STORAGE_REMEDY), (DATA_SUFFIX,)):
         try:
             states = load(path, 0, mmap=mmap)
         except (FileNotFoundError, TimeoutError):  # removed, or still being written
@@ -315,12 +372,13 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
         keep_data: whether to remove only lock and error.
 
     Raises:
+        ValueError: if `path` is empty or no path.
         TimeoutError: if the server is still writing, or may be on another machine. Then nothing is
             removed: without the lock, the server could not detect that another request uses the
             name.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
-    path = Path(path)
+    path = require_path("path", path, _PATH_REMEDY, named=True)
     lock = _companion(path, LOCK_SUFFIX)
     with suppress(NotAFileError):
         wait_until_released(lock, _MOMENT_S)

@@ -99,7 +99,7 @@ class MooncakeReader:
             stated[1].update(data.numpy().data)
             if problem := checksum_difference(*stated):
                 raise HiddenStatesError(Path(handle), problem)
-        return assembled(header, partial(_tensor, data), dequantize)
+        return assembled(Path(handle), header, partial(_tensor, data), dequantize)
 
     def remove(self, params: Handle) -> None:
         """Remove all objects of a request, even during a read. Missing objects are not an error.
@@ -175,7 +175,7 @@ _WHERE_IT_WENT = "somebody has removed it, or the process whose memory it was in
 
 
 def _handle(params: Handle) -> str:
-    handle = params if isinstance(params, str) else params.get(HANDLE_KEY)
+    handle = params.get(HANDLE_KEY) if isinstance(params, Mapping) else params
     if not isinstance(handle, str) or not handle:
         raise ValueError(f"there is no {HANDLE_KEY!r} in {params!r}; give the response's kv_transfer_params as they are")
     return handle

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap as memory_map
 import os
+import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo
 from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
@@ -19,10 +24,21 @@ if TYPE_CHECKING:
 _ROW_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, those that numpy has
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
 _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
 # The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
 LEAST_SCALE = 9.999999960041972e-13
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED of sys/mman.h
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+_WRITABLE = 0x200  # PyBUF_WRITE of CPython's pybuffer.h
 
 
 def check_tensors(header: Header) -> None:
@@ -74,6 +90,27 @@ def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     return rows.to(factors).mul_(scales.to(factors)).to(dtype)
 
 
+def to_numpy(rows: torch.Tensor, dtype: object) -> npt.NDArray[Any]:
+    """Return rows as a numpy array; see `HiddenStates.numpy`. Raises like it."""
+    import torch
+
+    stored = str(rows.dtype).removeprefix("torch.")
+    name = "float32" if stored not in _NUMPY_DTYPES else stored
+    if dtype is not None:  # a name, or a type of numpy, ml_dtypes or torch
+        name = getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
+    if name == "bfloat16":
+        try:
+            kind = import_module("ml_dtypes").bfloat16
+        except ModuleNotFoundError:
+            problem = "dtype='bfloat16' needs the package ml_dtypes, because numpy has no bfloat16"
+            remedy = "pip install ml_dtypes, or leave dtype out for float32, which has the same values"
+            raise ModuleNotFoundError(f"{problem}; {remedy}", name="ml_dtypes") from None
+        return rows.to(torch.bfloat16).view(torch.int16).numpy().view(kind)
+    if name not in _NUMPY_DTYPES:
+        raise ValueError(f"dtype={dtype!r:.100}: give {', '.join(_NUMPY_DTYPES)} or bfloat16, or None")
+    return rows.to(getattr(torch, name)).numpy()
+
+
 def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
     """Read a tensor of the file open at `fd`.
 
@@ -100,11 +137,7 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
         return torch.empty(info.shape, dtype=dtype)
     if mapped and info.begin % dtype.itemsize == 0:  # other producers may not align their tensors
         start = info.begin // memory_map.ALLOCATIONGRANULARITY * memory_map.ALLOCATIONGRANULARITY
-        protection = memory_map.PROT_READ | memory_map.PROT_WRITE
-        try:
-            view = memory_map.mmap(fd, info.end - start, flags=memory_map.MAP_PRIVATE, prot=protection, offset=start)
-        except ValueError as error:  # mmap compares the file's length
-            raise FormatError("it was cut off while it was read") from error
+        view = _mapped(fd, start, info.end)
         tensor = torch.frombuffer(view, dtype=dtype, count=size // dtype.itemsize, offset=info.begin - start)
         return tensor.reshape(info.shape)
     try:
@@ -114,6 +147,28 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
         raise OSError(errno.ENOMEM, problem) from error
     _read_into(fd, buffer.numpy().data, info.begin)
     return buffer.view(dtype).reshape(info.shape)
+
+
+def _mapped(fd: int, start: int, end: int) -> memoryview:
+    """Map bytes [start, end) of a file until the view of them is freed.
+
+    Not by the module mmap: before Python 3.13 it keeps a descriptor open for each mapping.
+
+    Raises:
+        FormatError: if the file was truncated. A mapping would end the process.
+        OSError: if the file cannot be mapped.
+    """
+    if os.fstat(fd).st_size < end:
+        raise FormatError("it was cut off while it was read")
+    address = _libc.mmap(None, end - start, memory_map.PROT_READ | memory_map.PROT_WRITE, memory_map.MAP_PRIVATE, fd, start)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        limit = "; drop some items (a mapped file takes two mappings), or raise vm.max_map_count" if number == errno.ENOMEM else ""
+        raise OSError(number, os.strerror(number) + limit)
+    view: memoryview = _view(address, end - start, _WRITABLE)
+    # Not when the interpreter ends: tensors may be in use then.
+    weakref.finalize(view, _libc.munmap, address, end - start).atexit = False
+    return view
 
 
 def dtype_name(name: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
 from functools import partial, reduce
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +149,71 @@ def test_the_documentation_lists_the_series_with_their_labels() -> None:
             made[family.name + ("_total" if family.type == "counter" else "")] = ",".join(sorted(labels[0]))
     listed = re.findall(r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", page("operations.md"), re.MULTILINE)
     assert dict(listed) == made
+
+
+# Grafana's dashboard, docs/grafana.json.
+DASHBOARD = json.loads(page("grafana.json"))
+SERIES = re.compile(r"(vllm:hsx_\w+)(?:\{([^}]*)\})?(\[[^]]*\])?")
+
+
+def labels_of_samples() -> dict[str, set[str]]:
+    """The labels of each sample that /metrics shows, those of histograms included."""
+    registry = CollectorRegistry()
+    make_metrics(registry).observe(busy(0).data, 0)
+    found: dict[str, set[str]] = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def queries() -> list[tuple[str, str]]:
+    """Each expression of the dashboard with the legend, those of variables included."""
+    variables = [(each["query"], "") for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    return variables + [(target["expr"], target["legendFormat"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+@pytest.mark.parametrize(("query", "legend"), queries())
+def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(query: str, legend: str) -> None:
+    ((name, matchers, interval),) = SERIES.findall(query)
+    labels = labels_of_samples()[name]
+    grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query)))
+    shown = re.findall(r"\{\{(\w+)\}\}", legend)
+    asked = [re.split("=~", each)[0] for each in filter(None, matchers.split(","))]
+    if query.startswith("label_values"):
+        grouped = re.findall(r", (\w+)\)$", query)
+    else:
+        assert asked == LABELS
+    assert {*grouped, *shown, *asked} <= labels and set(shown) <= set(grouped)
+    # A reason of a failure has no series before the first one, so its rate would miss that one.
+    is_counted = name.endswith(("_total", "_bucket")) and not name.endswith("failures_total")
+    assert query.startswith("label_values") or ("rate(" in query) == bool(interval) == is_counted
+    assert ("histogram_quantile" in query) == ("le" in grouped) == name.endswith("_bucket")
+
+
+def test_the_dashboard_shows_every_series() -> None:
+    shown = {re.sub("_bucket$", "", name) for query, legend in queries() if legend for name, *_ in SERIES.findall(query)}
+    listed = re.findall(r"^\| `(vllm:hsx_\w+)", page("operations.md"), re.MULTILINE)
+    assert shown == set(listed)
+
+
+def test_the_dashboard_has_the_parts_of_grafana_s_model() -> None:
+    """Of the classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", *LABELS]
+    assert 8 <= len(DASHBOARD["uid"]) <= 40 and DASHBOARD["title"] and "id" not in DASHBOARD and "version" not in DASHBOARD
+    used: set[tuple[int, int]] = set()
+    for number, panel in enumerate(DASHBOARD["panels"], start=1):
+        assert panel["id"] == number and panel["type"] == "timeseries" and panel["title"] and panel["description"]
+        place = panel["gridPos"]
+        cells = set(product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])))
+        assert not cells & used and place["x"] + place["w"] <= 24
+        used |= cells
+        assert panel["datasource"] == source and all(each["datasource"] == source for each in panel["targets"])
+        assert [each["refId"] for each in panel["targets"]] == list("ABC"[: len(panel["targets"])])
+        assert set(panel["fieldConfig"]) == {"defaults", "overrides"} and panel["fieldConfig"]["defaults"]["unit"]
+    assert len(used) == 24 * (1 + max(row for _, row in used)), "no gaps"
 
 
 nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))

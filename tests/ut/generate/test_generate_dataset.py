@@ -291,6 +291,50 @@ def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(line: byt
     assert [row.index for row in opened(path).rows()] == [0, 1, 3]
 
 
+# Rows with a key twice, and the key. The last value would be sent without a word.
+TWICE = [
+    ('{"prompt": "a", "id": 1, "prompt": "b"}', "it has the key 'prompt' twice"),
+    ('{"prompt": "a", "score": 1, "score": 1}', "it has the key 'score' twice"),
+    ('{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "it has the key 'role' twice"),
+    ('{"prompt": "a", "meta": [[{"x": {"y": 1, "y": {"z": 1, "z": 2}}}]]}', "it has the key '[yz]' twice"),
+    ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "it has the key '(prompt)?' twice"),
+]
+
+
+@pytest.mark.parametrize("form", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.json", "d.json.gz", "d.json.zst"])
+def test_a_key_that_occurs_twice_is_named_and_costs_its_row_alone(form: str, tmp_path: Path) -> None:
+    rows = ['{"prompt": "first"}', *(row for row, _ in TWICE), '{"prompt": "last", "meta": {"prompt": [{"prompt": 1}, {"prompt": 2}]}}']
+    plain = tmp_path / form.removesuffix(".gz").removesuffix(".zst")
+    plain.write_text("\n".join(rows) if plain.suffix == ".jsonl" else f"[{', '.join(rows)}]")
+    packed(plain)
+    found = bad(tmp_path / form)
+    assert len(found) == len(TWICE)
+    for number, (said, (_, problem)) in enumerate(zip(found, TWICE, strict=True), start=1):
+        place = f":{number + 1}" if plain.suffix == ".jsonl" else f", row {number}"
+        assert re.fullmatch(f"{tmp_path / form}{place}: {problem}; give each key once", said), said
+    assert [row.content for row in opened(tmp_path / form).rows()] == ["first", "last"]
+
+
+def test_a_key_that_occurs_twice_in_json_in_a_cell_is_named_with_the_column(tmp_path: Path) -> None:
+    record = {"messages": '[{"role": "user", "content": "a", "content": "b"}]'}
+    expected = [": messages has the key 'content' twice; give each key once"]
+    made = [write_jsonl(tmp_path / "d.jsonl", [record]), write_csv(tmp_path / "d.csv", [record])]
+    for path in (*made, _parquet(tmp_path / "d.parquet", pa.Table.from_pylist([record]))):
+        assert [re.sub(r"^.*?(:\d|, row 0)", "", each) for each in bad(path)] == expected, path
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
+def test_a_column_of_csv_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> None:
+    separator = {"d.csv": ",", "d.tsv": "\t"}[name]
+    for header, problem in ((["prompt", "id", "prompt"], "'prompt'"), (["id", "", "", "prompt"], None)):
+        (tmp_path / name).write_text("\n".join(separator.join(cells) for cells in (header, ["a"] * len(header))))
+        if problem is None:  # empty columns of a spreadsheet
+            assert [row.content for row in opened(tmp_path / name).rows()] == ["a"]
+        else:
+            with pytest.raises(DatasetError, match=f"{name}: its header has the column {problem} twice; give each column once"):
+                checked(tmp_path / name)
+
+
 def test_a_bad_row_of_a_list_a_table_and_csv_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[{"prompt": "a"},\n 5,\n{"prompt": ""}]')
     assert [each.split(";")[0] for each in bad(tmp_path / "list.json")] == [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from written_files import rows_of, write
+from written_files import rows_of, write, write_member
 
 from vllm_ascend_hsx import HiddenStatesDataset, collate
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
@@ -101,3 +101,33 @@ import vllm_ascend_hsx.cli.verify, vllm_ascend_hsx.cli.inspect
 assert not {"vllm", "vllm_ascend", "torch_npu", "pydantic"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+KEEPER = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from vllm_ascend_hsx import HiddenStatesDataset, load
+
+def mapped():
+    return sum(line.rstrip().endswith((".safetensors", ".tar")) for line in open("/proc/self/maps"))
+
+paths = sys.argv[1:]
+dataset = HiddenStatesDataset(paths)
+items = [dataset[index % len(paths)] for index in range(600)]
+states = [load(paths[index % len(paths)], mmap=True) for index in range(600)]
+for index in range(len(items)):
+    assert items[index]["hidden_states"].equal(states[index % len(paths)].hidden_states), index
+    assert items[index]["token_ids"].equal(states[index].token_ids), index
+kept, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+del items, states
+print(descriptors, kept, mapped())
+"""
+
+
+def test_a_kept_item_holds_no_descriptor_and_the_mapping_ends_with_it(tmp_path: Path) -> None:
+    fp8 = write(tmp_path / "fp8", "a", rows_of(3), quantization="fp8")
+    paths = [write(tmp_path / "files", "a", rows_of(3)), write_member(tmp_path), fp8]
+    done = subprocess.run([sys.executable, "-c", KEEPER, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    descriptors, kept, left = map(int, done.stdout.split())
+    assert descriptors < 20 and kept > 1200 and left == 0

@@ -196,7 +196,7 @@ def test_a_file_larger_than_memory_costs_itself_alone(tmp_path: Path, capsys: py
         bad: list[HiddenStatesError] = []
         assert [path.name for path, _ in open_dir(tmp_path, mmap=mmap, on_bad=bad.append)] == ["b.safetensors"]
         assert [each.path.name for each in bad] == ["a.safetensors"]
-        with pytest.raises(OSError, match="memory"):
+        with pytest.raises(OSError, match="memory.*max_map_count" if mmap else "not enough memory"):
             next(open_dir(tmp_path, mmap=mmap))
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
     assert inspect.main([str(tmp_path)]) == 1

@@ -18,7 +18,9 @@ from reader_harness import SOURCE, assert_rows, committed, written
 from safetensors.torch import save_file
 from sink_harness import FORMAT, make_rows, open_fds, token_ids
 
+from vllm_ascend_hsx.protocol.format import FormatError, read_header
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
+from vllm_ascend_hsx.reader.tensors import read_tensor
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
@@ -152,6 +154,16 @@ def test_a_mapped_file_can_be_removed_while_it_is_used(sink: FileSink, tmp_path:
     states = load(committed(sink, tmp_path, tokens=3000), 0, mmap=True)
     remove(tmp_path / "cmpl-1.safetensors")
     assert_rows(states, 3000)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(sink: FileSink, tmp_path: Path, mmap: bool) -> None:
+    path = committed(sink, tmp_path, tokens=3000)
+    with open(path, "rb") as file:
+        header = read_header(file.fileno())
+        os.truncate(path, 8192)
+        with pytest.raises(FormatError, match="while it was read"):
+            read_tensor(file.fileno(), header.tensors["hidden_states"], mmap)
 
 
 @pytest.mark.parametrize("mmap", [False, True])

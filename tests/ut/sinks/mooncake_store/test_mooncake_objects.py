@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,9 +209,11 @@ def test_padding_holds_nothing_of_an_earlier_request(sink: MooncakeSink) -> None
 # What readers are given
 
 
-def test_params_without_a_handle_are_refused(reader: MooncakeReader) -> None:
-    with pytest.raises(ValueError, match="there is no 'handle' in .*hidden_states_error"):
-        reader.load({"hidden_states_error": "refused"})
+@pytest.mark.parametrize("params", [{"hidden_states_error": "refused"}, {"handle": 3}, None, "", 3])
+def test_params_without_a_handle_are_refused(reader: MooncakeReader, params: Any) -> None:
+    for call in (reader.load, reader.remove):
+        with pytest.raises(ValueError, match=re.escape(f"there is no 'handle' in {params!r}; give the response's kv_transfer_params")):
+            call(params)
 
 
 def page_blocks(label: str) -> list[str]:
