@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.names import below, path_refusal
+from vllm_ascend_hsx.protocol.request_ids import split_id
 
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # in responses only
@@ -16,6 +18,7 @@ VERSIONS_KEY = "weight_versions"  # in responses only
 EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 KEEP_KEY = "keep_aborted"
+SAMPLE_KEY = "sample_key"  # implies nothing: it has an effect on servers that sample only
 PATH_OPTION = "allow_custom_save_path"
 
 _IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
@@ -37,12 +40,15 @@ class ServerParams:
         include_output: whether rows of generated tokens are extracted by default.
         allow_path: whether a request may choose its file.
         extract_all: whether requests are extracted by default.
+        sample_rate: share of the requests that are extracted by default; None to follow
+            `extract_all`.
     """
 
     directory: Path | None
     include_output: bool = False
     allow_path: bool = False
     extract_all: bool = True
+    sample_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class RequestParams:
     keep_aborted: bool = False
 
 
-def read_params(params: object, server: ServerParams) -> RequestParams:
+def read_params(params: object, server: ServerParams, request_id: str = "") -> RequestParams:
     """Parse a request's `kv_transfer_params`.
 
     Args:
@@ -70,25 +76,40 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
             passes on a value of that name in `vllm_xargs`
             (entrypoints/openai/completion/protocol.py:313, 0.23.0).
         server: the server's settings.
+        request_id: vLLM's internal id. A server that samples decides by it unless the client sends
+            a key.
 
     Raises:
         ParamsError: if the parameters are invalid or not allowed.
     """
     if params is None:
-        return RequestParams(extract=server.extract_all, include_output=server.include_output)
+        return RequestParams(extract=_by_default({}, server, request_id), include_output=server.include_output)
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
     if params.get("do_remote_prefill"):
         # A proxy passes on the prefill server's answer. The path there is a file of that server and
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
-    if not _read_bool(params, EXTRACT_KEY, server.extract_all or not params.keys().isdisjoint(_IMPLY_EXTRACTION)):
+    by_default = _by_default(params, server, request_id) or not params.keys().isdisjoint(_IMPLY_EXTRACTION)
+    if not _read_bool(params, EXTRACT_KEY, by_default):
         return RequestParams(extract=False)
     return RequestParams(
         include_output=_read_bool(params, OUTPUT_KEY, server.include_output),
         path=_read_path(params[PATH_KEY], server) if PATH_KEY in params else None,
         keep_aborted=_read_bool(params, KEEP_KEY, False),
     )
+
+
+def _by_default(params: Mapping[str, object], server: ServerParams, request_id: str) -> bool:
+    """Return whether a request is extracted that does not say so. All processes decide alike."""
+    key = params.get(SAMPLE_KEY)
+    if SAMPLE_KEY in params and not isinstance(key, str):
+        raise ParamsError(f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all requests to keep together")
+    if server.sample_rate is None:
+        return server.extract_all
+    text = split_id(request_id)[0] if key is None else str(key)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < server.sample_rate * 2**64
 
 
 def _read_bool(params: Mapping[str, object], key: str, default: bool) -> bool:
