@@ -25,6 +25,7 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, TAR
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import Adapter, RowFormat
 
+DIRECTORY = "kv_connector_extra_config.shared_storage_path"
 OPTION = "kv_connector_extra_config.directory_budget_bytes"
 DIRECTORY_FULL = "directory_full"  # a kind of failure
 
@@ -94,6 +95,8 @@ class DirectoryBudget:
 
         Return None while the ranks look whether consumers have removed files.
         """
+        if room.num_bytes > self._share:
+            return False
         now = self._clock()
         is_known = all(state.looked for state in ranks)
         if is_known and self._stored(ranks) + self._promised + room.num_bytes <= self._share:
@@ -132,6 +135,8 @@ class DirectoryBudget:
         problem = f"the storage directory has no room for a file of up to {size} bytes: {used} of {self._share} bytes{whose} are used"
         if size > self._share:
             return f"{problem}; raise {OPTION}, which is {self._num_bytes}, or send a shorter prompt or a smaller max_tokens"
+        if any(state.looked < self.look for state in ranks):
+            return f"{problem}, and the storage does not answer whether consumers have removed files"
         return f"{problem} ({OPTION} is {self._num_bytes}); {_REMEDY}"
 
     def _stored(self, ranks: Sequence[RankState]) -> int:
@@ -166,8 +171,8 @@ class StoredFiles:
                 if owner == share.number:
                     found._files[path] = (size,)
         except OSError as error:
-            problem = f"needs the size of all files in the storage directory: {describe(str(error.filename), error)}"
-            raise UserError(OPTION, None, problem, "Let the server read its folders, or leave the option out.") from error
+            problem = f"has files that cannot be counted for directory_budget_bytes: {describe(str(error.filename), error)}"
+            raise UserError(DIRECTORY, directory, problem, "Let the server read its folders, or leave the budget out.") from error
         found.num_bytes = -(-sum(parts) // share.of)
         return found
 

@@ -90,11 +90,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         config, row_format = settings.config, settings.row_format
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
-        files = None
-        if config.directory_budget_bytes is not None and config.shared_storage_path is not None:
+        files, directory = None, settings.destination.directory
+        if config.directory_budget_bytes is not None and directory is not None:
             engine, tp_size = engine_of(parallel), parallel.tensor_parallel_size
             share = Share(engine.number * tp_size + tensor_parallel_rank(), engine.of * tp_size)
-            files = StoredFiles.found_in(config.shared_storage_path, share)
+            files = StoredFiles.found_in(str(directory), share)
         ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
         logger.info("the ring pins %.1f MiB of host memory for %d rows", ring.pinned_bytes / 2**20, ring.num_rows)
         return ExtractionWorker(

@@ -91,17 +91,16 @@ def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> 
 
 
 def test_a_request_that_skips_the_prefix_cache_itself_still_does_without_room() -> None:
-    served, request = Served(files=0.5), make_request("a", skip_reading_prefix_cache=True)
+    served, request = Served(files=1), make_request("a", skip_reading_prefix_cache=True)
+    served.report(stored=1)
     assert served.asks(request) == "waits"
     served.report(looked=2)
     assert served.asks(request) == "refused"
     assert request.skip_reading_prefix_cache is True
 
 
-def test_a_file_larger_than_the_budget_is_refused_with_another_remedy() -> None:
+def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() -> None:
     served, request = Served(files=0.5), make_request("a")
-    assert served.asks(request) == "waits"
-    served.report(looked=2)
     assert served.asks(request) == "refused"
     assert "; raise kv_connector_extra_config.directory_budget_bytes, which is" in served.error(request)
 
@@ -147,13 +146,15 @@ def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits
     assert served.asks(request) == "waits"
     served.clock.now += 5.1
     assert served.asks(request) == "refused"
+    assert "and the storage does not answer whether consumers have removed files" in served.error(request)
     assert served.asks(later) == "waits"
     served.report()
     assert served.asks(later) == "starts"
 
 
 def test_a_look_is_made_at_most_once_per_second_however_many_requests_come() -> None:
-    served = Served(files=0.5)
+    served = Served(files=1)
+    served.report(stored=1)
     for number in range(100):
         served.asks(make_request(str(number)))
         served.report(looked=served.look())
@@ -230,7 +231,7 @@ def test_all_ranks_together_count_each_earlier_file_once(
 
 def test_a_directory_whose_files_cannot_be_counted_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"directory_budget_bytes.*needs the size of all files.*ENOTDIR"):
+    with pytest.raises(UserError, match=r"shared_storage_path='.*' has files that cannot be counted for directory_budget_bytes: .*ENOTDIR"):
         StoredFiles.found_in(str(tmp_path / "file"), Share(0, 1))
 
 
