@@ -72,14 +72,16 @@ def test_the_oldest_acknowledgements_are_removed_until_the_directory_has_the_siz
     assert f"{size} bytes are left, more than --keep-bytes: they are in use or not acknowledged\n" in capsys.readouterr().out
 
 
-def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(storage: Path) -> None:
+def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = storage / "ack-1.safetensors"
     again.unlink()
     with open(storage / "ack-2.safetensors.lock") as reader, FileSink(storage, FORMAT) as sink:
         fcntl.flock(reader, fcntl.LOCK_SH)
         file = sink.open("ack-1", again)
         file.write(0, make_rows(0, 3))
-        assert main(["clean", str(storage), "--keep-bytes", "0"]) == 0
+        for options in (["--dry-run"], []):
+            assert main(["clean", str(storage), "--keep-bytes", "0", *options]) == 0
+            assert "removed: 2 acknowledged files\n" in capsys.readouterr().out
         assert data_in(storage) - {name for name in data_in(storage) if name.startswith(".")} == {"ack-2", "kept"}
         file.commit(token_ids(3), 3)
         assert main(["clean", str(storage), "--older-than", "0s", "--keep-bytes", "0"]) == 0
