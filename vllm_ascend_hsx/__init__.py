@@ -12,6 +12,7 @@ from vllm_ascend_hsx._version import __version__
 
 TYPE_CHECKING = False  # typing's own costs most of the time that this import takes
 if TYPE_CHECKING:
+    from vllm_ascend_hsx.reader.acknowledge import acknowledge
     from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset, collate
     from vllm_ascend_hsx.reader.find import find
     from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, open_dir, remove
@@ -21,6 +22,7 @@ _HOMES = {
     "HiddenStates": "load",
     "HiddenStatesDataset": "dataset",
     "HiddenStatesError": "load",
+    "acknowledge": "acknowledge",
     "collate": "dataset",
     "find": "find",
     "load": "load",
@@ -32,6 +34,7 @@ __all__ = [
     "HiddenStatesDataset",
     "HiddenStatesError",
     "__version__",
+    "acknowledge",
     "collate",
     "find",
     "load",

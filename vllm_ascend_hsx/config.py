@@ -68,12 +68,27 @@ class HsxConfig(BaseModel):
     mooncake: MooncakeOptions | None = Field(
         default=None, description="The Mooncake store. Required if `sink` is 'mooncake'."
     )
-    extract: Literal["all", "requested"] = Field(
+    extract: Literal["all", "requested", "sample"] = Field(
         default="all",
         description="Which requests are extracted. 'all': all except those with "
         "`\"hidden_states\": false` in their kv_transfer_params. 'requested': only those with "
-        '`"hidden_states": true` or another key of this connector there. Other requests use '
-        "the prefix cache and cost nothing.",
+        '`"hidden_states": true` or another key of this connector there. \'sample\': also the share '
+        "`sample_rate` of all others. Other requests use the prefix cache and cost nothing.",
+    )
+    sample_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of API requests that are extracted with `extract` 'sample', such as 0.1. "
+        "Requests with one `sample_key` in their kv_transfer_params are extracted all or not at all.",
+    )
+    directory_budget_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
+        default=None,
+        ge=1,
+        le=1 << 60,
+        description="Most bytes of files in shared_storage_path, with `sink` 'file'. While there is no "
+        "room, requests are generated without extraction, and their responses have an error. Each "
+        "data-parallel rank has an equal share. Default: no limit. Bytes, or a size such as '64GiB'.",
     )
     max_files_per_request: int = Field(
         default=4096,
@@ -273,7 +288,26 @@ class HsxConfig(BaseModel):
         elif config.shared_storage_path is None:
             remedy = "Set it to the directory of the files."
             raise UserError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
+        _require_fitting(config)
         return config
+
+
+def _require_fitting(config: HsxConfig) -> None:
+    """Refuse options that need another one. Raises UserError."""
+    rate, budget = config.sample_rate, config.directory_budget_bytes
+    if config.extract == "sample" and rate is None:
+        remedy = "Set it to the share of requests to extract, such as 0.1."
+        raise UserError(f"{EXTRA_CONFIG}.sample_rate", None, "is missing, and extract is 'sample'", remedy)
+    if config.extract != "sample" and rate is not None:
+        problem = f"has no effect, because extract is {config.extract!r}"
+        raise UserError(f"{EXTRA_CONFIG}.sample_rate", rate, problem, "Set extract to 'sample', or leave it out.")
+    if config.sink != "file" and budget is not None:
+        remedy = "Use sink 'file', or leave it out."
+        if config.sink == "shard":
+            problem = "cannot be kept with sink 'shard': a shard takes its space until the whole tar file is removed"
+        else:
+            problem = "cannot be kept with sink 'mooncake': the store has no directory, and evicts by itself"
+        raise UserError(f"{EXTRA_CONFIG}.directory_budget_bytes", budget, problem, remedy)
 
 
 def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`hsx clean`: remove locks without data, old errors and orphans of dead servers."""
+"""`hsx clean`: remove locks without data, old errors, orphans, and acknowledged files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import OneConsole, Output, say
+from vllm_ascend_hsx.protocol.arguments import parse_size
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
+from vllm_ascend_hsx.sinks.acknowledged import Acknowledged
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
 _SHOWN = 20  # names; further ones are only counted
@@ -26,21 +28,40 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="hsx clean",
         description="Removes what consumers and dead servers left in a storage directory and all "
         "folders below it: unheld locks without data or error, hidden directories of dead servers (whose "
-        "shards are sealed), and old errors with their locks. Files that a server writes or a reader "
+        "shards are sealed), and, if asked, old errors, and files and shards that consumers have "
+        "acknowledged. Files that a server writes or a reader "
         "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
         "something could not be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=non_empty_path)
     parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
+    parser.add_argument("--older-than", metavar="AGE", help="remove files and shards that were acknowledged so long ago (default: none)")
+    parser.add_argument(
+        "--keep-bytes",
+        metavar="SIZE",
+        help="remove acknowledged files and shards, the oldest acknowledgements first, until all that are left have at most this size, "
+        "such as 64GiB (default: none)",
+    )
+    parser.add_argument("--lost-shards", action="store_true", help="remove the indexes of shards whose tar files are gone")
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.add_output("the paths that were, or would be, removed and sealed, and the problems")
     options = parser.parse_args(argv)
-    if options.errors_older_than is not None:
-        age = _AGE.fullmatch(options.errors_older_than)
-        if age is None:
-            parser.error(f"--errors-older-than {options.errors_older_than}: give a number and a unit, as in 7d, 12h, 30m or 45s")
-        options.errors_older_than = int(age[1]) * _SECONDS[age[2]]
+    options.errors_older_than = _seconds(parser, "--errors-older-than", options.errors_older_than)
+    options.older_than = _seconds(parser, "--older-than", options.older_than)
+    try:
+        options.keep_bytes = parse_size(options.keep_bytes)
+    except ValueError as error:
+        parser.error(f"--keep-bytes {options.keep_bytes}: {error}")
     return options
+
+
+def _seconds(parser: Parser, option: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    age = _AGE.fullmatch(value)
+    if age is None:
+        parser.error(f"{option} {value}: give a number and a unit, as in 7d, 12h, 30m or 45s")
+    return int(age[1]) * _SECONDS[age[2]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,15 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts["problems"].append(problem)
         show(f"hsx clean: {problem}", error=True)
 
-    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell, report=report)
+    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, lost_shards=options.lost_shards, tell=tell, report=report)
+    acknowledged = Acknowledged(dir_fd, cleaning, options.dry_run)
     try:
         with cleaning.noting(f"{options.directory} could not be read"):
             cleaning.run()
-        for folder in _folders(dir_fd, cleaning):
+        folders = list(_folders(dir_fd, cleaning))
+        for folder in folders:
             if folder:
                 cleaning.clean_folder(folder)
             if options.errors_older_than is not None:
                 cleaning.remove_errors(folder, time.time() - options.errors_older_than)
+        if options.older_than is not None or options.keep_bytes is not None:
+            acknowledged.look(folders)
+            before = None if options.older_than is None else time.time() - options.older_than
+            acknowledged.remove(before, options.keep_bytes)
     finally:
         os.close(dir_fd)
     if unprinted:
@@ -96,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if shown > _SHOWN:
             console.tell(f"... and {shown - _SHOWN} more")
         console.tell(words)
+        if options.keep_bytes is not None and acknowledged.num_bytes > options.keep_bytes:
+            console.tell(f"{acknowledged.num_bytes} bytes are left, more than --keep-bytes: they are in use or not acknowledged")
 
     out.give({"dry_run": options.dry_run, **facts}, show_counts)
     return 1 if cleaning.problems else 0

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+from vllm_ascend_hsx.compat.engine import remember_engines
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.scheduling import refuse_balance_scheduling
@@ -64,6 +65,7 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
         speculative.num_speculative_tokens = 0
         require_checked(read_options(self.kv_transfer_config).allow_unchecked_versions)
         refuse_parallelism(self.parallel_config)
+        remember_engines(self.parallel_config)
         refuse_balance_scheduling(self.additional_config or {}, self.kv_transfer_config.kv_role)
         target = self.model_config
         refuse_architecture(target.architecture, _layer_ids(speculative), language_architectures(target.hf_config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import BEFORE_0_30, SINCE_0_23, V0_23, V0_26
@@ -22,7 +22,34 @@ KV_DELIVERY = "vllm_ascend.patch.platform.patch_kv_delivery_preemption"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
 RECOMPUTE = "vllm_ascend.core.recompute_scheduler"
 
+_ENGINES = "hsx_data_parallel_size"
 _NAMES_FAILURE = "a response names the failure of its file"
+
+
+class Share(NamedTuple):
+    """One rank of several.
+
+    Attributes:
+        number, of: number of the rank, from 0, and number of ranks.
+    """
+
+    number: int
+    of: int
+
+
+def remember_engines(parallel: Any) -> None:
+    """Keep the number of data-parallel ranks with vllm.config.ParallelConfig.
+
+    Reason: an engine whose target has no experts sets the number to 1 before it makes its connector
+    (v1/engine/core.py:1161, 0.23.0). It keeps its own number in `data_parallel_index`.
+    """
+    if not hasattr(parallel, _ENGINES):
+        setattr(parallel, _ENGINES, parallel.data_parallel_size)
+
+
+def engine_of(parallel: Any) -> Share:
+    """Return the data-parallel rank of this process, and the number of such ranks."""
+    return Share(parallel.data_parallel_index, getattr(parallel, _ENGINES))
 
 
 def methods(connector: Any, name: str) -> Iterator[Any]:

@@ -17,8 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_ascend_hsx.checkpoint import weights_of
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
+from vllm_ascend_hsx.compat.engine import Share, engine_of
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.connector.admission import RequestLimits
+from vllm_ascend_hsx.connector.budget import DirectoryBudget, StoredFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex
@@ -65,9 +67,13 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
+                sample_rate=config.sample_rate,
                 limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes),
                 prefixes=prefixes,
                 fingerprint=weights_of(vllm_config),  # the target is loaded: the checkpoint is on this machine
+                budget=None
+                if config.directory_budget_bytes is None
+                else DirectoryBudget(config.directory_budget_bytes, engine_of(vllm_config.parallel_config).of, settings.row_format),
             )
         else:
             self._worker = self._build_worker(settings)
@@ -84,6 +90,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         config, row_format = settings.config, settings.row_format
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
+        files, directory = None, settings.destination.directory
+        if config.directory_budget_bytes is not None and directory is not None:
+            engine, tp_size = engine_of(parallel), parallel.tensor_parallel_size
+            share = Share(engine.number * tp_size + tensor_parallel_rank(), engine.of * tp_size)
+            files = StoredFiles.found_in(str(directory), share)
         ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
         logger.info("the ring pins %.1f MiB of host memory for %d rows", ring.pinned_bytes / 2**20, ring.num_rows)
         return ExtractionWorker(
@@ -98,6 +109,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             slow_storage=config.slow_storage,
             description=settings.destination.description,
             check_finite=config.check_finite,
+            files=files,
         )
 
     # Scheduler side

@@ -64,6 +64,7 @@ class Extraction:
     Attributes:
         weights: versions of the weights that have computed the rows. The main thread sets them
             before it stages the first rows of another version.
+        stored_bytes: bytes of the published file; 0 before that, and without a file.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Extraction:
         self._keeps_source = start.keeps_source
         self.number = start.number
         self.has_open_source = False  # whether `open_sources` has the file
+        self.stored_bytes = 0
         self.include_output = start.include_output
         self.weights = start.weights
         self._row_bytes, self._stored_row_bytes = row_bytes
@@ -310,6 +312,7 @@ class Extraction:
         except Exception as error:  # noqa: BLE001 - a bug, and the file has not ended
             self._fail_file(file, error)
             return
+        self.stored_bytes = file.stored_bytes
         if file.source is not None:
             self._open_sources.add(self.number, file.source)
             self.has_open_source = True

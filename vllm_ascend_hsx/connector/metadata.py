@@ -108,6 +108,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
             vLLM asks the scheduler's side for stats only if workers have sent some
             (v1/core/sched/scheduler.py:1352 in 0.23.0).
         unresponsive: ranks whose storage is unresponsive.
+        look: number of the last look that the ranks are asked for; see DirectoryBudget.
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
@@ -116,6 +117,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     weights: dict[str, tuple[WeightVersion, ...]] = field(default_factory=dict)
     stats_wanted: bool = False
     unresponsive: frozenset[int] = frozenset()
+    look: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class RankState:
             requests.
         opens_slowly: whether a step had to wait for new files; see StorageWatch.
         needs_space: whether the rank's open sources should be released; see OpenSources.
+        stored: bytes of the rank's files in the storage directory; see StoredFiles.
+        looked: number of the last look that has ended; 0 before the first.
     """
 
     backlog: int = 0
@@ -149,6 +153,8 @@ class RankState:
     unresponsive: bool = False
     opens_slowly: bool = False
     needs_space: bool = False
+    stored: int = 0
+    looked: int = 0
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from vllm_ascend_hsx.connector.budget import StoredFiles
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import RankState
 from vllm_ascend_hsx.drafter.spans import Span
@@ -116,13 +117,15 @@ class RankProgress:
     Args:
         row_bytes: bytes of one token's rows in memory.
         num_writers: number of writing threads.
+        files: the rank's files in the storage directory, after the first look; None if nobody
+            counts them.
 
     Attributes:
         backlog: bytes of rows that were computed but are not yet in their files.
         step_rate: rates of the engine.
     """
 
-    def __init__(self, row_bytes: int, num_writers: int) -> None:
+    def __init__(self, row_bytes: int, num_writers: int, files: StoredFiles | None = None) -> None:
         self.backlog = 0
         self.step_rate = StepRate()
         self._row_bytes = row_bytes
@@ -136,6 +139,8 @@ class RankProgress:
         self._landed_bytes = 0  # bytes of the backlog that wait for storage
         self._finishing = 0  # copies of prefixes and ends of files in progress
         self._answered_at = 0.0
+        self._files = files
+        self._looked = 0 if files is None else 1
         self._reported = RankState()
 
     def begin(self, request: Extraction, prompt_rows: int) -> None:
@@ -151,10 +156,25 @@ class RankProgress:
             self._refused[request_id] = reason
 
     def decide(self, request: Extraction, error: str | None) -> None:
-        """Record that a request is decided: complete or aborted (None), or failed with `error`."""
+        """Record that a request is decided: complete or aborted (None), or failed with `error`.
+
+        A published file is counted in the report that has the outcome.
+        """
         with self._mutex:
+            if self._files is not None and request.stored_bytes:
+                self._files.add(request.path, request.stored_bytes)
             self._coming.pop(request, None)
             self._decided.append((request, error))
+
+    def look(self, number: int) -> None:
+        """Stop counting files that consumers have removed. Blocks on storage."""
+        assert self._files is not None
+        with self._mutex:
+            files = self._files.all()
+        missing = self._files.missing(files)
+        with self._mutex:
+            self._files.forget(missing)
+            self._looked = number
 
     def staged(self, num_rows: int, parts: Iterable[tuple[Extraction, Span]] = ()) -> None:
         """Record rows of a step. The prompt rows in `parts` are computed now."""
@@ -241,6 +261,8 @@ class RankProgress:
                 unresponsive=unresponsive,
                 opens_slowly=opens_slowly,
                 needs_space=needs_space,
+                stored=0 if self._files is None else self._files.num_bytes,
+                looked=self._looked,
             )
             if not self._decided and not self._refused and state == self._reported:
                 return None

@@ -9,7 +9,15 @@ import numpy as np
 
 from vllm_ascend_hsx.compat.engine import limit_prefix_cache, stopped_by_string
 from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, RequestLimits
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
+from vllm_ascend_hsx.connector.budget import DIRECTORY_FULL, DirectoryBudget, Room
+from vllm_ascend_hsx.connector.metadata import (
+    HsxConnectorMetadata,
+    RankState,
+    RequestEnd,
+    RequestStart,
+    WorkerReport,
+    placeholders_in,
+)
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, PrefixReuse, Reuse
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 from vllm_ascend_hsx.connector.weights import Computation, WeightHistory
@@ -27,6 +35,7 @@ from vllm_ascend_hsx.protocol.api import (
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.request_ids import split_id
 from vllm_ascend_hsx.protocol.weights import numbers_and_names
+from vllm_ascend_hsx.sinks.base import REFUSED
 from vllm_ascend_hsx.sinks.destination import Destination
 
 _NOT_ENDED = "an earlier request of this id or name has not ended, because the storage does not answer"
@@ -46,6 +55,8 @@ class _Request:
     decided: bool = False
     reuse: Reuse | None = None  # None if rows are not reused
     num_rows: int = 0  # rows of the prompt; the end adds rows of generated tokens
+    room: Room | None = None  # None without a budget
+    skips_cache: bool = False  # whether the request would read no prefix cache without extraction
 
 
 class ExtractionScheduler:
@@ -58,11 +69,12 @@ class ExtractionScheduler:
         ring_bytes: memory of a rank for rows that wait to be written.
         include_output: whether rows of generated tokens are extracted by default.
         allow_path: whether a request may choose the file.
-        extract_all: whether requests are extracted by default.
+        extract_all, sample_rate: as for ServerParams.
         limits: limits of one API request; None for no limits.
         prefixes: index of files that are kept open for requests with the same first tokens; None
             if each request computes all rows.
         fingerprint: fingerprint of the weights that were loaded; empty if unknown.
+        budget: limits the bytes of all files; None for no limit.
 
     Attributes:
         weights: the versions of the weights that compute rows.
@@ -77,17 +89,20 @@ class ExtractionScheduler:
         include_output: bool = False,
         allow_path: bool = False,
         extract_all: bool = True,
+        sample_rate: float | None = None,
         limits: RequestLimits | None = None,
         prefixes: PrefixIndex | None = None,
         fingerprint: str = "",
+        budget: DirectoryBudget | None = None,
     ) -> None:
         self.weights = WeightHistory(fingerprint)
         self._destination = destination
         self._row_bytes = row_bytes
-        self._params = ServerParams(destination.directory, include_output, allow_path, extract_all)
+        self._params = ServerParams(destination.directory, include_output, allow_path, extract_all, sample_rate)
         self._limits = limits
+        self._budget = budget
         self._requests: dict[str, _Request] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, str]] = {}  # reason and kind
         self._refusals = RefusalLog()
         self._ended: list[RequestEnd] = []
         self._undecided: dict[str, _Request] = {}  # requests that have ended
@@ -113,7 +128,7 @@ class ExtractionScheduler:
         if request.pooling_params is not None:
             return
         try:
-            params = read_params(request.kv_transfer_params, self._params)
+            params = read_params(request.kv_transfer_params, self._params, request.request_id)
         except ParamsError as error:
             self._refuse(request.request_id, str(error))
             return
@@ -127,7 +142,7 @@ class ExtractionScheduler:
         else:
             # Hashes of cached blocks have an adapter's name, but not the weights; see PrefixReuse.
             reuse = None if self._reuse is None or request.lora_request is not None else self._reuse.new()
-            self._requests[request.request_id] = self._writing[path] = _Request(
+            state = _Request(
                 path,
                 prompt_tokens,
                 Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
@@ -138,12 +153,34 @@ class ExtractionScheduler:
                 reuse=reuse,
                 num_rows=prompt_tokens,
             )
+            if self._budget is not None:
+                state.room = self._budget.room(request, state.placeholders, prompt_tokens + output_rows)
+                state.skips_cache = request.skip_reading_prefix_cache
+                if self._has_room(state) is False:
+                    self._refuse_without_room(request, state)
+                    return
+            self._requests[request.request_id] = self._writing[path] = state
             # Tokens that are read from the prefix cache are not computed and make no rows.
             # Requests that are not extracted read the cache without limits.
             if reuse is None:
                 request.skip_reading_prefix_cache = True
             else:
                 limit_prefix_cache(request, self.reusable_rows)
+
+    def _has_room(self, state: _Request) -> bool | None:
+        """Return whether the directory has room for a request, or None while ranks look."""
+        if self._budget is None or state.room is None or state.room.promised:
+            return True
+        return self._budget.admits(state.room, self._rank_states)
+
+    def _refuse_without_room(self, request: Any, state: _Request) -> None:
+        assert self._budget is not None and state.room is not None
+        reason = self._budget.refusal(state.room, self._rank_states)
+        self._refuse(request.request_id, reason, DIRECTORY_FULL)
+
+    @property
+    def _rank_states(self) -> list[RankState]:
+        return [load.state for load in self._loads]
 
     def _refusal(self, request: Any, params: RequestParams, path: str, num_rows: int) -> str | None:
         if request.prompt_token_ids is None:
@@ -160,8 +197,8 @@ class ExtractionScheduler:
             return path_in_use(path)
         return None if self._limits is None else self._limits.refusal(request.request_id, num_rows)
 
-    def _refuse(self, request_id: str, reason: str) -> None:
-        self._refused[request_id] = reason
+    def _refuse(self, request_id: str, reason: str, kind: str = REFUSED) -> None:
+        self._refused[request_id] = reason, kind
         self._refusals.add(request_id, reason)
 
     def extracts(self, request_id: str) -> bool:
@@ -206,9 +243,16 @@ class ExtractionScheduler:
             if not self._loads[before.owner].state.unresponsive:
                 return True
             self._admission.stop_holding(request.request_id)
-            self._release_name(self._requests.pop(request.request_id))
+            self._release(self._requests.pop(request.request_id))
             self._refuse(request.request_id, _NOT_ENDED)
             return False
+        if (has_room := self._has_room(state)) is None:
+            return True
+        if not has_room:
+            self._release(self._requests.pop(request.request_id))
+            self._refuse_without_room(request, state)
+            request.skip_reading_prefix_cache = state.skips_cache
+            return True  # the next step reads the prefix cache without limits
         if state.reuse is not None and state.reuse.waits:
             return True
         rank = self._rank_for(state, num_computed_tokens)
@@ -236,10 +280,14 @@ class ExtractionScheduler:
         for new, request in started:
             request.owner, request.cost = starts[new.req_id]
             metadata.started.append(self._start(new, request, request.owner))
+        if self._budget is not None:
+            metadata.look = self._budget.look
         metadata.weights = self.weights.follow(scheduler_output)
         return metadata
 
     def _start(self, new: Any, request: _Request, rank: int) -> RequestStart:
+        if self._budget is not None and request.room is not None and not request.room.promised:
+            self._budget.promise(request.room)  # vLLM did not call `must_wait`
         start = RequestStart(
             new.req_id,
             request.path,
@@ -288,7 +336,7 @@ class ExtractionScheduler:
             if request is not None and request.owner is not None and not request.decided:
                 request.decided, request.error = True, error
                 self._admission.end(request.owner, request.cost)
-                self._release_name(request)
+                self._release(request)
                 if self._reuse is not None and request.reuse is not None:
                     has_open_source = request.reuse.number in report.sources
                     self._reuse.decide(request.reuse, request.owner, request.num_rows, has_open_source)
@@ -315,16 +363,17 @@ class ExtractionScheduler:
             known. None if there is nothing to report, and for a request that has ended before.
         """
         request_id = request.request_id
-        if reason := self._refused.pop(request_id, None):
-            self._recorder.refused()
-            return {ERROR_KEY: reason}
+        if refused := self._refused.pop(request_id, None):
+            self._recorder.refused(refused[1])
+            return {ERROR_KEY: refused[0]}
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        self._release_name(state)
         if state.owner is None:
+            self._release(state)
             self._admission.stop_holding(request_id)
             return None
+        self._release_name(state)
         computation = self.weights.end(request_id)
         aborted = request.status.name == "FINISHED_ABORTED"
         if self._stopping and aborted:
@@ -338,6 +387,8 @@ class ExtractionScheduler:
             if self._reuse is not None and state.reuse is not None:
                 self._reuse.end(state.reuse, request, state.num_rows)
         self._ended.append(end)
+        if self._budget is not None and state.room is not None and not state.decided:
+            self._budget.limit(state.room, max(state.num_rows, end.most_kept))
         if not state.decided:
             self._undecided[request_id] = self._undecided_paths[state.path] = state
         answer = self._destination.answer(state.path, state.num_rows, state.include_output)
@@ -347,6 +398,12 @@ class ExtractionScheduler:
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
+
+    def _release(self, request: _Request) -> None:
+        """Release name and room of a request that makes no more rows."""
+        self._release_name(request)
+        if self._budget is not None and request.room is not None:
+            self._budget.end(request.room)
 
     def _release_name(self, request: _Request) -> None:
         if self._writing.get(request.path) is request:

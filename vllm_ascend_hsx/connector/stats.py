@@ -220,16 +220,16 @@ class SchedulerRecorder:
         self._since = 0.0  # when `held` or `take` was called last
         self._seconds = 0.0
         self._taken_held = 0
-        self._refused = 0
+        self._refused: Counter[str] = Counter()
         self._reused = 0
 
     def reused(self, num_tokens: int) -> None:
         """Record tokens with rows copied from another request."""
         self._reused += num_tokens
 
-    def refused(self) -> None:
-        """Record a request that asked for rows and was refused."""
-        self._refused += 1
+    def refused(self, kind: str = REFUSED) -> None:
+        """Record a request that asked for rows and was refused, by kind of failure."""
+        self._refused[kind] += 1
 
     def held(self, number: int) -> None:
         """Record the number of requests that wait from now on."""
@@ -248,12 +248,11 @@ class SchedulerRecorder:
         self._settle()
         self._taken_held = self._held
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
-        refused, self._refused = self._refused, 0
+        refused, self._refused = self._refused, Counter()
         reused, self._reused = self._reused, 0
-        counters = {"backpressure_ns": nanoseconds, "failed": refused, "reused_tokens": reused}
+        counters = {"backpressure_ns": nanoseconds, "failed": refused.total(), "reused_tokens": reused}
         counters = {name: number for name, number in counters.items() if number or name == "backpressure_ns"}
-        failures = {REFUSED: refused} if refused else {}
-        return HsxStats(data={"counters": counters, "failures": failures, "gauges": {_HELD_KEY: self._taken_held}})
+        return HsxStats(data={"counters": counters, "failures": dict(refused), "gauges": {_HELD_KEY: self._taken_held}})
 
     def _settle(self) -> None:
         now = self._clock()

@@ -15,6 +15,7 @@ import torch
 from vllm_ascend_hsx.compat.adapters import loaded_weights
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.batches import Batch, Batches
+from vllm_ascend_hsx.connector.budget import StoredFiles
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.failure import WorkerFailure
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
@@ -56,6 +57,7 @@ class ExtractionWorker:
         storage_timeout, slow_storage, description: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None if equal to a row of the ring.
+        files: as for RankProgress.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ExtractionWorker:
         description: str = "the storage",
         check_finite: bool = False,
         stored_row_bytes: int | None = None,
+        files: StoredFiles | None = None,
     ) -> None:
         self._rank = rank
         self._staging = staging
@@ -87,7 +90,8 @@ class ExtractionWorker:
         self._background = ThreadPool(1, "hsx-background")
         self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
-        self._progress = RankProgress(ring.row_bytes, num_writers())
+        self._progress = RankProgress(ring.row_bytes, num_writers(), files)
+        self._look = 1  # number of the last look that was asked for
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
         self._watch = StorageWatch(storage_timeout, slow_storage, description, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
@@ -126,6 +130,9 @@ class ExtractionWorker:
         if metadata.stats_wanted:
             self._stats.send()
         self._watch.peer_is_unresponsive = not metadata.unresponsive <= {self._rank}
+        if metadata.look > self._look:
+            self._look = metadata.look
+            self._background.submit(partial(self._progress.look, metadata.look))
         for number in metadata.released:
             self._open_sources.release(number)
         for ended in metadata.ended:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.names import below, path_refusal
+from vllm_ascend_hsx.protocol.request_ids import split_id
 
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # in responses only
@@ -18,10 +20,11 @@ VERSIONS_KEY = "weight_versions"  # in responses only
 EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 KEEP_KEY = "keep_aborted"
+SAMPLE_KEY = "sample_key"  # implies nothing: it has an effect on servers that sample only
 PATH_OPTION = "allow_custom_save_path"
 
 _IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
-_OF_REQUESTS = (EXTRACT_KEY, *_IMPLY_EXTRACTION)
+_OF_REQUESTS = (EXTRACT_KEY, SAMPLE_KEY, *_IMPLY_EXTRACTION)
 _NEAR = 0.75  # similarity of a misspelt key; no key of vLLM's connectors is so similar
 _REFUSED_PATH = f"kv_transfer_params.{PATH_KEY} is "
 _PATH_IN_USE = ", which another request is writing; choose another name"
@@ -41,6 +44,8 @@ class ServerParams:
         include_output: whether rows of generated tokens are extracted by default.
         allow_path: whether a request may choose its file.
         extract_all: whether requests are extracted by default.
+        sample_rate: share of the requests that are extracted by default; None to follow
+            `extract_all`.
         has_others: whether another connector reads the same parameters (MultiConnector).
     """
 
@@ -48,6 +53,7 @@ class ServerParams:
     include_output: bool = False
     allow_path: bool = False
     extract_all: bool = True
+    sample_rate: float | None = None
     has_others: bool = False
 
 
@@ -68,7 +74,7 @@ class RequestParams:
     keep_aborted: bool = False
 
 
-def read_params(params: object, server: ServerParams) -> RequestParams:
+def read_params(params: object, server: ServerParams, request_id: str = "") -> RequestParams:
     """Parse a request's `kv_transfer_params`.
 
     Args:
@@ -76,12 +82,14 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
             passes on a value of that name in `vllm_xargs`
             (entrypoints/openai/completion/protocol.py:313, 0.23.0).
         server: the server's settings.
+        request_id: vLLM's internal id. A server that samples decides by it unless the client sends
+            a key.
 
     Raises:
         ParamsError: if the parameters are invalid or not allowed.
     """
     if params is None:
-        return RequestParams(extract=server.extract_all, include_output=server.include_output)
+        return RequestParams(extract=_by_default({}, server, request_id), include_output=server.include_output)
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
     if params.get("do_remote_prefill"):
@@ -90,7 +98,8 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         params = {key: value for key, value in params.items() if key != PATH_KEY}
     else:
         _refuse_unknown(params.keys() - set(_OF_REQUESTS), server)
-    if not _read_bool(params, EXTRACT_KEY, server.extract_all or not params.keys().isdisjoint(_IMPLY_EXTRACTION)):
+    by_default = _by_default(params, server, request_id) or not params.keys().isdisjoint(_IMPLY_EXTRACTION)
+    if not _read_bool(params, EXTRACT_KEY, by_default):
         return RequestParams(extract=False)
     return RequestParams(
         include_output=_read_bool(params, OUTPUT_KEY, server.include_output),
@@ -113,6 +122,18 @@ def _similar(key: str) -> str | None:
     """Return the key of requests that a client may have meant."""
     near = difflib.get_close_matches(key[:_SHOWN], _OF_REQUESTS, n=1, cutoff=_NEAR)
     return near[0] if near else None
+
+
+def _by_default(params: Mapping[str, object], server: ServerParams, request_id: str) -> bool:
+    """Return whether a request is extracted that does not say so. All processes decide alike."""
+    key = params.get(SAMPLE_KEY)
+    if SAMPLE_KEY in params and not isinstance(key, str):
+        raise ParamsError(f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all requests to keep together")
+    if server.sample_rate is None:
+        return server.extract_all
+    text = split_id(request_id)[0] if key is None else str(key)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < server.sample_rate * 2**64
 
 
 def _read_bool(params: Mapping[str, object], key: str, default: bool) -> bool:

@@ -9,6 +9,7 @@ import re
 DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
+ACKNOWLEDGED_SUFFIX = ".acknowledged"  # a consumer needs the file no longer
 PARTIAL_SUFFIX = ".partial"
 SERVER_LOCK = "lock"  # in a server's hidden directory
 TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"  # a shard and the files beside it
@@ -18,10 +19,10 @@ SHARDS_MARK = "hsx-shards"
 REMOVED = f"hsx-removed{INDEX}"  # an index without a shard: consumers add the members to hide
 # Suffixes of all files that servers, consumers and `hsx generate` (ledger: *.jsonl) create in a
 # storage directory, except for SHARDS_MARK.
-_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
+_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, ACKNOWLEDGED_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
 
 NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
-# Bytes that a companion adds to the name of the data. The longest is `.<name>.error.<8 hex
+# Bytes that a companion adds to the name of the data. The longest is `.<name>.acknowledged.<8 hex
 # digits>.partial`.
 COMPANION_ROOM = 32
 MAX_DEPTH = 8  # most directories between the storage directory and a file

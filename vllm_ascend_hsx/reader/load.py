@@ -31,7 +31,7 @@ from vllm_ascend_hsx.protocol.format import (
     num_prompt_tokens_of,
     read_header,
 )
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK
+from vllm_ascend_hsx.protocol.names import ACKNOWLEDGED_SUFFIX, DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -359,7 +359,7 @@ def open_dir(
 
 
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
-    """Remove the file, lock and error of a request. Missing files are not an error.
+    """Remove file, lock, error and acknowledgement of a request. Missing files are not an error.
 
     A member of a shard is only hidden: a line marks it as removed, and the bytes remain. A member
     that gets the name later is not hidden.
@@ -391,6 +391,7 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     if not keep_data:
         _unlink(path)
         remove_member(path, is_file)
+        _unlink(_companion(path, ACKNOWLEDGED_SUFFIX))
     _unlink(_companion(path, ERROR_SUFFIX))
 
 

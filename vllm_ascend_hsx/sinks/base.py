@@ -57,6 +57,7 @@ class SinkFile(ABC):
         keeps_source: whether `commit` sets `source`. Set before `commit`.
         source: the published rows, open for requests that begin with the same tokens. None if the
             sink does not support this. The caller of `commit` must release it.
+        stored_bytes: bytes of the published file, set by `commit`; 0 if the rows have no file.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class SinkFile(ABC):
     origin: Origin = UNKNOWN
     keeps_source: bool = False
     source: RowSource | None = None
+    stored_bytes: int = 0
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:

@@ -31,9 +31,12 @@ from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import (
     DATA_SUFFIX,
     ERROR_SUFFIX,
+    INDEX,
     LOCK_SUFFIX,
+    MANIFEST,
     MAX_DEPTH,
     TAR,
+    parse_shard_name,
     token_of_workspace,
     workspace_name,
 )
@@ -80,6 +83,7 @@ class Cleaning:
     Args:
         dir_fd: the directory.
         dry_run: count the changes without making them.
+        lost_shards: remove the index of each shard whose tar file is gone, and the manifest.
         tell: called for each change, with the path of the file (for a shard, of the tar file) below
             the directory.
         report: called with each problem.
@@ -87,6 +91,8 @@ class Cleaning:
     Attributes:
         servers: number of dead servers.
         hidden, locks, errors: number of files removed.
+        acknowledged: number of acknowledged files removed; see Acknowledged.
+        lost: number of shards without a tar file whose index was removed.
         shards, requests: number of shards sealed, and number of requests in these shards.
         problems, first_problem: number of errors, and the first error.
     """
@@ -96,17 +102,19 @@ class Cleaning:
         dir_fd: int,
         *,
         dry_run: bool = False,
+        lost_shards: bool = False,
         tell: Callable[[Done, str], None] = lambda done, path: None,
         report: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._dir_fd = dir_fd
         self._dry_run = dry_run
+        self._lost_shards = lost_shards
         self._tell = tell
         self._report = report
         self._cleaned: set[str] = set()
         self._keeps_locks = False  # True after finding a server that locks may not reach
         self._has_looked_above = False
-        self.servers = self.hidden = self.locks = self.errors = 0
+        self.servers = self.hidden = self.locks = self.errors = self.acknowledged = self.lost = 0
         self.shards = self.requests = self.problems = 0
         self.first_problem = ""
 
@@ -117,7 +125,8 @@ class Cleaning:
             sealed, removed: templates with {} for the sealed shards and the removed files.
         """
         kinds = ((self.hidden, "hidden file", ""), (self.locks, "lock", " without data"))
-        gone = [_count(*kind) for kind in (*kinds, (self.errors, "error", "")) if kind[0]]
+        others = (self.errors, "error", ""), (self.lost, "lost shard", ""), (self.acknowledged, "acknowledged file", "")
+        gone = [_count(*kind) for kind in (*kinds, *others) if kind[0]]
         parts = [removed.format(", ".join(gone))] if gone else []
         if self.shards:  # only sealing counts requests
             requests = "" if self._dry_run else f" with {_count(self.requests, 'request')}"
@@ -161,6 +170,35 @@ class Cleaning:
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
                     self._remove_error(dir_fd, folder, name, before)
 
+    def remove_acknowledged(self, path: str, remove: Callable[[], bool]) -> bool:
+        """Remove an acknowledged file with `remove`. Return whether it was removed, or would be."""
+        removed = False
+        with self.noting(f"could not remove {path!r}"):
+            removed = remove()
+        if removed:
+            self.acknowledged += 1
+            self._tell("removed", path)
+        return removed
+
+    def _remove_lost_shards(self, dir_fd: int, folder: str) -> None:
+        """Remove what is left of shards without a tar file, except for those of a server."""
+        with os.scandir(dir_fd) as entries:
+            names = {entry.name for entry in entries}
+        parts = {parsed[:2] for name in names if (parsed := parse_shard_name(name))}
+        for stem, token in sorted(parts):
+            is_ended = stem + MANIFEST in names or not names.intersection((workspace_name(token), workspace_name(token, False)))
+            if is_ended and stem + TAR not in names:
+                with self.noting(f"could not remove {os.path.join(folder, stem + INDEX)!r}"):
+                    self._remove_lost(dir_fd, folder, stem)
+
+    def _remove_lost(self, dir_fd: int, folder: str, stem: str) -> None:
+        if not self._dry_run:
+            for suffix in (MANIFEST, INDEX):
+                with suppress(FileNotFoundError):
+                    os.unlink(stem + suffix, dir_fd=dir_fd)
+        self.lost += 1
+        self._tell("removed", os.path.join(folder, stem + INDEX))
+
     def _clean(self, dir_fd: int, folder: str) -> None:
         for token in self._remove_locks(dir_fd, folder):
             with self.noting(f"could not clean {os.path.join(folder, workspace_name(token))!r}"):
@@ -168,6 +206,8 @@ class Cleaning:
                 if workspace is not None:
                     self.servers += 1
                     self._clean_workspace(workspace, dir_fd, folder)
+        if self._lost_shards:
+            self._remove_lost_shards(dir_fd, folder)
 
     def _clean_workspace(self, workspace: Workspace, dir_fd: int, folder: str) -> None:
         """Remove all other leftovers of a dead server, then the workspace if nothing failed.
@@ -179,6 +219,9 @@ class Cleaning:
         try:
             for stem in unsealed_shards(dir_fd, workspace.token):
                 with self.noting(f"could not seal {os.path.join(folder, stem)}"):
+                    if self._lost_shards and not _exists(dir_fd, stem + TAR):
+                        self._remove_lost(dir_fd, folder, stem)
+                        continue
                     if not self._dry_run:
                         self.requests += recover_shard(dir_fd, workspace.fd, stem)
                     self.shards += 1

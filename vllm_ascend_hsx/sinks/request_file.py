@@ -117,6 +117,7 @@ class RequestFile(SinkFile):
             if not self.session.is_at_its_path(self.relative.rpartition("/")[0], self.storage):
                 raise self._error(MOVED)
             self._sink.publish(self, data, len(token_ids))
+            self.stored_bytes = data.size
         except SinkError as error:
             self.fail(error.reason)
             raise

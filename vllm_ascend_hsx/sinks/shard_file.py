@@ -40,6 +40,8 @@ from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
 
+_LOST = "its tar file was removed: put it back, or give its requests up with `hsx clean --lost-shards`"
+
 
 class Shard:
     """A shard for appends by one thread at a time. `seal` ends it.
@@ -304,7 +306,7 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
             fds.append(_open(dir_fd, stem + TAR))
         except FileNotFoundError:  # the server died while creating or removing the shard
             if lines:
-                raise
+                raise OSError(errno.ENOENT, _LOST) from None
             storage.unlink(stem + INDEX)
             return 0
         try:

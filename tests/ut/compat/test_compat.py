@@ -88,7 +88,7 @@ def config_module() -> Any:
             extra = {"shared_storage_path": "/data"}
             self.kv_transfer_config = SimpleNamespace(kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra)
             self.offload, self.model_config = offload, SimpleNamespace(architecture="Qwen3ForCausalLM", hf_config=SimpleNamespace())
-            self.additional_config, self.parallel_config = {}, SimpleNamespace()
+            self.additional_config, self.parallel_config = {}, SimpleNamespace(data_parallel_size=1)
             if speculative_config is not None and speculative_config.num_speculative_tokens <= 0:
                 raise ValueError("greater than zero")
             self.speculative_config = speculative_config

@@ -72,6 +72,17 @@ MASTER = {"master_server_address": "store:50051"}
         ({"sink": "mooncake"}, "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set it to {"),
         ({"sink": "shards"}, "kv_connector_extra_config.sink='shards' cannot be used: Input should be 'file', 'shard' or 'mooncake'"),
         ({"quantization": "int8"}, "kv_connector_extra_config.quantization='int8' cannot be used: Input should be 'none' or 'fp8'"),
+        (GOOD | {"extract": "sample"}, "sample_rate=None is missing, and extract is 'sample'. Set it to the share of requests to"),
+        (GOOD | {"sample_rate": 0.5}, "sample_rate=0.5 has no effect, because extract is 'all'. Set extract to 'sample', or leave it out."),
+        (GOOD | {"extract": "sample", "sample_rate": 0}, "sample_rate=0 cannot be used: Input should be greater than 0"),
+        (
+            GOOD | {"sink": "shard", "directory_budget_bytes": "1GiB"},
+            "directory_budget_bytes=1073741824 cannot be kept with sink 'shard': a shard takes its space until the whole tar file",
+        ),
+        (
+            {"sink": "mooncake", "mooncake": MASTER, "directory_budget_bytes": 1},
+            "directory_budget_bytes=1 cannot be kept with sink 'mooncake': the store has no directory",
+        ),
         ({"shard_bytes": 100}, "kv_connector_extra_config.shard_bytes=100 cannot be used: Input should be greater than or"),
         ({"shard_bytes": "4 gigs"}, "kv_connector_extra_config.shard_bytes='4 gigs' is not a size"),
         ({"mooncake": "store:50051"}, "kv_connector_extra_config.mooncake='store:50051' cannot be used"),

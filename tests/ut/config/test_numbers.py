@@ -52,7 +52,8 @@ def parse(prefix: str, name: str, value: object) -> Any:
     if prefix:
         config = HsxConfig.parse({"sink": "mooncake", "mooncake": {**STORE, name: value}})
         return getattr(config.mooncake, name)
-    return getattr(HsxConfig.parse({"shared_storage_path": "/data", name: value}), name)
+    needed = {"extract": "sample"} if name == "sample_rate" else {}
+    return getattr(HsxConfig.parse({"shared_storage_path": "/data", **needed, name: value}), name)
 
 
 def test_there_are_options_that_are_numbers() -> None:

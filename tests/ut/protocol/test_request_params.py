@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, file_name
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
-KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "keep_aborted", "do_remote_decode", "do_remote_prefill")
+OURS = ("hidden_states_path", "hidden_states", "include_output_tokens", "keep_aborted", "sample_key")
+KEYS = (*OURS, "do_remote_decode", "do_remote_prefill")
 PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})
 
 
@@ -209,6 +211,79 @@ def test_a_key_of_another_connector_is_taken_beside_it_and_refused_without_it(ke
     assert read_params({key: 1}, ServerParams(Path("/data"), has_others=True)).extract
     with pytest.raises(ParamsError, match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, "):
         read_params({key: 1}, ServerParams(Path("/data")))
+
+
+# Of user-0 to user-99, with the rate 0.1. Servers of all releases must choose the same.
+SAMPLED_KEYS = [8, 10, 15, 16, 44, 47, 50, 54, 56, 60, 67, 70, 81, 87]
+SAMPLING = ServerParams(Path("/data"), extract_all=False, sample_rate=0.1, has_others=True)
+
+
+def sampled(request_id: str, params: Any = None, rate: float = 0.1) -> bool:
+    return read_params(params, replace(SAMPLING, sample_rate=rate), request_id).extract
+
+
+def test_a_server_that_samples_extracts_the_share_that_it_was_told() -> None:
+    for rate in (0.01, 0.1, 0.5):
+        share = sum(sampled(f"cmpl-{number}-0-0123abcd", rate=rate) for number in range(20_000)) / 20_000
+        assert abs(share - rate) < 4 * (rate * (1 - rate) / 20_000) ** 0.5
+    assert all(sampled(f"cmpl-{number}-0-0123abcd", rate=1.0) for number in range(1000))
+
+
+def test_all_processes_and_versions_sample_the_same_requests() -> None:
+    chosen = [number for number in range(100) if sampled("ignored", {"sample_key": f"user-{number}"})]
+    assert chosen == SAMPLED_KEYS
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_together(number: int) -> None:
+    children = [f"{sample}cmpl-{number}-{prompt}-{number:08x}" for sample in ("", "0_", "3_") for prompt in (0, 1, 7)]
+    assert len({sampled(each, rate=0.5) for each in children}) == 1
+    key = {"sample_key": f"conversation {number} \ud800"}
+    assert len({sampled(f"chatcmpl-{turn}-0123abcd", key, rate=0.5) for turn in range(20)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "extracted"),
+    [
+        ({"hidden_states": True}, True),
+        ({"include_output_tokens": False}, True),
+        ({"keep_aborted": False}, True),
+        ({"hidden_states": False, "keep_aborted": True}, False),
+        ({}, False),
+        ({"do_remote_decode": True}, False),
+    ],
+    ids=repr,
+)
+def test_a_request_that_says_whether_it_is_extracted_is_not_sampled(params: Any, extracted: bool) -> None:
+    assert sampled("r", params, rate=1e-9) is extracted
+    assert sampled("r", {**params, "sample_key": "k"}, rate=1e-9) is extracted
+    assert sampled("r", {**params, "hidden_states": False}, rate=1.0) is False
+
+
+@pytest.mark.parametrize("extract_all", [True, False])
+def test_a_key_has_no_effect_on_a_server_that_does_not_sample(extract_all: bool) -> None:
+    server = ServerParams(Path("/data"), extract_all=extract_all)
+    assert {read_params({"sample_key": str(number)}, server).extract for number in range(100)} == {extract_all}
+
+
+@pytest.mark.parametrize("server", [SAMPLING, ServerParams(Path("/data"))], ids=["sampling", "all"])
+@pytest.mark.parametrize("key", [None, 7, ["a"], True])
+def test_a_key_that_is_no_text_is_refused(server: ServerParams, key: object) -> None:
+    with pytest.raises(ParamsError, match=r"kv_transfer_params\.sample_key is .*; use a text, the same for all requests to keep together"):
+        read_params({"sample_key": key}, server, "r")
+
+
+def test_a_request_that_is_not_sampled_reaches_nothing_behind_the_decision() -> None:
+    class Untouchable:
+        request_id, pooling_params, kv_transfer_params = "r", None, None  # and nothing else may be read
+
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), 64, 1, 1000, extract_all=False, sample_rate=1e-9)
+    request = Untouchable()
+    scheduler.on_new_request(request)
+    assert vars(request) == {}
+    assert not scheduler.extracts("r")
+    assert scheduler.on_finished(request) is None
+    assert scheduler.take_stats() is None
 
 
 @pytest.mark.parametrize("extract_all", [True, False])
