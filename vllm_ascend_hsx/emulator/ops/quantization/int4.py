@@ -6,9 +6,9 @@ CANN has no product of int8 and int4. Its kernels write a number x of a row as 1
 with high = floor(x / 16) and low = x mod 16 - 8, multiply both halves as int4, and scale each sum
 to float16. The 8 is put in by a float32 summand that the checkpoint brings: 8 times the sum of
 each column's scaled weights. See aclnnGroupedMatmulV5.md of ops-transformer, section A8W4, and its
-gmm/grouped_matmul of 15 Nov 2025 (c29bc10): op_kernel/grouped_matmul_antiquant_a8w4_msd_pre.h:152
-for the halves, grouped_matmul_antiquant_a8w4_msd.h:259 for sums of float16 over parts of a column,
-and :378 for what becomes of them. vllm-ascend's own kernel, csrc/gmm/grouped_matmul_swiglu_quant_v2
+gmm/grouped_matmul of 15 Nov 2025 (c29bc10): op_kernel/grouped_matmul_antiquant_a8w4_msd_pre.h:177
+for the halves, grouped_matmul_antiquant_a8w4_msd.h:310 for sums of float16 over parts of a column,
+and :402 for what becomes of them. vllm-ascend's own kernel, csrc/gmm/grouped_matmul_swiglu_quant_v2
 of 0.23.0.post1 and 0.30.0rc2, does the same before it applies SwiGLU.
 
 The kernels take the weight's bytes for FRACTAL_NZ; the emulator has one layout only.
@@ -94,9 +94,9 @@ def int4_grouped_matmul(
     Returns bfloat16 [M, N], rounded once. Rows after the last group are undefined, and all of
     ``rows`` is afterwards: the kernel keeps the halves there.
 
-    This is the kernel for calls without ``tuning_config``. Until the end of 2025 CANN took another
-    one for one scale per column and groups of at least a fifth of N rows (op_host/op_tiling/
-    grouped_matmul_tiling.cpp:1627 in c29bc10). It rounds scales down to bfloat16.
+    This is the kernel for calls without ``tuning_config``. CANN of Nov 2025 takes another one for
+    one scale per column and groups of more than a fifth of N rows on average, which later ones do
+    not (op_host/op_tiling/grouped_matmul_tiling.cpp:1631). It rounds scales down to bfloat16.
 
     Args:
         rows: int8 [M, K].
@@ -147,10 +147,10 @@ def grouped_matmul_swiglu_quant_v2(
 
     The product is that of ``int4_grouped_matmul``, in float32. A positive limit holds for the gate
     from above, and for the other half on both sides. A row is divided by its scale, rounded to
-    float16, and then to int8 (op_kernel/grouped_matmul_swiglu_quant_v2_a8w4_msd_post.h:195, :241,
-    and grouped_matmul_swiglu_quant_v2_utils.h:268; checks in op_host/op_api/gmm_dsq_base.h:102 and
-    :415). Rows after the last group are undefined. Supported: one tensor of each, with one scale
-    per column.
+    float16, and then to int8 (op_kernel/grouped_matmul_swiglu_quant_v2_a8w4_msd_post.h:197, :232,
+    and grouped_matmul_swiglu_quant_v2_utils.h:268; checks in op_host/op_api/gmm_dsq_base.h:99 and
+    :402 of 0.30.0rc2). Rows after the last group are undefined. Supported: one tensor of each, with
+    one scale per column.
 
     Args:
         x: int8 [M, K].
