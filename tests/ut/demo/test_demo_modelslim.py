@@ -21,15 +21,17 @@ from vllm_ascend_hsx.demo.quantised.modelslim import (
     DYNAMIC,
     FLOAT,
     INDEX,
+    INT4,
     ROTATION,
     STATIC,
     WEIGHTS,
     dynamic,
+    int4_experts,
     mixed,
     plain,
     write_modelslim,
 )
-from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
+from vllm_ascend_hsx.demo.quantised.reference import Product, int8_rows, quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.quantised.rotation import random_rotation, rotate
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
@@ -164,6 +166,93 @@ def test_what_it_computes_is_near_what_the_model_computes(source: Path, checkpoi
     assert errors[:, 1:].mean() > 0.005  # it is quantised
 
 
+EXPERTS = {name: build for name, build in BUILDERS.items() if build is not build_qwen3}
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def of_int4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a checkpoint of it with experts of int4."""
+    directory = tmp_path_factory.mktemp("int4")
+    source = EXPERTS[request.param](directory / "model", layers=2)
+    return source, write_modelslim(source, directory / "made", int4_experts)
+
+
+def test_experts_are_int4_with_a_scale_for_each_row_and_the_rest_is_as_before(of_int4: tuple[Path, Path], tmp_path: Path) -> None:
+    source, made = of_int4
+    described, others = kinds(made), kinds(write_modelslim(source, tmp_path / "int8", mixed))
+    assert (described["group_size"], described["model_quant_type"]) == (0, STATIC)
+    for name, kind in described.items():
+        assert kind == (INT4 if ".experts." in name else others[name]), name
+    (layer,) = {each for each in ("mlp.experts.0.up_proj", "block_sparse_moe.experts.0.w3") if f"model.layers.1.{each}.weight" in described}
+    floats = dict.fromkeys(("weight_scale", "weight_offset", "scale_bias"), torch.float32)
+    prefix = f"model.layers.1.{layer}."
+    assert {n.removeprefix(prefix): t.dtype for n, t in tensors(made).items() if n.startswith(prefix)} == {"weight": torch.int8, **floats}
+
+
+def test_two_rows_of_int4_share_one_of_int8_and_stand_for_the_weight_to_half_a_step(of_int4: tuple[Path, Path]) -> None:
+    source, made = of_int4
+    stored = tensors(made)
+    experts = {name: weight for name, weight in load_file(source / "model.safetensors").items() if ".experts." in name}
+    for name, weight in experts.items():
+        layer, packed = name.removesuffix("weight"), stored[name].int() & 255
+        numbers = torch.empty(weight.shape)
+        numbers[0::2], numbers[1::2] = (nibbles - 16 * (nibbles // 8) for nibbles in (packed % 16, packed // 16))
+        scale = stored[f"{layer}weight_scale"]
+        assert scale.shape == (len(weight), 1)
+        assert ((numbers * scale - weight.float()).abs() <= scale * 0.5001).all(), name
+        assert (numbers.abs().amax(1) == 7).all()
+        writes = name.endswith(("down_proj.weight", "w2.weight"))
+        summands = [8 * share.sum(1) for share in (numbers * scale).chunk(16 if writes else 1, 1)]
+        torch.testing.assert_close(stored[f"{layer}scale_bias"], torch.stack(summands, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_what_experts_of_int4_compute_is_near_what_the_model_computes(of_int4: tuple[Path, Path]) -> None:
+    source, made = of_int4
+    rows, expected = quantised_hidden_states(made, PROMPT, LAYER_IDS).float(), reference_hidden_states(source, PROMPT, LAYER_IDS)
+    errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 0.16
+    assert errors[:, 2].mean() > 0.01  # it is quantised
+
+
+# What a product of int4 becomes, of a row of int8 as float64, the weight, its scales, and the
+# summand. The first is the kernel's own way.
+ROUNDED = "halves are rounded to float16"
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    ROUNDED: lambda row, weight, scale, summand: (
+        sum(factor * (half @ weight.t() * scale).half() for factor, half in ((16, (row / 16).floor()), (1, row % 16 - 8))) + summand
+    ),
+    "neighbouring rows of a weight are exchanged": lambda row, weight, scale, _: (
+        row @ weight.unflatten(0, (-1, 2)).flip(1).flatten(0, 1).t() * scale
+    ),
+    "nothing takes the 8 out": lambda row, weight, scale, _: (row - 8) @ weight.t() * scale,
+    "each row of a weight has the scale of the next": lambda row, weight, scale, _: row @ weight.t() * scale.roll(1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_mistakes_in_products_of_int4_are_far_larger_than_what_a_kernel_rounds(
+    of_int4: tuple[Path, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = of_int4
+    right = quantised_hidden_states(made, PROMPT, LAYER_IDS).float()
+    exact = Product.exact
+
+    def changed(product: Product, x: torch.Tensor) -> torch.Tensor:
+        given = product.tensors
+        if "scale_bias" not in given:
+            return exact(product, x)
+        row, row_scale = int8_rows(x)
+        weight, scale, summand = (given[each].double() for each in ("weight", "weight_scale", "scale_bias"))
+        return PRODUCTS[name](row, weight, scale.squeeze(1), summand.sum(1)) * row_scale
+
+    monkeypatch.setattr(Product, "exact", changed)
+    errors = (quantised_hidden_states(made, PROMPT, LAYER_IDS).float() - right).norm(dim=-1) / right.norm(dim=-1)
+    if name == ROUNDED:
+        assert errors.max() < 0.02
+    else:
+        assert errors[:, 2].median() > 0.06
+
+
 def test_same_arguments_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
     one, other = (write_modelslim(source, tmp_path / name, mixed, rotated=True, seed=3) for name in ("one", "other"))
     assert digests(one) == digests(other)
@@ -248,7 +337,11 @@ def test_a_directory_with_files_is_refused_and_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("choose", "message"),
-    [(lambda name: "W4A16", "'W4A16' is not one of"), (lambda name: STATIC, r"experts\.0\.w1.weight: an expert cannot be W8A8")],
+    [
+        (lambda name: "W4A16", "'W4A16' is not one of"),
+        (lambda name: STATIC, r"experts\.0\.w1.weight: an expert cannot be W8A8"),
+        (lambda name: INT4, r"self_attn\.\w+\.weight: only an expert can be W4A8_DYNAMIC; choose W8A8_DYNAMIC"),
+    ],
 )
 def test_a_kind_that_vllm_ascend_would_refuse_is_refused(choose: Callable[[str], str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

@@ -112,6 +112,27 @@ def quantised_grouped(seed: int) -> Call:
     return ([int8(6, 8, seed=seed)], [int8(2, 8, 5)]), {**options, **scales, "output_dtype": 15}
 
 
+def int4(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return int32 of which each holds eight numbers."""
+    return torch.randint(-(2**31), 2**31, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def scales_of_int4(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return int64 with the bits of float32 in the lower halves."""
+    return (random(*shape, seed=seed).abs() / 100 + 0.001).view(torch.int32).long()
+
+
+def int4_grouped(seed: int) -> Call:
+    _, options = grouped(seed)
+    scales = {"scale": [scales_of_int4(2, 1, 64)], "bias": [random(2, 64)], "per_token_scale": [random(6, seed=seed).abs()]}
+    return ([int8(6, 64, seed=seed)], [int4(2, 64, 8)]), {**options, **scales, "output_dtype": 15}
+
+
+def int4_swiglu(seed: int) -> Call:
+    groups = {"group_list": torch.tensor([2, 3 + seed]), "group_list_type": 1, "weight_assist_matrix": [random(2, 64)]}
+    return (int8(6, 64, seed=seed), [int4(2, 64, 8)], [scales_of_int4(2, 64)], random(6, seed=seed).abs() / 9), groups
+
+
 def sums_of_int8(seed: int, **options: Any) -> Call:
     scales = {"weight_scale": random(64, seed=1).abs() / 1000, "activation_scale": random(4, seed=seed).abs()}
     return (int8(4, 64, seed=seed).int() * 300,), {**scales, "quant_mode": 1, **options}
@@ -194,6 +215,7 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_moe_token_permute": lambda seed: ((random(3, 4, seed=seed), experts(seed).long()), {}),
     "npu::npu_grouped_matmul": grouped,
     "npu::npu_grouped_matmul, quantised": quantised_grouped,
+    "npu::npu_grouped_matmul, of int4": int4_grouped,
     "npu::npu_quantize": lambda seed: ((half(3, 8, seed=seed), half(8, seed=5).abs() * 30, half(8, seed=6), 12, -1, False), {}),
     "npu::npu_dynamic_quant": lambda seed: ((half(3, 8, seed=seed),), {"dst_type": 1}),
     "npu::npu_quant_matmul": lambda seed: (
@@ -221,6 +243,7 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_moe_init_routing_custom, quantised": quantised_routing,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda seed: (
         (int8(6, 8, seed=seed), int8(2, 8, 6), random(2, 6).abs(), random(6, seed=seed).abs(), torch.tensor([2, 4 + seed])), {}),
+    "_C_ascend::grouped_matmul_swiglu_quant_v2": int4_swiglu,
     "_C_ascend::npu_dequant_swiglu_quant": lambda seed: sums_of_int8(seed, swiglu_mode=1),
     "_C_ascend::npu_dequant_swiglu_quant, of a group": lambda seed: sums_of_int8(seed, group_index=torch.tensor([2 + seed])),
     **{f"_C_ascend::{name}_shrink": partial(shrink, runs=name == "sgmv") for name in ("bgmv", "sgmv")},

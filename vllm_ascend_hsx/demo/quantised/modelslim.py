@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_ascend_hsx.demo.quantised.rotation import EMBEDDING, is_linear, random_rotation, rotate
+from vllm_ascend_hsx.demo.quantised.rotation import EMBEDDING, is_linear, is_writer, random_rotation, rotate
 
-STATIC, DYNAMIC, FLOAT = "W8A8", "W8A8_DYNAMIC", "FLOAT"
+STATIC, DYNAMIC, INT4, FLOAT = "W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC", "FLOAT"
 CACHE = "C8"  # kind of an int8 KV cache
 DESCRIPTION = "quant_model_description.json"
 WEIGHTS = "quant_model_weights-00001-of-00001.safetensors"
@@ -23,6 +23,8 @@ INDEX = "quant_model_weights.safetensors.index.json"
 ROTATION, ROTATION_KEY = "optional/quarot.safetensors", "global_rotation"
 CALIBRATION_TOKENS = 512
 _LOWEST, _HIGHEST = -128, 127
+_LOWEST_INT4, _HIGHEST_INT4 = -8, 7
+_SHARES = 16  # of a row: tensor parallel ranks add as many of them as they have columns for
 
 Choose = Callable[[str], str]
 Weights = dict[str, torch.Tensor]
@@ -31,6 +33,11 @@ Weights = dict[str, torch.Tensor]
 def mixed(weight: str) -> str:
     """Quantise attention with static scales, and the rest of a layer with dynamic ones."""
     return STATIC if ".self_attn." in weight else DYNAMIC
+
+
+def int4_experts(weight: str) -> str:
+    """Quantise experts to int4, and the rest as `mixed` does: the form of Kimi-K2.5 and -K2.6."""
+    return INT4 if ".experts." in weight else mixed(weight)
 
 
 def dynamic(weight: str) -> str:
@@ -61,8 +68,9 @@ def write_modelslim(
         source: directory of a bfloat16, or for `plain` any, Qwen3, MiniMax-M2 or DeepSeek-V3 in
             safetensors.
         directory: a new or empty one.
-        choose: returns STATIC, DYNAMIC or FLOAT for the weight of a linear layer, by its name.
-            Experts cannot be STATIC, and layers that vLLM fuses need the same answer.
+        choose: returns STATIC, DYNAMIC, INT4 or FLOAT for the weight of a linear layer, by its
+            name. Experts cannot be STATIC, only they can be INT4, and layers that vLLM fuses need
+            the same answer.
         rotated: with a rotated residual stream, and the file of the rotation.
         int8_cache: with scales for an int8 KV cache (C8), one for each channel of keys and values.
         seed: of the rotation and of the tokens that calibrate static scales.
@@ -83,7 +91,8 @@ def write_modelslim(
     _copy_descriptions(here, target, untie=rotated)
     ranges = _calibrate(target, weights, [name for name, kind in kinds.items() if kind == STATIC], seed)
     tensors: Weights = {}
-    description: dict[str, Any] = {"model_quant_type": _kind_of_model(kinds.values()), "version": "1.0.0", "metadata": {}, "optional": {}}
+    description: dict[str, Any] = {"model_quant_type": _kind_of_model(kinds.values()), "version": "1.0.0", "group_size": 0}
+    description |= {"metadata": {}, "optional": {}}
     for name, weight in weights.items():
         made = _quantise(name, weight, kinds[name], ranges)
         tensors |= made
@@ -109,10 +118,12 @@ def _write_weights(target: Path, tensors: Weights) -> None:
 
 def _check(kinds: Mapping[str, str], weights: Weights) -> None:
     for name, kind in kinds.items():
-        if kind not in (STATIC, DYNAMIC, FLOAT):
-            raise ValueError(f"{name}: {kind!r} is not one of {STATIC}, {DYNAMIC}, {FLOAT}")
+        if kind not in (STATIC, DYNAMIC, INT4, FLOAT):
+            raise ValueError(f"{name}: {kind!r} is not one of {STATIC}, {DYNAMIC}, {INT4}, {FLOAT}")
         if kind == STATIC and ".experts." in name:
             raise ValueError(f"{name}: an expert cannot be {STATIC}; choose {DYNAMIC}")
+        if kind == INT4 and ".experts." not in name:
+            raise ValueError(f"{name}: only an expert can be {INT4}; choose {DYNAMIC}")
         if kind != FLOAT and weights[name].dtype != torch.bfloat16:
             raise ValueError(f"{name}: {kind} needs a checkpoint in bfloat16, not {weights[name].dtype}")
 
@@ -207,6 +218,8 @@ def _quantise(name: str, weight: torch.Tensor, kind: str, ranges: Mapping[str, R
         return {name: weight}
     layer = name.removesuffix("weight")
     exact = weight.float()
+    if kind == INT4:
+        return _quantise_to_int4(layer, exact)
     scale = exact.abs().amax(1, keepdim=True) / _HIGHEST
     if kind == DYNAMIC:
         kept = scale.to(weight.dtype)
@@ -225,6 +238,25 @@ def _quantise(name: str, weight: torch.Tensor, kind: str, ranges: Mapping[str, R
         f"{layer}input_offset": offset,
         f"{layer}deq_scale": (input_scale.float() * scale).squeeze(1),
         f"{layer}quant_bias": -(quantised.int().sum(1, dtype=torch.int32) * offset.int()),
+    }
+
+
+def _quantise_to_int4(layer: str, exact: torch.Tensor) -> Weights:
+    """Return the tensors of an expert's weight [N, K], by name.
+
+    An int8 holds the numbers of two neighbouring rows, the first in the low half. `scale_bias` is 8
+    times the sum of each row's scaled numbers, since vllm-ascend's kernels subtract 8 from each
+    input. For layers that write to the residual stream it is the sums over sixteen equal shares.
+    """
+    scale = exact.abs().amax(1, keepdim=True) / _HIGHEST_INT4
+    numbers = (exact / scale).round().clamp(_LOWEST_INT4, _HIGHEST_INT4)
+    shares = _SHARES if is_writer(f"{layer}weight") else 1
+    low, high = numbers.to(torch.int8).unflatten(0, (-1, 2)).unbind(1)
+    return {
+        f"{layer}weight": low & 15 | high << 4,
+        f"{layer}weight_scale": scale,
+        f"{layer}weight_offset": torch.zeros_like(scale),
+        f"{layer}scale_bias": 8 * (numbers * scale).unflatten(1, (shares, -1)).sum(2),
     }
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, ROTATION, ROTATION_KEY, WEIGHTS
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INT4, ROTATION, ROTATION_KEY, WEIGHTS
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 BFLOAT = torch.bfloat16
@@ -94,6 +94,7 @@ AttentionInterface.register("float32", _attention_in_float32)
 @lru_cache(maxsize=1)
 def _load(directory: Path) -> Any:
     tensors, kinds = load_file(directory / WEIGHTS), json.loads((directory / DESCRIPTION).read_text())
+    tensors |= {name: unpacked(weight) for name, weight in tensors.items() if name.endswith(".weight") and kinds[name] == INT4}
     quantised = [name.removesuffix("weight") for name in tensors if name.endswith(".weight") and kinds[name] != FLOAT]
     # The weights of quantised layers are there for their shapes alone.
     floats = {name: tensor.to(BFLOAT) for name, tensor in tensors.items() if kinds[name] == FLOAT or name.endswith(".weight")}
@@ -113,6 +114,11 @@ def _load(directory: Path) -> Any:
     return model
 
 
+def unpacked(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of two rows for each row of int8, the first from its low half."""
+    return torch.stack((weight << 4 >> 4, weight >> 4), 1).flatten(0, 1)
+
+
 def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) -> None:
     """Replace gated layers and experts of a decoder layer: in transformers they round elsewhere."""
     if hasattr(mlp, "gate_proj"):
@@ -125,18 +131,18 @@ def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) ->
 
 
 class Product:
-    """A quantised layer: integer sums of int8 rows and an int8 weight, scaled."""
+    """A quantised layer: integer sums of int8 rows and a weight of int8 or int4, scaled."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._weight = tensors["weight"].double()
-        self._tensors = tensors
+        self.tensors = tensors
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.exact(x).to(BFLOAT)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the result is before its rounding."""
-        given = self._tensors
+        given = self.tensors
         if "input_scale" not in given:
             rows, scale = int8_rows(x)
             return rows @ self._weight.t() * given["weight_scale"].double().squeeze(1) * scale

@@ -86,4 +86,9 @@ def is_linear(name: str) -> bool:
     """
     reads = any(reader.fullmatch(name) for reader in _READERS.values()) and not _ROUTER.fullmatch(name)
     of_latent = _OF_LATENT.fullmatch(name) and not name.endswith("kv_b_proj.weight")
-    return reads or bool(of_latent) or bool(_WRITER.fullmatch(name))
+    return reads or bool(of_latent) or is_writer(name)
+
+
+def is_writer(name: str) -> bool:
+    """Return whether a weight is that of a linear layer that writes to the residual stream."""
+    return bool(_WRITER.fullmatch(name))

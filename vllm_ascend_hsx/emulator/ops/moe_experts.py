@@ -7,6 +7,7 @@ import torch
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, row_groups, unsupported
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 from vllm_ascend_hsx.emulator.ops.quantization.experts import quantised_grouped_matmul
+from vllm_ascend_hsx.emulator.ops.quantization.int4 import int4_grouped_matmul
 from vllm_ascend_hsx.emulator.ops.quantization.linear import rows_to_int8
 
 _COUNT, _CUMULATIVE = 1, 0
@@ -153,8 +154,8 @@ def npu_grouped_matmul(
 
     ``bias[0][g]`` [groups, n] is added if given. Products are summed in float32 and rounded to x's
     dtype. Rows after the last group are undefined (see poison.py). Of int8 factors see
-    ``quantised_grouped_matmul``. Supported: one x, one weight, ``split_item`` 2 or 3,
-    ``group_type`` 0, no other quantisation, no activation.
+    ``quantised_grouped_matmul``, and of int4 ones ``int4_grouped_matmul``. Supported: one x, one
+    weight, ``split_item`` 2 or 3, ``group_type`` 0, no other quantisation, no activation.
 
     Args:
         group_list: int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group
@@ -178,6 +179,10 @@ def npu_grouped_matmul(
     assert group_list is not None
     check_rank(op, "x", rows, 2)
     groups = row_groups(op, group_list, matrices.shape[0], rows.shape[0], group_list_type == _CUMULATIVE)
+    if rows.dtype == torch.int8 and matrices.dtype == torch.int32:
+        # The kernel takes running totals for rows per group, and checks nothing.
+        check(group_list_type == _COUNT, op, "group_list_type", f"{group_list_type} must be {_COUNT} for a weight of int4")
+        return [int4_grouped_matmul(op, rows, matrices, bias, scale, per_token_scale, groups, output_dtype)]
     if rows.dtype == torch.int8:
         refuse_options(op, bias=bias)
         return [quantised_grouped_matmul(op, rows, matrices, scale, per_token_scale, groups, output_dtype)]

@@ -9,7 +9,7 @@ from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, 
 from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged, sparse
 from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
-from vllm_ascend_hsx.emulator.ops.quantization import experts, linear, shared_experts
+from vllm_ascend_hsx.emulator.ops.quantization import experts, int4, linear, shared_experts
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
 from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
@@ -63,7 +63,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             sparse.npu_lightning_indexer, sparse.npu_sparse_flash_attention,
             matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
             fused_mc2.dispatch_ffn_combine, moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
-            shared_experts.npu_dequant_swiglu_quant,
+            int4.grouped_matmul_swiglu_quant_v2, shared_experts.npu_dequant_swiglu_quant,
             causal_conv1d.npu_causal_conv1d_custom,
             gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,
             gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,

@@ -103,14 +103,27 @@ def _init_routing(
 def _grouped_matmul(
     x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, output_dtype: int | None = None, **_: object
 ) -> list[torch.Tensor]:
-    """Return [M, n] for x [M, k] and weight [groups, k, n]."""
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1], dtype=dtype_of(output_dtype) or x[0].dtype)]
+    """Return [M, n] for x [M, k] and weight [groups, k, n], of which an int32 holds eight of int4.
+
+    A product of int8 and int4 writes x, which the schema does not mark.
+    """
+    int4 = x[0].dtype == torch.int8 and weight[0].dtype == torch.int32
+    if int4:
+        x[0].zero_()
+    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1] * (8 if int4 else 1), dtype=dtype_of(output_dtype) or x[0].dtype)]
 
 
 def _grouped_swiglu(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return int8 [M, N / 2], its scales and a number for x [M, K] and weight [groups, K, N]."""
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     return x.new_empty(x.shape[0], weight.shape[-1] // 2), scales, x.new_empty((), dtype=torch.float32)
+
+
+def _grouped_swiglu_of_int4(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], weight_scale: Sequence[torch.Tensor], *_: object, **__: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [M, N / 2] and its scales for x [M, K] and weight_scale [groups, N]."""
+    return x.new_empty(x.shape[0], weight_scale[0].shape[-1] // 2), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _dequant_swiglu(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +186,7 @@ SHAPES: dict[str, Shape] = {
     "_C_ascend::npu_lightning_indexer": _chosen_tokens,
     "_C_ascend::npu_sparse_flash_attention": _sparse_attention,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
+    "_C_ascend::grouped_matmul_swiglu_quant_v2": _grouped_swiglu_of_int4,
     "_C_ascend::npu_dequant_swiglu_quant": _dequant_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,
 }

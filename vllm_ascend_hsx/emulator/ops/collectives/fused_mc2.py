@@ -12,10 +12,9 @@ from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, 
 from vllm_ascend_hsx.emulator.ops.collectives.exchange import Exchange
 from vllm_ascend_hsx.emulator.ops.collectives.groups import buffer_size, group_called
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
-from vllm_ascend_hsx.emulator.ops.quantization.linear import int8_product, rows_to_int8
+from vllm_ascend_hsx.emulator.ops.quantization.linear import int8_product, matrix_unit_scale, rows_to_int8
 
 _OP = "dispatch_ffn_combine"
-_SCALE_BITS = 0xFFFFE000  # what the matrix unit reads of a scale's float32: aclnnTransQuantParamV2 of CANN
 _RESERVED = 10 << 20  # bytes of the buffer that are not for rows
 _ALIGNMENT = 32  # bytes of a row that the kernel copies at once
 
@@ -123,7 +122,7 @@ def dispatch_ffn_combine(
 
 def _product(rows: torch.Tensor, matrices: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """Return each row times its expert's matrix, scaled, rounded to float16, as float32."""
-    factors = (scales.reshape(matrices.shape[0], 1, -1) & _SCALE_BITS).to(torch.int32).view(torch.float32)
+    factors = matrix_unit_scale(scales.reshape(matrices.shape[0], 1, -1))
     result = poisoned((rows.shape[0], matrices.shape[2]), rows, torch.float32)
     for index, (matrix, factor) in enumerate(zip(matrices, factors, strict=True)):
         product = (int8_product(rows, matrix).float() * factor).half().float()

@@ -8,6 +8,7 @@ from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, chec
 _DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 12: torch.qint8, 15: torch.bfloat16}
 _LARGEST = 127  # what a row's largest magnitude becomes
 _LONGEST = 65535  # of the last dimensions of a product's factors (aclnnQuantMatmulV4, constraints)
+_SCALE_BITS = 0xFFFFE000  # what the matrix unit reads of a scale's float32: aclnnTransQuantParamV2 of CANN
 
 
 def dtype_of(code: int | torch.dtype | None) -> torch.dtype | None:
@@ -41,6 +42,14 @@ def int8_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     float64 holds each sum: with K <= 65535 none exceeds 2^30.
     """
     return (rows.double() @ matrix.double()).to(torch.int32)
+
+
+def matrix_unit_scale(scales: torch.Tensor) -> torch.Tensor:
+    """Return as float32 what the matrix unit takes for a scale, of int64.
+
+    The low half of a number has the bits of a float32, of which the 13 lowest are not used.
+    """
+    return (scales & _SCALE_BITS).to(torch.int32).view(torch.float32)
 
 
 def npu_quantize(
