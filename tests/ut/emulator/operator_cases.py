@@ -252,6 +252,9 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_lightning_indexer_quant": int8_indexer,
     INT8_ATTENTION: int8_sparse_attention,
     "_C_ascend::mla_preprocess": preprocessed,
+    "_C_ascend::store_kv_block_metadata": lambda seed: ((int32(seed, seed + 1, -1), *[int32(9, 9, 9) for _ in range(3)], 16), {}),
+    "_C_ascend::store_kv_block": lambda seed: (
+        (int8(3, 1, 8, seed=seed), torch.zeros(2, 16, 1, 8, dtype=torch.int8), int32(2, 1), int32(0, 2), int32(4, seed), 16), {}),
     "_C_ascend::batch_matmul_transpose": lambda seed: (
         (half(3, 2, 16, seed=seed), half(2, 16, 8, seed=1), torch.zeros(3, 2, 8).bfloat16()), {}),
     "_C_ascend::npu_add_rms_norm_bias": norm,

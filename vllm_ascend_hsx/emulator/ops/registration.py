@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
-from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, mla_preprocess, paged, sparse, sparse_int8
+from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, mla_preprocess, paged, sparse, sparse_int8, store_block
 from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
 from vllm_ascend_hsx.emulator.ops.quantization import blocks, experts, linear, shared_experts
@@ -62,7 +62,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             matmul.batch_matmul_transpose, cache.npu_scatter_nd_update_sk,
             sparse.npu_lightning_indexer, sparse.npu_sparse_flash_attention,
             sparse_int8.npu_lightning_indexer_quant, sparse_int8.npu_kv_quant_sparse_flash_attention,
-            mla_preprocess.mla_preprocess,
+            mla_preprocess.mla_preprocess, store_block.store_kv_block, store_block.store_kv_block_metadata,
             matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
             fused_mc2.dispatch_ffn_combine, moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             shared_experts.npu_dequant_swiglu_quant,
