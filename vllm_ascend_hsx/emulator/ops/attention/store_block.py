@@ -9,7 +9,7 @@ import torch
 from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank
 
 _STORED = (torch.int8, torch.float16, torch.bfloat16)
-_ELEMENTS_AT_MOST = 180 * 1024  # of a block (store_kv_block_tiling.cpp:104)
+_ELEMENTS_AT_MOST = 180 * 1024  # of a block (store_kv_block_tiling.cpp:98)
 _RANKS = range(2, 8)
 
 
