@@ -4,29 +4,34 @@ Attention has static scales, as in msmodelslim's recipes (lab_practice/deepseek_
 vllm-ascend computes everything before attention with one operator (MLAPO), which is its default.
 
 Rows are compared with the same integers. Two right implementations differ by at most 3.6 % in these
-rows, and the tolerance of test_quantised_targets.py is twice that. A prompt of more than 2048
-tokens is one from which the indexer drops any (test_sparse_targets.py).
+rows, and the tolerance of test_quantised_targets.py is twice that. Rows with a mistake are farther
+away (test_rows_with_a_mistake_are_far). A prompt of more than 2048 tokens is one from which the
+indexer drops any (test_sparse_targets.py).
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import Run, run_engine
+from harness import Run, run_engine, tokens
 from releases import installed_is, only_on_v1
+from safetensors.torch import load_file, save_file
 from test_quantised_targets import LOST, QUANTISED, errors
 from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, ON_RANKS, PARALLEL, REQUESTS, SCRIPT
+from tiny_model_claims import TOLERANCE
 from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sparse, load_sparse
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DYNAMIC, FLOAT, Choose, mixed, write_modelslim
+from vllm_ascend_hsx.demo.quantised.modelslim import DYNAMIC, FLOAT, WEIGHTS, Choose, mixed, write_modelslim
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
-FIRST = 2  # place of layer 1
+LAST, FIRST = 0, 2  # places of layers 2 and 1
 TILE = 128  # elements of a latent with one scale
 Script = Sequence[Sequence[Any]]
 
@@ -51,13 +56,16 @@ def caches(*, latents: bool = False, indexer: bool = False, blocks: bool = False
     return {"additional_config": {"enable_sparse_sfa_c8": latents, "enable_sparse_li_c8": indexer, "c8_enable_reshape_optim": blocks}}
 
 
-def load_with_int8_latents(directory: str | Path, *arguments: Any, **options: Any) -> SparseForCausalLM:
-    """Return the reference, whose latents are rounded as the cache has them."""
+def load_with_int8_latents(directory: str | Path, *arguments: Any, tiles: int = 0, **options: Any) -> SparseForCausalLM:
+    """Return the reference, whose latents are rounded as the cache has them.
+
+    The scales are those of the tile that lies so many `tiles` before.
+    """
 
     def as_cached(_module: torch.nn.Module, _inputs: Any, latents: torch.Tensor) -> torch.Tensor:
-        tiles = latents.double().unflatten(-1, (-1, TILE))
-        scale = tiles.abs().amax(-1, keepdim=True) / 127
-        return ((tiles / scale).round() * scale).flatten(-2).to(latents.dtype)
+        tiled = latents.double().unflatten(-1, (-1, TILE))
+        scale = tiled.abs().amax(-1, keepdim=True) / 127
+        return ((tiled / scale).round() * scale.roll(tiles, -2)).flatten(-2).to(latents.dtype)
 
     model = load_sparse(directory, *arguments, **options)
     for layer in model.model.layers:
@@ -136,6 +144,7 @@ def test_rows_are_those_of_the_quantised_weights_and_caches(served: Served, requ
     assert served.run.rows(request_id)["token_ids"].tolist() == served.run.sequence(request_id)
     found = served.errors(request_id, served.target.load)
     assert found.max() < QUANTISED
+    assert found.mean(0).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("served", long_but(SHORT_RUN, INT8_LATENTS), indirect=True, scope="module")
@@ -168,3 +177,43 @@ def test_rows_over_int8_caches_are_right_on_two_ranks(name: str, parallel: str, 
     served = serve(tmp_path, target, ON_RANKS, **ranks)
     for request_id in (action[1] for action in ON_RANKS if action[0] == "add"):
         assert served.errors(request_id, target.load).max() < QUANTISED, request_id
+
+
+# What the comparisons above tell apart.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mistakes")
+    source = build_sparse(directory / "source", DEEPSEEK_V32, layers=LAYERS)
+    return write_modelslim(source, directory / "checkpoint", static, load=load_sparse)
+
+
+def zero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor)
+
+
+def mean(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, tensor.mean())
+
+
+OTHER_TILES = partial(load_with_int8_latents, tiles=1)
+# The end of the names of tensors, what takes their place, and what loads the reference.
+MISTAKES = {
+    "latents with scales of other tiles": ("", torch.clone, OTHER_TILES),
+    "products without a bias": (".kv_a_proj_with_mqa.quant_bias", zero, load_with_int8_latents),
+    "latent queries without an offset": (".q_b_proj.input_offset", zero, load_with_int8_latents),
+    "one scale for all columns": (".kv_a_proj_with_mqa.deq_scale", mean, load_with_int8_latents),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rows_with_a_mistake_are_far(checkpoint: Path, tmp_path: Path, mistake: str) -> None:
+    ending, change, load = MISTAKES[mistake]
+    wrong = Path(shutil.copytree(checkpoint, tmp_path / "wrong"))
+    tensors = {name: change(tensor) if name.endswith(ending) else tensor for name, tensor in load_file(wrong / WEIGHTS).items()}
+    save_file(tensors, wrong / WEIGHTS, metadata={"format": "pt"})
+    right = quantised_hidden_states(checkpoint, tokens(300), LAYER_IDS, load=load_with_int8_latents)
+    found = errors(quantised_hidden_states(wrong, tokens(300), LAYER_IDS, load=load), right)
+    assert found[:, LAST].median() > 1.5 * QUANTISED
