@@ -32,8 +32,9 @@ from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, build_model, draw_weig
 # vllm-ascend 0.23.0 gives this number to the kernel, not index_topk (device/device_op.py:627).
 SELECTED = 2048
 INDEX_HEADS, INDEX_DIM = 8, 128  # the kernel knows no other dimension
-DEEPSEEK_V32, GLM_5 = "deepseek_v32", "glm_moe_dsa"
-ARCHITECTURES = {DEEPSEEK_V32: "DeepseekV32ForCausalLM", GLM_5: "GlmMoeDsaForCausalLM"}
+DEEPSEEK_V32, GLM_5, GLM_52 = "DeepSeek-V3.2", "GLM-5", "GLM-5.2"
+MODEL_TYPES = {DEEPSEEK_V32: "deepseek_v32", GLM_5: "glm_moe_dsa", GLM_52: "glm_moe_dsa"}
+ARCHITECTURES = {DEEPSEEK_V32: "DeepseekV32ForCausalLM", GLM_5: "GlmMoeDsaForCausalLM", GLM_52: "GlmMoeDsaForCausalLM"}
 # Tokens that the indexer selects last; see _separate_scores.
 LOWEST, LOW_TOKENS = 600, 40
 _ONE, _CLASS, _PULL = (HIDDEN_SIZE - NUM_EXPERTS - i for i in (1, 2, 3))  # elements of the residual stream that no layer changes
@@ -48,6 +49,10 @@ _GLM_5 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "indexer_rope_interleave": True,
 }
+# Every second layer takes the selection of the layer before it.
+_SHARED = "shared"
+_GLM_52 = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+_CONFIGS: dict[str, dict[str, Any]] = {DEEPSEEK_V32: {}, GLM_5: _GLM_5, GLM_52: {**_GLM_5, **_GLM_52}}
 
 
 class Indexer(nn.Module):
@@ -82,9 +87,11 @@ class Indexer(nn.Module):
 class SparseAttention(DeepseekV3Attention):
     """Attention of DeepSeek-V3 to the keys that an indexer selects."""
 
-    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+    def __init__(self, config: DeepseekV3Config, layer_idx: int, chosen: list[torch.Tensor]) -> None:
         super().__init__(config, layer_idx)
-        self.indexer = Indexer(config)
+        kinds = getattr(config, "indexer_types", None)
+        self.indexer = None if kinds is not None and kinds[layer_idx] == _SHARED else Indexer(config)
+        self.chosen = chosen  # by the last layer with an indexer
 
     def forward(
         self,
@@ -94,11 +101,12 @@ class SparseAttention(DeepseekV3Attention):
         **more: Any,
     ) -> Any:
         tokens = hidden_states.shape[1]
-        latent_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
-        scores = self.indexer.scores(hidden_states[0], latent_query[0], position_embeddings)
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        chosen = scores.masked_fill(later, float("-inf")).topk(min(SELECTED, tokens)).indices
-        hidden = later | torch.ones_like(later).scatter_(1, chosen, False)
+        if self.indexer is not None:
+            latent_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
+            scores = self.indexer.scores(hidden_states[0], latent_query[0], position_embeddings)
+            self.chosen[:] = [scores.masked_fill(later, float("-inf")).topk(min(SELECTED, tokens)).indices]
+        hidden = later | torch.ones_like(later).scatter_(1, self.chosen[0], False)
         mask = torch.zeros(1, 1, tokens, tokens, dtype=hidden_states.dtype).masked_fill(hidden, float("-inf"))
         return super().forward(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=mask, **more)
 
@@ -106,24 +114,27 @@ class SparseAttention(DeepseekV3Attention):
 class SparseForCausalLM(DeepseekV3ForCausalLM):
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__(config)
+        chosen: list[torch.Tensor] = []
         for index, layer in enumerate(self.model.layers):
-            layer.self_attn = SparseAttention(config, index)
+            layer.self_attn = SparseAttention(config, index, chosen)
         self.post_init()
 
 
-def build_sparse(directory: str | Path, model_type: str, *, layers: int = 2, seed: int = 0) -> Path:
-    """Build a model of this type in bfloat16, and return its directory; see build_model."""
+def build_sparse(directory: str | Path, family: str, *, layers: int = 2, seed: int = 0) -> Path:
+    """Build a model of a family in bfloat16, and return its directory; see build_model."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-        model = SparseForCausalLM(deepseek_v3_config(layers, **(_GLM_5 if model_type == GLM_5 else {})))
+        kinds = ["full" if index % 2 == 0 else _SHARED for index in range(layers)]
+        shared = {"indexer_types": kinds} if family == GLM_52 else {}
+        model = SparseForCausalLM(deepseek_v3_config(layers, **_CONFIGS[family], **shared))
         draw_weights(model, generator)
         sharpen_attention(model)
-        widen_routing_margins(model, generator, _LEVELS_WITHOUT_GROUPS if model_type == GLM_5 else LEVELS)
+        widen_routing_margins(model, generator, LEVELS if family == DEEPSEEK_V32 else _LEVELS_WITHOUT_GROUPS)
         _separate_scores(model)
         keys = {"index_topk": SELECTED, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM}
-        return model, {**FURTHER_KEYS, **keys, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+        return model, {**FURTHER_KEYS, **keys, "model_type": MODEL_TYPES[family], "architectures": [ARCHITECTURES[family]]}
 
-    return build_model(directory, model_type, create, dtype="bfloat16", layers=layers, seed=seed)
+    return build_model(directory, MODEL_TYPES[family], create, dtype="bfloat16", layers=layers, seed=seed)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -156,12 +167,13 @@ def _separate_scores(model: PreTrainedModel) -> None:
         if hasattr(mlp, "gate"):
             mlp.experts.down_proj[:, own] = 0.0
         _read(attention.q_a_proj.weight, 0, _ONE, 1.0)  # so element 0 of the latent query is about the same everywhere
-        for weight in (indexer.wq_b.weight, indexer.weights_proj.weight):
-            weight *= 0.3
-        indexer.weights_proj.weight[:, _ONE] += 1.0
-        indexer.k_norm.bias.sub_(1.0)
-        _read(indexer.wk.weight, INDEX_DIM - 1, _CLASS, 2.0)
-        _read(indexer.wq_b.weight, slice(INDEX_DIM - 1, None, INDEX_DIM), 0, 4.0)
+        if indexer is not None:
+            for weight in (indexer.wq_b.weight, indexer.weights_proj.weight):
+                weight *= 0.3
+            indexer.weights_proj.weight[:, _ONE] += 1.0
+            indexer.k_norm.bias.sub_(1.0)
+            _read(indexer.wk.weight, INDEX_DIM - 1, _CLASS, 2.0)
+            _read(indexer.wq_b.weight, slice(INDEX_DIM - 1, None, INDEX_DIM), 0, 4.0)
         # The pair of elements with the slowest turn, of a query and of a key.
         first, last = attention.qk_head_dim - 2, attention.qk_head_dim - 1
         _read(attention.q_b_proj.weight, slice(first, None, attention.qk_head_dim), 0, 12.0)
@@ -176,8 +188,9 @@ def _read(weight: torch.Tensor, rows: int | slice, column: int, factor: float) -
     weight[rows, column] = factor
 
 
-def load_sparse(directory: Path, dtype: torch.dtype = torch.float32) -> SparseForCausalLM:
+def load_sparse(directory: str | Path, dtype: torch.dtype = torch.float32, **options: Any) -> SparseForCausalLM:
     """Return the reference."""
-    keys = json.loads((directory / "config.json").read_text()) | {"model_type": "deepseek_v3"}
-    model: SparseForCausalLM = SparseForCausalLM.from_pretrained(directory, config=DeepseekV3Config(**keys), dtype=dtype)
+    keys = json.loads(Path(directory, "config.json").read_text()) | {"model_type": "deepseek_v3"}
+    config = DeepseekV3Config(**keys)
+    model: SparseForCausalLM = SparseForCausalLM.from_pretrained(directory, config=config, dtype=dtype, **options)
     return model.eval()

@@ -32,7 +32,7 @@ from vllm_ascend_hsx.demo.quantised.modelslim import (
     write_modelslim,
 )
 from vllm_ascend_hsx.demo.quantised.reference import Product, int8_rows, quantised_hidden_states, rotation_of
-from vllm_ascend_hsx.demo.quantised.rotation import random_rotation, rotate
+from vllm_ascend_hsx.demo.quantised.rotation import is_linear, random_rotation, rotate
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 
@@ -351,6 +351,11 @@ def test_a_kind_that_vllm_ascend_would_refuse_is_refused(choose: Callable[[str],
 def test_float32_weights_are_not_quantised(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a checkpoint in bfloat16, not torch.float32"):
         write_modelslim(build_qwen3(tmp_path / "model", layers=1, dtype="float32"), tmp_path / "made", dynamic)
+
+
+def test_of_an_indexer_only_the_layer_that_vllm_merges_with_no_other_is_quantised() -> None:
+    prefix = "model.layers.0.self_attn.indexer."
+    assert [name for name in ("wq_b", "wk", "weights_proj", "k_norm") if is_linear(f"{prefix}{name}.weight")] == ["wq_b"]
 
 
 def test_a_weight_of_another_architecture_is_not_rotated() -> None:

@@ -11,6 +11,7 @@ from emulated import int32, random
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_ascend_hsx.emulator.ops.registration import REFERENCES
+from vllm_ascend_hsx.emulator.ops.shapes import INT8_ATTENTION
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 HOST = frozenset({"context_lens"})  # arguments that stay on the host
@@ -99,6 +100,40 @@ def grouped(seed: int) -> Call:
 
 def int8(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def int8_indexer(seed: int) -> Call:
+    (query, _, weights), options = indexer(seed)
+    scales = [random(*shape, seed=seed).abs().half() for shape in ((3, 2), (5, 16, 1))]
+    return (int8(*query.shape, seed=seed), int8(5, 16, 1, 128, seed=9), weights.half(), *scales), options
+
+
+def int8_sparse_attention(seed: int) -> Call:
+    (query, _, _, chosen, scale), options = sparse_attention(seed)
+    latents, ropes, factors = int8(5, 16, 1, 512, seed=seed), half(5, 16, 1, 64, seed=2), random(5, 16, 1, 4, seed=3).abs() / 50
+    keys = torch.cat((latents, ropes.view(torch.int8), factors.view(torch.int8)), -1)
+    kept = {name: option for name, option in options.items() if name not in ("query_rope", "key_rope")}
+    query = torch.cat((query, options["query_rope"]), -1)
+    return (query, keys, keys.clone(), chosen, scale), {**kept, "key_quant_mode": 2, "value_quant_mode": 2}
+
+
+def preprocessed(seed: int) -> Call:
+    """Two rows of 32 elements with a latent query of 32, and two heads of 16 and 64 elements."""
+    caches = [torch.zeros(2, 4, 1, width).bfloat16() for width in (512, 64)]
+    turns = [half(2, 1, 1, 64, seed=seed + i) for i in range(2)]
+    layers = [
+        (int8(1, 1, columns, 32, seed=columns), random(columns, seed=1).abs() / 1000, int8(columns, seed=2).int()) for columns in (608, 160)
+    ]
+    scales = [torch.tensor([0.05]).bfloat16(), torch.tensor([3], dtype=torch.int8)]
+    (down, descale0, bias0), (up, descale1, bias1) = layers
+    ones = torch.ones(1).bfloat16()
+    outs = [torch.zeros(2, *shape).bfloat16() for shape in ((2, 512), (2, 64), (32,))]
+    return (
+        half(2, 32, seed=seed), down, descale0, half(32, seed=3), half(32, seed=4), up, descale1, half(512, seed=5), *turns,
+        half(2, 16, 512, seed=6), *[torch.zeros_like(cache) for cache in caches], int32(seed, -1),
+        *scales, bias0, *scales, bias1, ones, ones,
+        "krope_ctkv", "per_tensor_quant_asymm", True, outs[0], caches[0], outs[1], caches[1], outs[2],
+    ), {}  # fmt: skip
 
 
 def quantised_routing(seed: int) -> Call:
@@ -217,6 +252,7 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_grouped_matmul, quantised": quantised_grouped,
     "npu::npu_grouped_matmul, of int4": int4_grouped,
     "npu::npu_quantize": lambda seed: ((half(3, 8, seed=seed), half(8, seed=5).abs() * 30, half(8, seed=6), 12, -1, False), {}),
+    "npu::npu_dynamic_block_quant": lambda seed: ((half(3, 1, 256, seed=seed),), {}),
     "npu::npu_dynamic_quant": lambda seed: ((half(3, 8, seed=seed),), {"dst_type": 1}),
     "npu::npu_quant_matmul": lambda seed: (
         (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()), {"bias": int8(5).int() * 9, "output_dtype": 15}),
@@ -235,6 +271,12 @@ CASES: dict[str, Callable[[int], Call]] = {
         (torch.tensor([3, seed]), random(2, 16, seed=seed), random(2, 8, seed=1), 8, random(4, 8, seed=2), True), {}),
     "_C_ascend::npu_lightning_indexer": indexer,
     "_C_ascend::npu_sparse_flash_attention": sparse_attention,
+    "_C_ascend::npu_lightning_indexer_quant": int8_indexer,
+    INT8_ATTENTION: int8_sparse_attention,
+    "_C_ascend::mla_preprocess": preprocessed,
+    "_C_ascend::store_kv_block_metadata": lambda seed: ((int32(seed, seed + 1, -1), *[int32(9, 9, 9) for _ in range(3)], 16), {}),
+    "_C_ascend::store_kv_block": lambda seed: (
+        (int8(3, 1, 8, seed=seed), torch.zeros(2, 16, 1, 8, dtype=torch.int8), int32(2, 1), int32(0, 2), int32(4, seed), 16), {}),
     "_C_ascend::batch_matmul_transpose": lambda seed: (
         (half(3, 2, 16, seed=seed), half(2, 16, 8, seed=1), torch.zeros(3, 2, 8).bfloat16()), {}),
     "_C_ascend::npu_add_rms_norm_bias": norm,

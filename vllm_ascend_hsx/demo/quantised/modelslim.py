@@ -27,6 +27,7 @@ _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 _SHARES = 16  # of a row: tensor parallel ranks add as many of them as they have columns for
 
 Choose = Callable[[str], str]
+Load = Callable[..., Any]  # of a model of transformers: takes a directory and `dtype`, as from_pretrained
 Weights = dict[str, torch.Tensor]
 
 
@@ -58,7 +59,14 @@ class Range(NamedTuple):
 
 
 def write_modelslim(
-    source: str | Path, directory: str | Path, choose: Choose = mixed, *, rotated: bool = False, int8_cache: bool = False, seed: int = 0
+    source: str | Path,
+    directory: str | Path,
+    choose: Choose = mixed,
+    *,
+    rotated: bool = False,
+    int8_cache: bool = False,
+    seed: int = 0,
+    load: Load | None = None,
 ) -> Path:
     """Write a checkpoint as msmodelslim would, and return its directory.
 
@@ -74,6 +82,7 @@ def write_modelslim(
         rotated: with a rotated residual stream, and the file of the rotation.
         int8_cache: with scales for an int8 KV cache (C8), one for each channel of keys and values.
         seed: of the rotation and of the tokens that calibrate static scales.
+        load: loads the model that finds static scales; by default AutoModelForCausalLM.
 
     Raises:
         ValueError: if the directory is not empty, or for a wrong answer of `choose`.
@@ -89,7 +98,7 @@ def write_modelslim(
     _check(kinds, weights)
     target.mkdir(parents=True, exist_ok=True)
     _copy_descriptions(here, target, untie=rotated)
-    ranges = _calibrate(target, weights, [name for name, kind in kinds.items() if kind == STATIC], seed)
+    ranges = _calibrate(target, weights, [name for name, kind in kinds.items() if kind == STATIC], seed, load)
     tensors: Weights = {}
     description: dict[str, Any] = {"model_quant_type": _kind_of_model(kinds.values()), "version": "1.0.0", "group_size": 0}
     description |= {"metadata": {}, "optional": {}}
@@ -157,11 +166,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _calibrate(directory: Path, weights: Weights, names: list[str], seed: int) -> dict[str, Range]:
+def _calibrate(directory: Path, weights: Weights, names: list[str], seed: int, load: Load | None) -> dict[str, Range]:
     """Return the range of each layer's inputs over random tokens, by the name of its weight."""
     if not names:
         return {}
-    model = _load(directory, weights)
+    model = _load(directory, weights, load)
     ranges: dict[str, Range] = {}
 
     def watch(name: str) -> Any:
@@ -192,13 +201,13 @@ def _scales_of_cache(directory: Path, weights: Weights, seed: int) -> Weights:
     return scales
 
 
-def _load(directory: Path, weights: Weights) -> Any:
+def _load(directory: Path, weights: Weights, load: Load | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
         save_file(weights, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        return AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, local_files_only=True).eval()
+        return (load or AutoModelForCausalLM.from_pretrained)(scratch, dtype=torch.float32, local_files_only=True).eval()
 
 
 def _run(model: Any, seed: int) -> Any:

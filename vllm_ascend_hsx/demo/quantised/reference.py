@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INT4, ROTATION, ROTATION_KEY, WEIGHTS
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INT4, ROTATION, ROTATION_KEY, WEIGHTS, Load
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 BFLOAT = torch.bfloat16
@@ -37,17 +37,18 @@ def rotation_of(directory: Path) -> torch.Tensor:
 
 
 def quantised_hidden_states(
-    directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int], cached_from: int | None = None
+    directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int], cached_from: int | None = None, load: Load | None = None
 ) -> torch.Tensor:
     """Return the rows of a checkpoint that modelslim.py has written, as reference_hidden_states.
 
     With an int8 KV cache, tokens from position `cached_from` on attend to what the cache holds, and
-    those before it, or all without it, to keys and values as they were computed.
+    those before it, or all without it, to keys and values as they were computed. `load` is that of
+    write_modelslim.
     """
-    model = _load(directory)
+    model = _load(directory, load)
     for layer in model.model.layers:
         layer.self_attn.cached_from = cached_from
-    module = vars(sys.modules[type(model).__module__])
+    module = vars(sys.modules[type(model.model).__module__])
     rotaries = {name: _rotary_in_float32(module[name]) for name in _ROTARIES if name in module}
     with patch.dict(module, rotaries):
         return hidden_states_of(model, token_ids, layer_ids)
@@ -66,11 +67,13 @@ def _rotary_in_float32(rotary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention_in_float32(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float, **_: Any
 ) -> tuple[torch.Tensor, None]:
     def attend(pair: Sequence[torch.Tensor]) -> torch.Tensor:
         keys, values = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair)
-        return torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, is_causal=True, scale=scaling)
+        causal = mask is None  # Sparse attention gives a mask of its own.
+        seen = None if mask is None else mask.float()
+        return torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, seen, is_causal=causal, scale=scaling)
 
     output = attend((key, value))
     if module.cached_from is not None:
@@ -92,7 +95,7 @@ AttentionInterface.register("float32", _attention_in_float32)
 
 
 @lru_cache(maxsize=1)
-def _load(directory: Path) -> Any:
+def _load(directory: Path, load: Load | None) -> Any:
     tensors, kinds = load_file(directory / WEIGHTS), json.loads((directory / DESCRIPTION).read_text())
     tensors |= {name: unpacked(weight) for name, weight in tensors.items() if name.endswith(".weight") and kinds[name] == INT4}
     quantised = [name.removesuffix("weight") for name in tensors if name.endswith(".weight") and kinds[name] != FLOAT]
@@ -101,7 +104,8 @@ def _load(directory: Path) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
         save_file(floats, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(scratch, dtype=BFLOAT, attn_implementation="float32").eval()
+        make = load or AutoModelForCausalLM.from_pretrained
+        model = make(scratch, dtype=BFLOAT, attn_implementation="float32").eval()
     of = {layer: {name.removeprefix(layer): tensors[name] for name in tensors if name.startswith(layer)} for layer in quantised}
     products = {layer: Product(own) for layer, own in of.items()}
     for index, layer in enumerate(model.model.layers):

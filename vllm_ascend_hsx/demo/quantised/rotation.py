@@ -15,18 +15,21 @@ _LAYER = r"(?P<layer>model\.layers\.\d+\.)"
 _EXPERT = r"(mlp|block_sparse_moe)\.experts\.\d+"
 # Linear layers that read the residual stream, by the norm before them, and those that write to it.
 _READERS = {
-    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa)\.weight"),
+    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.(wk|weights_proj))\.weight"),
     "post_attention_layernorm": re.compile(
         rf"{_LAYER}(mlp\.(shared_experts\.)?(gate|up)_proj|(mlp|block_sparse_moe)\.gate|{_EXPERT}\.(w[13]|(gate|up)_proj))\.weight"
     ),
 }
-_ROUTER = re.compile(rf"{_LAYER}(mlp|block_sparse_moe)\.gate\.weight")
+_UNQUANTISED = re.compile(rf"{_LAYER}((mlp|block_sparse_moe)\.gate|self_attn\.indexer\.(wk|weights_proj))\.weight")
 _WRITER = re.compile(rf"{_LAYER}(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj|{_EXPERT}\.(w2|down_proj))\.weight")
 _NORM = re.compile(rf"{_LAYER}({'|'.join(_READERS)})\.weight")
 # Of latents, within a head, over all heads, and of the router's logits: none is in the residual
 # stream.
-_OF_LATENT = re.compile(rf"{_LAYER}self_attn\.(q_b_proj|kv_b_proj)\.weight")
-_ASIDE = re.compile(rf"{_LAYER}(self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight|(mlp\.gate|block_sparse_moe)\.e_score_correction_bias)")
+_OF_LATENT = re.compile(rf"{_LAYER}self_attn\.(q_b_proj|kv_b_proj|indexer\.wq_b)\.weight")
+_ASIDE = re.compile(
+    rf"{_LAYER}(self_attn\.(([qk]_norm|(q|kv)_a_layernorm)\.weight|indexer\.k_norm\.(weight|bias))"
+    r"|(mlp\.gate|block_sparse_moe)\.e_score_correction_bias)"
+)
 
 
 def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
@@ -82,9 +85,11 @@ def _rotated(name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor
 def is_linear(name: str) -> bool:
     """Return whether a weight is that of a linear layer that may be quantised.
 
-    A router is none. kv_b_proj of DeepSeek is none, as vllm-ascend multiplies by parts of it.
+    A router is none. kv_b_proj of DeepSeek is none, as vllm-ascend multiplies by parts of it. Two
+    layers of an indexer are none, as vLLM merges them into one without quantisation (Indexer in
+    model_executor/models/deepseek_v2.py:636 of 0.23.0).
     """
-    reads = any(reader.fullmatch(name) for reader in _READERS.values()) and not _ROUTER.fullmatch(name)
+    reads = any(reader.fullmatch(name) for reader in _READERS.values()) and not _UNQUANTISED.fullmatch(name)
     of_latent = _OF_LATENT.fullmatch(name) and not name.endswith("kv_b_proj.weight")
     return reads or bool(of_latent) or is_writer(name)
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
-from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged, sparse
+from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, mla_preprocess, paged, sparse, sparse_int8, store_block
 from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
-from vllm_ascend_hsx.emulator.ops.quantization import experts, int4, linear, shared_experts
+from vllm_ascend_hsx.emulator.ops.quantization import blocks, experts, int4, linear, shared_experts
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
 from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
@@ -35,7 +35,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             moe_gating.npu_moe_gating_top_k, moe_gating.npu_moe_gating_top_k_softmax,
             moe_experts.npu_moe_init_routing_v2, moe_experts.npu_grouped_matmul, moe_experts.npu_moe_token_permute,
             moe_experts.npu_moe_token_unpermute,
-            linear.npu_quantize, linear.npu_dynamic_quant, linear.npu_quant_matmul,
+            linear.npu_quantize, linear.npu_dynamic_quant, linear.npu_quant_matmul, blocks.npu_dynamic_block_quant,
             fused_matmul.npu_mm_reduce_scatter_base,
             mc2.npu_moe_distribute_dispatch_v2, mc2.npu_moe_distribute_combine_v2,
             sampling.npu_top_k_top_p,
@@ -61,6 +61,8 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             moe_gating.moe_gating_top_k,
             matmul.batch_matmul_transpose, cache.npu_scatter_nd_update_sk,
             sparse.npu_lightning_indexer, sparse.npu_sparse_flash_attention,
+            sparse_int8.npu_lightning_indexer_quant, sparse_int8.npu_kv_quant_sparse_flash_attention,
+            mla_preprocess.mla_preprocess, store_block.store_kv_block, store_block.store_kv_block_metadata,
             matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
             fused_mc2.dispatch_ffn_combine, moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             int4.grouped_matmul_swiglu_quant_v2, shared_experts.npu_dequant_swiglu_quant,
@@ -68,6 +70,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,
             gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,
         ),
+        "npu_kv_quant_sparse_flash_attention_vllm": sparse_int8.npu_kv_quant_sparse_flash_attention,
     },
     "fla_npu": _by_name(fla_npu.causal_conv1d, fla_npu.chunk_gated_delta_rule_fwd, fla_npu.recurrent_gated_delta_rule),
 }  # fmt: skip

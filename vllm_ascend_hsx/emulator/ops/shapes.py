@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops.quantization.linear import dtype_of
+from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 
 Shape = Callable[..., Any]
-
+# 0.30.0rc2 gave it another name.
+INT8_ATTENTION = f"_C_ascend::npu_kv_quant_sparse_flash_attention{'_vllm' if is_at_least('0.30') else ''}"
 
 _HEADS_FIRST = {"TND_NTD": (1, 0, 2), "BNSD_NBSD": (1, 0, 2, 3)}  # how the output's dimensions follow from query's
 
@@ -75,9 +77,25 @@ def _chosen_tokens(
     return query.new_empty(query.shape[0], 1, sparse_count, dtype=torch.int32), query.new_empty(0)
 
 
+def _chosen_int8_tokens(query: torch.Tensor, *_: object, sparse_count: int = 2048, **__: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], 1, sparse_count, dtype=torch.int32)
+
+
 def _sparse_attention(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output and two empty tensors."""
     return query.new_empty(query.shape), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+
+
+def _int8_sparse_attention(
+    query: torch.Tensor, *_: object, rope_head_dim: int = 64, **__: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, which has no rope, and two empty tensors."""
+    return _sparse_attention(query[..., rope_head_dim:])
+
+
+def _preprocessed(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return the last five arguments, which the schema marks as written."""
+    return arguments[-5:]
 
 
 def _init_routing(
@@ -185,6 +203,9 @@ SHAPES: dict[str, Shape] = {
     "_C_ascend::dispatch_ffn_combine": _experts_out,
     "_C_ascend::npu_lightning_indexer": _chosen_tokens,
     "_C_ascend::npu_sparse_flash_attention": _sparse_attention,
+    "_C_ascend::npu_lightning_indexer_quant": _chosen_int8_tokens,
+    INT8_ATTENTION: _int8_sparse_attention,
+    "_C_ascend::mla_preprocess": _preprocessed,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
     "_C_ascend::grouped_matmul_swiglu_quant_v2": _grouped_swiglu_of_int4,
     "_C_ascend::npu_dequant_swiglu_quant": _dequant_swiglu,

@@ -25,7 +25,7 @@ _COUNT_AT_MOST, _COUNT_STEP = 2048, 1024  # a larger sparse_count must be a mult
 _LARGEST_COUNT = 8192
 
 
-class _Sequence(NamedTuple):
+class SparseSequence(NamedTuple):
     """One sequence of a batch.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Sequence(NamedTuple):
     visible: torch.Tensor
 
 
-class _Batch(NamedTuple):
+class SparseBatch(NamedTuple):
     """The arguments by which both operators describe their sequences."""
 
     op: str
@@ -79,7 +79,7 @@ class _Batch(NamedTuple):
         for name, actual in ((self.k_lengths_name, self.k_lengths.numel()), ("block_table", self.block_table.shape[0])):
             check(actual == count, op, name, f"{actual} sequences; actual_seq_lengths_query has {count}")
 
-    def sequences(self, rows: int) -> Iterator[_Sequence]:
+    def sequences(self, rows: int) -> Iterator[SparseSequence]:
         """Yield the sequences; their queries may end before the last of ``rows``."""
         assert self.q_lengths is not None and self.k_lengths is not None
         ends, counts, first = self.q_lengths.tolist(), self.k_lengths.tolist(), 0
@@ -90,11 +90,11 @@ class _Batch(NamedTuple):
             visible = torch.full((end - first,), keys)
             if self.sparse_mode == 3:  # the last query sees the last key
                 visible = torch.arange(keys - (end - first) + 1, keys + 1)
-            yield _Sequence(index, first, end, keys, visible.clamp(min=0).to(self.q_lengths.device))
+            yield SparseSequence(index, first, end, keys, visible.clamp(min=0).to(self.q_lengths.device))
             first = end
 
 
-def _check_block_size(op: str, cache: torch.Tensor) -> None:
+def check_block_size(op: str, cache: torch.Tensor) -> None:
     size = cache.shape[1]
     check(0 < size <= 1024 and size % 16 == 0, op, "key", f"blocks of {size} rows must have a multiple of 16 up to 1024")
 
@@ -135,7 +135,7 @@ def npu_lightning_indexer(
         int32 [T, 1, sparse_count], and an empty tensor. Rows after the last sequence are undefined.
     """
     op = "npu_lightning_indexer"
-    batch = _Batch(op, actual_seq_lengths_query, actual_seq_lengths_key, "actual_seq_lengths_key", block_table, sparse_mode)
+    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_key, "actual_seq_lengths_key", block_table, sparse_mode)
     batch.check_options(layout_query, layout_key, pre_tokens, next_tokens)
     refuse_options(op, return_value=return_value)
     beyond = sparse_count % _COUNT_STEP == 0 and sparse_count <= _LARGEST_COUNT
@@ -148,12 +148,18 @@ def npu_lightning_indexer(
     for sequence in batch.sequences(query.shape[0]):
         rows, keys = slice(sequence.first, sequence.end), pages.of(sequence.number, sequence.keys)[:, 0].float()
         scores = (torch.relu(query[rows].float() @ keys.t()) * weights[rows].float().unsqueeze(-1)).sum(1)
-        hidden = torch.arange(sequence.keys, device=query.device) >= sequence.visible.unsqueeze(-1)
-        order = scores.masked_fill(hidden, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :sparse_count]
-        place = torch.arange(order.shape[1], device=query.device)
-        chosen[rows] = -1
-        chosen[rows, 0, : order.shape[1]] = order.masked_fill(place >= sequence.visible.unsqueeze(-1), -1).int()
+        chosen[rows, 0] = best_keys(scores, sequence, sparse_count)
     return chosen, query.new_empty(0)
+
+
+def best_keys(scores: torch.Tensor, sequence: SparseSequence, count: int) -> torch.Tensor:
+    """Return int32 [queries, count]: keys of the highest ``scores`` [queries, keys], then -1."""
+    place = torch.arange(sequence.keys, device=scores.device)
+    visible = sequence.visible.unsqueeze(-1)
+    order = scores.masked_fill(place >= visible, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    best = torch.full((scores.shape[0], count), -1, dtype=torch.int32, device=scores.device)
+    best[:, : order.shape[1]] = order.masked_fill(place[: order.shape[1]] >= visible, -1).int()
+    return best
 
 
 def _check_indexer(op: str, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> None:
@@ -169,7 +175,7 @@ def _check_indexer(op: str, query: torch.Tensor, key: torch.Tensor, weights: tor
     check(heads <= _INDEX_HEADS_AT_MOST, op, "query", f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}")
     check(tuple(weights.shape) == (rows, heads), op, "weights", f"shape {tuple(weights.shape)} must be ({rows}, {heads})")
     check(tuple(key.shape[2:]) == (1, width), op, "key", f"shape {tuple(key.shape)} must end in (1, {width})")
-    _check_block_size(op, key)
+    check_block_size(op, key)
     check_blocks(op, "key", key)
 
 
@@ -215,7 +221,7 @@ def npu_sparse_flash_attention(
         [T, heads, 512], and two empty tensors. Rows after the last sequence are undefined.
     """
     op = "npu_sparse_flash_attention"
-    batch = _Batch(op, actual_seq_lengths_query, actual_seq_lengths_kv, "actual_seq_lengths_kv", block_table, sparse_mode)
+    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_kv, "actual_seq_lengths_kv", block_table, sparse_mode)
     batch.check_options(layout_query, layout_kv, pre_tokens, next_tokens)
     refuse_options(op, return_softmax_lse=return_softmax_lse)
     check(attention_mode == 2, op, "attention_mode", f"{attention_mode} must be 2")
@@ -238,8 +244,8 @@ def npu_sparse_flash_attention(
     for sequence in batch.sequences(query.shape[0]):
         rows, number, count = slice(sequence.first, sequence.end), sequence.number, sequence.keys
         keys = torch.cat((latents.of(number, count), ropes.of(number, count)), -1)[:, 0].float()
-        times = _times_chosen(sparse_indices[rows, 0], sequence)
-        out[rows] = _attend_chosen(whole[rows], keys, values.of(number, count)[:, 0].float(), scale_value, times).to(out.dtype)
+        times = times_chosen(sparse_indices[rows, 0], sequence)
+        out[rows] = attend_chosen(whole[rows], keys, values.of(number, count)[:, 0].float(), scale_value, times).to(out.dtype)
     return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
@@ -264,12 +270,12 @@ def _check_attention(
         check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
         check(tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}")
     check(blocks[0] > 0, op, "key", "must have blocks")
-    _check_block_size(op, key)
+    check_block_size(op, key)
     for name, cache in (("key", key), ("value", value), ("key_rope", key_rope)):
         check_blocks(op, name, cache)
 
 
-def _times_chosen(indices: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
+def times_chosen(indices: torch.Tensor, sequence: SparseSequence) -> torch.Tensor:
     """Return how often each row of ``indices`` [queries, n] names each key: [queries, keys]."""
     visible = sequence.visible.unsqueeze(-1)
     place = torch.arange(indices.shape[1], device=indices.device)
@@ -278,7 +284,7 @@ def _times_chosen(indices: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
     return times.scatter_add_(1, indices.long().where(read, 0), read.float()) if sequence.keys else times
 
 
-def _attend_chosen(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, times: torch.Tensor) -> torch.Tensor:
+def attend_chosen(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, times: torch.Tensor) -> torch.Tensor:
     """Return the output [queries, heads, V].
 
     Args:
