@@ -129,7 +129,7 @@ def test_help_is_printed_without_work_or_a_word_about_it(words: list[str]) -> No
 def test_the_package_can_be_run_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "vllm_ascend_hsx", "plan", "none"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("hsx plan: MODEL='none' is neither a preset nor a file")
+    assert "hsx plan: MODEL='none' is neither a preset nor a file" in done.stderr  # a slow machine gives a sign of life, too
 
 
 def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:
