@@ -14,6 +14,7 @@ from routing import widen_routing_margins
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
     HEAD_DIM,
@@ -272,12 +273,39 @@ def build_outer(part: Path, directory: Path, family: Family) -> Path:
     if (outer := family.outer) is None:
         return part
     shutil.copytree(part, directory)
-    weights = {outer.prefix + name: weight for name, weight in load_file(part / "model.safetensors").items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {**json.loads((part / "config.json").read_text()), **outer.part}
-    whole = {"architectures": [family.architecture], "model_type": outer.model_type, "dtype": family.dtype, outer.key: config}
+    _put_around(directory, "model.safetensors", family.architecture, outer)
+    return directory
+
+
+def _put_around(directory: Path, file: str, architecture: str, outer: Outer) -> dict[str, torch.Tensor]:
+    """Make the model in `directory` a part of another one, and return the weights of `file`."""
+    weights = {outer.prefix + name: weight for name, weight in load_file(directory / file).items()}
+    save_file(weights, directory / file, metadata={"format": "pt"})
+    part = json.loads((directory / "config.json").read_text())
+    whole = {"architectures": [architecture], "model_type": outer.model_type, "dtype": part["dtype"], outer.key: part | outer.part}
     for name, content in {"config.json": json.dumps({**whole, **outer.config}), **outer.files}.items():
         (directory / name).write_text(content)
+    return weights
+
+
+_KIMI_TOWER = (
+    *(f"vision_tower.encoder.blocks.0.{layer}" for layer in ("wqkv", "wo", "mlp.fc0", "mlp.fc1")),
+    *(f"mm_projector.proj.{layer}" for layer in (0, 2)),
+)
+
+
+def dress_as_kimi_k25(text: Path, directory: Path) -> Path:
+    """Write a checkpoint of msmodelslim of a DeepSeek-V3 as the language model of a Kimi-K2.5.
+
+    It has no vision tower: serve it `language_model_only`.
+    """
+    shutil.copytree(text, directory)
+    weights = _put_around(directory, WEIGHTS, "KimiK25ForConditionalGeneration", KIMI_K25)
+    described = {f"{layer}.weight": FLOAT for layer in _KIMI_TOWER}  # vllm-ascend asks, although it loads none
+    for name, kind in json.loads((text / DESCRIPTION).read_text()).items():
+        described[KIMI_K25.prefix + name if KIMI_K25.prefix + name in weights else name] = kind
+    (directory / DESCRIPTION).write_text(json.dumps(described))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}))
     return directory
 
 

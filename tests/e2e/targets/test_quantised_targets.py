@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import KIMI_K25, dress_as_kimi_k25
 from harness import Run, run_engine, tokens
 from launch import FLASHCOMM
 from releases import only_with
 from safetensors.torch import load_file
 from session import WITH_OUTPUT
+from test_graph_modes import COMPILER, ENVIRON
 from tiny_deepseek_v3 import build_deepseek_v3
 from tiny_model_claims import TOLERANCE
 from tiny_qwen3_moe import build_bfloat16_qwen3_moe
@@ -29,7 +31,17 @@ from tiny_vision import dress_as_qwen3_vl_moe
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, ROTATION, WEIGHTS, Choose, dynamic, mixed, plain, write_modelslim
+from vllm_ascend_hsx.demo.quantised.modelslim import (
+    DESCRIPTION,
+    ROTATION,
+    WEIGHTS,
+    Choose,
+    dynamic,
+    int4_experts,
+    mixed,
+    plain,
+    write_modelslim,
+)
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
@@ -39,6 +51,7 @@ LAST, EMBEDDING, FIRST = 0, 1, 2  # places of layers 4, 0 and 1
 CHUNK = 64
 QUANTISED = 2 * TOLERANCE  # between right implementations of a quantised target
 LOST = 0.1  # by quantising: of single rows up to 8 % were seen, 3 to 5 % on average in the last layer
+LOST_TO_INT4 = 2 * LOST  # seen up to 13 %
 SCRIPT = [
     ["add", "decoding", tokens(10), {"max_tokens": 12, **WITH_OUTPUT}],
     ["add", "greedy", tokens(7), {"max_tokens": 101, "temperature": 0.0, **WITH_OUTPUT}],
@@ -64,6 +77,7 @@ class Target(NamedTuple):
         int8_cache: with an int8 KV cache (C8).
         script: that the engine runs.
         exact: attention sums in the order of the reference.
+        lost: see LOST.
         dress: makes what is served of the checkpoint, with the same rows.
     """
 
@@ -75,11 +89,18 @@ class Target(NamedTuple):
     int8_cache: bool = False
     script: Sequence[Sequence[Any]] = SCRIPT
     exact: bool = True
+    lost: float = LOST
     dress: Callable[[Path, Path], Path] = lambda checkpoint, _: checkpoint
 
 
 PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 TEXT_ONLY = {"language_model_only": True}
+FULL_GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+    "additional_config": COMPILER,
+}
+KIMI = {**TEXT_ONLY, **KIMI_K25.engine, **FULL_GRAPHS}
 TARGETS = {
     "qwen3": Target(build_qwen3, mixed, False, {}, {}),
     "qwen3-quarot": Target(build_qwen3, mixed, True, {}, {}),
@@ -88,11 +109,17 @@ TARGETS = {
     # Experts, the shared one and latent attention are quantised; its kernels sum in another order.
     "deepseek-v3": Target(build_deepseek_v3, dynamic, False, {}, {}, exact=False),
     "deepseek-v3-parallel": Target(build_deepseek_v3, mixed, False, PARALLEL, {}, exact=False),
+    # Only routed experts are int4, as in the tutorials, whose commands have full graphs.
+    "deepseek-v3-int4": Target(build_deepseek_v3, int4_experts, False, {}, {}, exact=False, lost=LOST_TO_INT4),
+    "deepseek-v3-int4-quarot-parallel": Target(build_deepseek_v3, int4_experts, True, PARALLEL, {}, exact=False, lost=LOST_TO_INT4),
+    "kimi-k25-int4-graphs": Target(
+        build_deepseek_v3, int4_experts, False, KIMI, ENVIRON, exact=False, lost=LOST_TO_INT4, dress=dress_as_kimi_k25
+    ),
     "deepseek-v3-quarot": Target(build_deepseek_v3, mixed, True, {}, {}, exact=False),
     # vllm-ascend turns queries and keys of Qwen3-VL by angles in bfloat16.
     "qwen3-vl-moe-quarot": Target(build_bfloat16_qwen3_moe, mixed, True, TEXT_ONLY, {}, exact=False, dress=dress_as_qwen3_vl_moe),
 }
-SHORT_RUN = ("qwen3-quarot", "deepseek-v3")
+SHORT_RUN = ("qwen3-quarot", "deepseek-v3-int4")
 SHORT_RUN_UNDONE = ("qwen3-quarot", "minimax-m2-quarot-sequence-parallel")
 ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
@@ -103,6 +130,7 @@ class Served(NamedTuple):
     Attributes:
         source: the model before it was quantised and rotated.
         exact: sums are those of the reference until differences in attention spread.
+        lost: see LOST.
     """
 
     source: Path
@@ -110,6 +138,7 @@ class Served(NamedTuple):
     rotated: bool
     run: Run
     exact: bool = True
+    lost: float = LOST
 
     def rows(self, request_id: str) -> torch.Tensor:
         """Return the extracted rows."""
@@ -130,7 +159,7 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     # Each of several ranks rounds its share of a sum to bfloat16.
-    return Served(source, checkpoint, target.rotated, run, target.exact and options.get("tensor_parallel_size", 1) == 1)
+    return Served(source, checkpoint, target.rotated, run, target.exact and options.get("tensor_parallel_size", 1) == 1, target.lost)
 
 
 def long_but(names: Iterable[str], short: Collection[str]) -> list[Any]:
@@ -174,8 +203,8 @@ def test_rows_are_those_of_the_quantised_weights(served: Served, request_id: str
 def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(served: Served, request_id: str) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence(request_id), LAYER_IDS)
     found = errors(served.turned_back(request_id), expected)
-    assert found.max() < LOST
-    assert found[:, FIRST:].mean() < TOLERANCE
+    assert found.max() < served.lost
+    assert found[:, FIRST:].mean() < TOLERANCE * served.lost / LOST
     assert found[:, EMBEDDING].max() < (TOLERANCE / 10 if served.rotated else 1e-9)
 
 
@@ -190,7 +219,7 @@ def test_each_row_is_nearest_to_its_own(served: Served) -> None:
 def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> None:
     """A draft trained on them without the rotation is trained in another basis."""
     found = errors(served.rows("chunked"), reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS))
-    assert found.min() > 0.5 if served.rotated else found.max() < LOST
+    assert found.min() > 0.5 if served.rotated else found.max() < served.lost
 
 
 def test_files_tell_that_rows_are_rotated(served: Served) -> None:
@@ -210,7 +239,7 @@ def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weight
         of_source = reference_hidden_states(undone.source, sequence, LAYER_IDS)
         ours.append(errors(rows, of_source))
         without_extraction.append(errors(expected, of_source))
-    assert torch.cat(ours).max() < LOST
+    assert torch.cat(ours).max() < undone.lost
     assert torch.cat(ours).mean() < 1.05 * torch.cat(without_extraction).mean()
 
 
@@ -230,7 +259,8 @@ def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(u
     rows, request = undone.rows("greedy")[:, LAST], undone.run.requests["greedy"]
     first = len(request["prompt"]) - 1
     tokens = torch.tensor(request["tokens"])
-    assert (predicted(undone.source, rows)[first:] == tokens).float().mean() >= 0.99
+    # Rounding decides between tokens that score alike: seen were two of 101.
+    assert (predicted(undone.source, rows)[first:] == tokens).float().mean() >= 0.97
     rotated = rows.float() @ rotation_of(undone.checkpoint)
     assert (predicted(undone.source, rotated)[first:] == tokens).float().mean() < 0.5
 
