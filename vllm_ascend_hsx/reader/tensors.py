@@ -35,9 +35,9 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED of sys/mman.h
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view.restype = ctypes.py_object
+# A prototype of our own: other packages may have changed the attribute of ctypes.pythonapi.
+_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 _WRITABLE = 0x200  # PyBUF_WRITE of CPython's pybuffer.h
 
 
