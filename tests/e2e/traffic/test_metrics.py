@@ -5,11 +5,13 @@ DP x TP: test_data_parallel.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import page
 from harness import tokens
 from releases import installed_is
 from session import EngineSession
@@ -91,6 +93,8 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
     assert observations["vllm:hsx_publish_seconds"] == after.total("vllm:hsx_files_total", outcome="published")
     assert observations["vllm:hsx_copy_seconds"] * 2 * ROW_BYTES >= after.total("vllm:hsx_copied_bytes_total")  # a buffer holds two rows
     assert after.total("vllm:hsx_backlog_bytes") == 0
+    of_dashboard = set(re.findall(r"(vllm:hsx_\w+?)(?:_bucket)?\{", page("grafana.json")))
+    assert of_dashboard == {each.name for each in (*after.counts, *after.latencies) if each.name.startswith("vllm:hsx_")}
 
 
 def test_requests_that_wait_for_storage_are_shown_while_they_do(session: EngineSession) -> None:
