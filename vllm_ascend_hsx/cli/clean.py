@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.keep_bytes is not None and acknowledged.num_bytes > options.keep_bytes:
             console.tell(f"{acknowledged.num_bytes} bytes are left, more than --keep-bytes: they are in use or not acknowledged")
 
-    out.give({"dry_run": options.dry_run, **facts}, show_counts)
+    left = acknowledged.num_bytes if options.older_than is not None or options.keep_bytes is not None else None
+    out.give({"dry_run": options.dry_run, **facts, "bytes_left": left}, show_counts)
     return 1 if cleaning.problems else 0
 
 

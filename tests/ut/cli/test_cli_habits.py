@@ -17,6 +17,7 @@ from written_files import rows_of, write
 
 from vllm_ascend_hsx.cli import demo, doctor, hardware_report
 from vllm_ascend_hsx.cli.main import COMMANDS, main
+from vllm_ascend_hsx.demo import hand
 from vllm_ascend_hsx.demo.loop.results import Results
 from vllm_ascend_hsx.demo.loop.run import Loop
 from vllm_ascend_hsx.demo.session import Served
@@ -161,6 +162,15 @@ def test_json_of_the_loop_has_the_documented_keys(
     monkeypatch.setattr(Loop, "run", lambda self: Results(0.5, []))
     assert main(["demo", "--loop", "--output", str(tmp_path), "--json", "-q"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == keys_of("demo --loop")
+
+
+def test_json_of_a_demo_that_serves_has_the_documented_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
+    monkeypatch.setattr(hand, "serve_until_interrupted", lambda console, server, title, start_s, announce: announce())
+    assert main(["demo", "--serve", "--output", str(tmp_path), "--json", "-q"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == keys_of("demo --serve")
 
 
 @pytest.mark.parametrize("name", CASES)
