@@ -64,7 +64,7 @@ class Output:
     def give(self, facts: Mapping[str, Any], show: Callable[[OneConsole], None]) -> None:
         """Print the result of the command: one JSON object with --json, else what `show` prints."""
         if self._as_json:
-            print(json.dumps(_finite(facts), indent=2))
+            print(json.dumps(_finite(facts)))
         else:
             show(self.result)
 

@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.acknowledgement import acknowledges, encode_acknowledgement
+from vllm_ascend_hsx.protocol.arguments import require_path
 from vllm_ascend_hsx.protocol.files import NotAFileError, OnError, again_if_stale, open_name, read_regular, write_at
 from vllm_ascend_hsx.protocol.names import ACKNOWLEDGED_SUFFIX, MANIFEST, TAR, parse_shard_name, partial_name
+from vllm_ascend_hsx.reader.load import PATH_REMEDY
 from vllm_ascend_hsx.reader.members import open_member
 
 
@@ -28,10 +30,11 @@ def acknowledge(path: str | os.PathLike[str]) -> None:
     Raises:
         FileNotFoundError: if there is no such file: the request is not complete or has failed, or
             the file was removed.
-        ValueError: if the path is a member of a shard, or a shard that a server is writing.
+        ValueError: if `path` is empty or no path, or is a member of a shard, or a shard that a
+            server is writing.
         OSError: if the mark cannot be written.
     """
-    path = Path(path)
+    path = require_path("path", path, PATH_REMEDY, named=True)
     status = again_if_stale(os.stat, path) if os.path.lexists(path) else None
     if status is None:
         if (place := open_member(path)) is not None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 STORAGE_REMEDY = "give the directory to which the server writes"
 RESPONSE_REMEDY = "give the `id` of the response"
-_PATH_REMEDY = "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
+PATH_REMEDY = "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
 # Seconds to wait for another reader that tries an exclusive lock for a moment.
 _MOMENT_S = 0.05
 # Seconds between two looks for a file whose lock does not reach this machine. inotify does not
@@ -223,7 +223,7 @@ def load(
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
         OSError: if the file, or an index that may list it, cannot be read, or memory is short.
     """
-    path = require_path("path", path, _PATH_REMEDY, named=True)
+    path = require_path("path", path, PATH_REMEDY, named=True)
     if response_id is not None:
         require_text("response_id", response_id, f"{RESPONSE_REMEDY}; or None")
     with checked(path, timeout) as (place, header):
@@ -378,7 +378,7 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
             name.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
-    path = require_path("path", path, _PATH_REMEDY, named=True)
+    path = require_path("path", path, PATH_REMEDY, named=True)
     lock = _companion(path, LOCK_SUFFIX)
     with suppress(NotAFileError):
         wait_until_released(lock, _MOMENT_S)

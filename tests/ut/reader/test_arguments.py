@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from written_files import rows_of, write
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx import HiddenStates, HiddenStatesDataset, collate, find, load, open_dir, remove
+from vllm_ascend_hsx import HiddenStates, HiddenStatesDataset, acknowledge, collate, find, load, open_dir, remove
 
 PATH = "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
 DIRECTORY = "give the directory to which the server writes"
@@ -36,6 +36,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str]] = {
     "remove nothing": (lambda: remove(None), "path=None", PATH),  # type: ignore[arg-type]
     "remove empty": (lambda: remove(""), "path=''", PATH),
     "remove a list": (lambda: remove([FILE]), "path=['a.safetensors']", PATH),  # type: ignore[arg-type]
+    "acknowledge nothing": (lambda: acknowledge(None), "path=None", PATH),  # type: ignore[arg-type]
+    "acknowledge empty": (lambda: acknowledge(""), "path=''", PATH),
     "find no response": (lambda: find(".", None), "response_id=None", "give the `id` of the response"),  # type: ignore[arg-type]
     "find empty": (lambda: find(".", ""), "response_id=''", "give the `id` of the response"),
     "find nowhere": (lambda: find(None, "cmpl-1"), "directory=None", DIRECTORY),  # type: ignore[arg-type]
