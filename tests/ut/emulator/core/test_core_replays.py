@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -195,9 +196,13 @@ def test_an_error_in_a_replay_surfaces_where_the_host_waits_and_the_stream_goes_
 
 
 @late
+@pytest.mark.parametrize("streams_before", [0, 31])
 @pytest.mark.parametrize("aside", [False, True])
-def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool) -> None:
-    x, y, side = full(1.0), full(0.0), torch.npu.Stream()
+def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool, streams_before: int) -> None:
+    # The 33rd stream of a process is the first one again, which may be the one that captures share.
+    for _ in range(streams_before):
+        torch.npu.Stream()
+    x, y, side, captured = full(1.0), full(0.0), torch.npu.Stream(), torch.npu.Stream()
 
     def body(waits: bool) -> None:
         side.wait_stream(torch.npu.current_stream())
@@ -208,7 +213,7 @@ def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool
         y.add_(1)
         torch.npu.current_stream().wait_stream(side)
 
-    right, wrong = capture(lambda: body(True)), capture(lambda: body(False))
+    right, wrong = (capture(partial(body, waits), stream=captured) for waits in (True, False))
     for _ in range(2):
         replayed = replay_aside(right) if aside else right.replay()
         if replayed is not None:
