@@ -12,7 +12,7 @@ indexer drops any (test_sparse_targets.py).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,19 +20,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import Run, run_engine, tokens
-from releases import installed_is
+from releases import installed_is, only_on_v1
 from safetensors.torch import load_file, save_file
-from test_quantised_targets import LOST, QUANTISED, errors
-from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, REQUESTS, SCRIPT
+from test_quantised_targets import LOST, LOST_TO_INT4, QUANTISED, errors
+from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, ON_RANKS, PARALLEL, REQUESTS, SCRIPT
 from tiny_model_claims import TOLERANCE
 from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sparse, load_sparse
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DYNAMIC, FLOAT, WEIGHTS, Choose, mixed, write_modelslim
+from vllm_ascend_hsx.demo.quantised.modelslim import DYNAMIC, FLOAT, WEIGHTS, Choose, int4_experts, mixed, write_modelslim
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 LAST, FIRST = 0, 2  # places of layers 2 and 1
 TILE = 128  # elements of a latent with one scale
+Script = Sequence[Sequence[Any]]
 
 
 def static(weight: str) -> str:
@@ -81,6 +82,7 @@ class Target(NamedTuple):
         engine: engine arguments.
         load: loads the reference.
         rotated: with a rotated residual stream (QuaRot), as in the recipe for GLM-5.
+        lost: largest error of a row that the quantisation makes.
     """
 
     family: str
@@ -88,6 +90,7 @@ class Target(NamedTuple):
     engine: Mapping[str, Any]
     load: Callable[..., SparseForCausalLM] = load_sparse
     rotated: bool = False
+    lost: float = LOST
 
 
 SHORT_RUN = "DeepSeek-V3.2, int8 latents"
@@ -98,6 +101,7 @@ TARGETS = {
     "DeepSeek-V3.2, int8 keys of the indexer": Target(DEEPSEEK_V32, static, caches(indexer=True)),
     SHORT_RUN: Target(DEEPSEEK_V32, static, caches(latents=True), load_with_int8_latents),
     "GLM-5, rotated": Target(GLM_5, mixed, {}, rotated=True),
+    "GLM-5, experts of int4": Target(GLM_5, int4_experts, {}, rotated=True, lost=LOST_TO_INT4),
     "GLM-5, int8 caches": Target(GLM_5, mixed, caches(latents=True, indexer=True), load_with_int8_latents),
     "GLM-5.2, int8 caches": Target(GLM_52, mixed, caches(latents=True, indexer=True, blocks=True), load_with_int8_latents),
 }
@@ -124,15 +128,18 @@ def long_but(short: str, names: Iterable[str]) -> list[Any]:
     return [name if name == short else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-@pytest.fixture(scope="module", params=long_but(SHORT_RUN, TARGETS))
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    target, directory = TARGETS[request.param], tmp_path_factory.mktemp("quantised-sparse")
+def serve(directory: Path, target: Target, script: Script = SCRIPT, **engine: Any) -> Served:
     source = build_sparse(directory / "source", target.family, layers=LAYERS)
     checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated, load=load_sparse)
-    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **ENGINE, **target.engine}
-    run = run_engine(directory / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, **options)
+    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **ENGINE, **target.engine, **engine}
+    run = run_engine(directory / "run", checkpoint, script, layer_ids=LAYER_IDS, **options)
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     return Served(source, checkpoint, run, target)
+
+
+@pytest.fixture(scope="module", params=long_but(SHORT_RUN, TARGETS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return serve(tmp_path_factory.mktemp("quantised-sparse"), TARGETS[request.param])
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
@@ -153,11 +160,26 @@ def test_rows_are_near_those_of_the_model_before_it_was_quantised(served: Served
     rows = served.run.rows("decoding")["hidden_states"].float()
     rows = rows @ rotation_of(served.checkpoint).t() if served.target.rotated else rows
     found = errors(rows, hidden_states_of(load_sparse(served.source), served.run.sequence("decoding"), LAYER_IDS))
-    assert found.max() < LOST
+    assert found.max() < served.target.lost
 
 
 def test_rows_of_a_prefix_are_copied(served: Served) -> None:
     assert served.run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 2176
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in TARGETS if "int8 caches" in name])
+@pytest.mark.parametrize(
+    "parallel",
+    ["sequence parallelism", pytest.param("DSA context parallelism", marks=only_on_v1("V2 refuses it, and names what to use instead"))],
+)
+def test_rows_over_int8_caches_are_right_on_two_ranks(name: str, parallel: str, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    config = {**target.engine.get("additional_config", {}), **PARALLEL[parallel]["additional_config"]}
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "additional_config": config}
+    served = serve(tmp_path, target, ON_RANKS, **ranks)
+    for request_id in (action[1] for action in ON_RANKS if action[0] == "add"):
+        assert served.errors(request_id, target.load).max() < QUANTISED, request_id
 
 
 # What the comparisons above tell apart.

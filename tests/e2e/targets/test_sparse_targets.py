@@ -1,5 +1,7 @@
 """DeepSeek-V3.2 and GLM-5, whose attention reads 2048 selected tokens (DSA): rows are right.
 
+Layers of GLM-5.2 share the selection of the layer before them.
+
 In bfloat16: CANN's kernels of the indexer and of sparse attention take no float32. Prompts of more
 than 2048 tokens are those from which the indexer drops any.
 """
@@ -19,7 +21,7 @@ from test_graph_modes import REQUESTS as GRAPH_REQUESTS
 from test_graph_modes import forwards
 from test_graph_modes import run as run_with_graphs
 from tiny_model_claims import TOLERANCE
-from tiny_sparse import DEEPSEEK_V32, GLM_5, SELECTED, Indexer, SparseForCausalLM, build_sparse, load_sparse, prompt
+from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SELECTED, Indexer, SparseForCausalLM, build_sparse, load_sparse, prompt
 
 from vllm_ascend_hsx.demo.reference import Comparison, compare, hidden_states_of
 
@@ -47,7 +49,7 @@ SCRIPT = [
 REQUESTS = [action[1] for action in SCRIPT if action[0] == "add"]
 
 
-@pytest.fixture(scope="module", params=[DEEPSEEK_V32, pytest.param(GLM_5, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[DEEPSEEK_V32, *(pytest.param(each, marks=pytest.mark.long) for each in (GLM_5, GLM_52))])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_sparse(tmp_path_factory.mktemp("models") / request.param, request.param, layers=LAYERS)
 
@@ -87,6 +89,15 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "sequence parallelism": {"additional_config": {"enable_flashcomm1": True}},
     "DSA context parallelism": {"additional_config": {"enable_flashcomm1": True, "enable_dsa_cp": True}},
 }
+ON_RANKS = [
+    ["add", "decoding", tokens(10), {"max_tokens": 6}],
+    ["step", 2],
+    *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in (1, 7, 101)),
+    ["add", "long", prompt(SELECTED + 60), {"max_tokens": 3, **WITH_OUTPUT}],
+    ["drain"],
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+]
 
 
 @pytest.mark.long
@@ -99,17 +110,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
     ],
 )
 def test_rows_are_right_on_two_ranks(model: Path, reference: SparseForCausalLM, tmp_path: Path, name: str) -> None:
-    script = [
-        ["add", "decoding", tokens(10), {"max_tokens": 6}],
-        ["step", 2],
-        *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in (1, 7, 101)),
-        ["add", "long", prompt(SELECTED + 60), {"max_tokens": 3, **WITH_OUTPUT}],
-        ["drain"],
-        ["add", "last", tokens(5), {"max_tokens": 1}],
-        ["drain"],
-    ]
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    run = run_engine(tmp_path, model, script, layer_ids=LAYER_IDS, **ENGINE, **parallel, **PARALLEL[name])
+    run = run_engine(tmp_path, model, ON_RANKS, layer_ids=LAYER_IDS, **ENGINE, **parallel, **PARALLEL[name])
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     for request_id in ("decoding", "r1", "r7", "r101", "long"):
         comparison = compared(run, request_id, reference)
