@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Output(options)
     for note in command.notes:
         out.progress.tell(f"hsx serve: {note}")
-    out.give(asdict(command), lambda console: console.tell(str(command)))
+    facts = {"arguments": command.arguments, "environ": command.environ, "notes": command.notes}
+    out.give(facts, lambda console: console.tell(str(command)))
     flush()
     if options.dry_run:
         return 0
