@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
+from vllm_ascend_hsx.draft_layers import layers_of_draft
 from vllm_ascend_hsx.protocol.errors import UserError
 
 _IDS = re.compile(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", re.ASCII)
@@ -73,7 +75,8 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
     Args:
         text: ids such as "2,30,59,62"; or "eagle3" or "dflash", which select the default layers of
             speculators 0.9.0 (speculators/models/utils.py:113) plus the last one, from which it
-            computes the target's logits; or "mtp", the last one.
+            computes the target's logits; or "mtp", the last one; or the directory of a draft model;
+            see `layers_of_draft`.
         num_layers: layers of the target.
 
     Raises:
@@ -83,17 +86,23 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
     rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
     remedy = (
         f"Give distinct ids from 0 (the embedding output) to {last} (after the last layer), "
-        f"such as {last // 2},{last}, or one of {', '.join(rules)}."
+        f"such as {last // 2},{last}, or one of {', '.join(rules)}, or the directory of a draft."
     )
-    if text not in rules and not _IDS.fullmatch(text):
+    if text in rules:
+        ids = rules[text]
+    elif _IDS.fullmatch(text):
+        ids = tuple(map(int, text.split(",")))
+    elif text and os.path.exists(text):
+        ids = layers_of_draft(text, num_layers)
+    else:
         raise UserError("--layers", text, "is not a list of layer ids", remedy)
-    ids = rules[text] if text in rules else tuple(map(int, text.split(",")))
+    selected = "" if _IDS.fullmatch(text) else _selected(ids, num_layers)
     try:
         validate_layer_ids(ids, num_layers)
     except UserError as error:
-        raise UserError("--layers", text, _selected(ids, num_layers) * (text in rules) + error.problem, remedy) from None
+        raise UserError("--layers", text, selected + error.problem, remedy) from None
     if text in rules and list(ids) != sorted(ids):
-        raise UserError("--layers", text, f"{_selected(ids, num_layers)}is out of order", remedy)
+        raise UserError("--layers", text, f"{selected}is out of order", remedy)
     return ids
 
 

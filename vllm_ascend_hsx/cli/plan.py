@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",
     )
     parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
-    layers = "as for hsx serve: comma-separated ids, or eagle3, dflash or mtp (default: %(default)s)"
+    layers = "as for hsx serve: comma-separated ids, eagle3, dflash, mtp, or the directory of a draft (default: %(default)s)"
     parser.add_argument("--layers", default="eagle3", metavar="IDS", help=layers)
     parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
     parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")

@@ -46,7 +46,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="eagle3",
         metavar="IDS",
         help="comma-separated ids in the order of the files: i is the residual stream after i "
-        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L) (default: eagle3)",
+        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L); or the directory of "
+        "a draft, for the layers that it reads and L (default: eagle3)",
     )
     out = "directory of the files (default: %(default)s)"
     parser.add_argument("--out", type=non_empty_path, default=Path("hidden_states"), metavar="DIR", help=out)
