@@ -20,7 +20,7 @@ HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
 KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by how many servers live at a time
 SHARD_KILLS = {1: depth(300, 2), 3: depth(100, 2)}
-MUTATION_KILLS = 400
+MUTATION_KILLS = 1600  # at most: a mistake that two threads must meet is mostly found by the first ten
 STEP = 1 if is_long() else 3  # of a sweep: system calls from one kill to the next
 
 # Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
