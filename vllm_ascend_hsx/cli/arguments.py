@@ -30,7 +30,7 @@ def did_you_mean(typed: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote what was typed with control characters escaped.
+    """A parser whose errors quote the user's words with control characters escaped.
 
     A misspelt option is named before anything else, with the one that is similar.
     """
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def add_output(self, result: str, quiet: tuple[str, ...] = ("-q", "--quiet")) -> None:
-        """Add the options of `output.Output`. `result` says what --json prints."""
+        """Add the options of `output.Output`. `result` describes the object that --json prints."""
         self.add_argument("--json", action="store_true", help=f"print one JSON object: {result}")
         silence = "no progress and no result in words; errors still go to stderr, and the exit code tells the rest"
         self.add_argument(*quiet, action="store_true", help=silence)

@@ -26,7 +26,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx clean`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx clean",
-        description="Removes what consumers and dead servers left in a storage directory and all "
+        description="Removes the remains of consumers and dead servers from a storage directory and all "
         "folders below it: unheld locks without data or error, hidden directories of dead servers (whose "
         "shards are sealed), and, if asked, old errors, and files and shards that consumers have "
         "acknowledged. Files that a server writes or a reader "
@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "such as 64GiB (default: none)",
     )
     parser.add_argument("--lost-shards", action="store_true", help="remove the indexes of shards whose tar files are gone")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the paths that would be removed, and remove nothing")
     parser.add_output("the paths that were, or would be, removed and sealed, and the problems")
     options = parser.parse_args(argv)
     options.errors_older_than = _seconds(parser, "--errors-older-than", options.errors_older_than)
@@ -65,7 +65,7 @@ def _seconds(parser: Parser, option: str, value: str | None) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx clean` and return its exit code."""
+    """Run `hsx clean` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -90,7 +90,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit code.
+    """Run the demo and return the exit code.
 
     It is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 if interrupted.
     """
@@ -180,7 +180,7 @@ def _serve_by_hand(
 
 
 def _facts(title: str, server: Server, served: Served) -> dict[str, Any]:
-    """Return what is known of one server, for --json."""
+    """Return the facts about one server, for --json."""
     files = server.log.parent / "hidden_states"
     return {"title": title, "log": str(server.log), "files": str(files), "rows": [row._asdict() for row in served.rows]}
 
@@ -254,11 +254,11 @@ def _server(
     extra: tuple[str, ...],
     **sizes: Any,
 ) -> Server:
-    """Make the server, and say where its log and files will be.
+    """Make the server, and print the places of log and files.
 
     Args:
         work: directory of both.
-        environment: variables beside those of every demo.
+        environment: further variables.
         extra: words of the command line. sizes: further fields of ServeOptions.
     """
     from vllm_ascend_hsx.demo.options import ServeOptions

@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx doctor` and return its exit code."""
+    """Run `hsx doctor` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
     try:

@@ -1,4 +1,4 @@
-"""`hsx generate`: send a dataset to servers, which write a file of hidden states for each row."""
+"""`hsx generate`: send a dataset to servers that write a file of hidden states for each row."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     order = "prefix: send rows with a common prefix one after the other, so that servers compute it once; given: as they are "
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add = parser.add_argument_group("prompts").add_argument
-    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of every chat; those of a row come first")
+    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of every chat; the arguments of a row come first")
     special = "texts have been rendered by a chat template: add no BOS token"
     add("--no-special-tokens", action="store_false", dest="add_special_tokens", help=special)
     show = "show N rows as tokens with their loss mask before the run (default: 1 for a new --output)"
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000); "
     file = "@FILE: a file with one in each line, which is read again during the run"
     add("--endpoint", action="append", metavar="URL|@FILE", help=endpoints + file)
-    add("--model", metavar="NAME", help="its name on the servers (default: the first that each names)")
+    add("--model", metavar="NAME", help="name of the model on the servers (default: the first that each server names)")
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     add("--concurrency", **numbers("concurrency"), help="concurrent requests, over all servers (default: %(default)s)")
     add("--request-timeout", **numbers("request_timeout", "S"), help="seconds for an answer (default: %(default)g)")
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     errors = "stop after N errors with no row finished in between, not counting refused rows (default: --concurrency)"
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
     add = parser.add_argument_group("a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')").add_argument
-    add("--ray", metavar="ADDRESS", help="of its head, such as head:6379, or auto; this command runs on a node of it")
+    add("--ray", metavar="ADDRESS", help="of the cluster's head, such as head:6379, or auto; this command runs on a node of it")
     add("--ray-label", metavar="KEY=VALUE", help="only on nodes with this label (`ray start --labels`), such as those that see the storage")
     tasks = f"divide the rows between N tasks, which Ray repeats if their node dies (default: {RayCluster.tasks})"
     add("--ray-tasks", type=whole(*RAY_TASKS), metavar="N", help=tasks)
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=positive(1e12), metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
     known = "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: of finished rows)"
     add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
-    parser.add_output("what became of the rows, or with --dry-run their sizes")
+    parser.add_output("the outcome of the rows, or with --dry-run the sizes")
     return parser
 
 
@@ -178,7 +178,7 @@ def _give(out: Output, directory: Path, found: Outcome | Sizes) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx generate` and return its exit code."""
+    """Run `hsx generate` and return the exit code."""
     parsed = parser().parse_args(sys.argv[1:] if argv is None else argv)
     out = Output(parsed)
     try:

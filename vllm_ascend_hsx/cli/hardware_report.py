@@ -54,7 +54,7 @@ def _steps(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx hardware-report` and return its exit code."""
+    """Run `hsx hardware-report` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
     emulated = npu_is_emulated()

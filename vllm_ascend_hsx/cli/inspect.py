@@ -34,7 +34,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
     plot = "draw the norms of a file's rows, by layer and by token; needs matplotlib"
     parser.add_argument("--plot", type=non_empty_path, metavar="PNG", help=plot)
-    parser.add_output("the files, and the number of those that are left out")
+    parser.add_output("the files, and the number of files that are left out")
     options = parser.parse_args(argv)
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -56,7 +56,7 @@ def _no_picture(target: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx inspect` and return its exit code."""
+    """Run `hsx inspect` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
     unreadable: list[OSError] = []
@@ -94,7 +94,7 @@ def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
 
 
 def _facts(found: Examination) -> dict[str, Any]:
-    """Return what is known of a file, for --json."""
+    """Return the facts about a file, for --json."""
     counts = {name: getattr(found, name) for name in ("tokens", "prompt_tokens", "num_bytes", "file_bytes")}
     verdict = {"verdict": found.verdict, "problem": found.problem}
     return {"path": str(found.path), **verdict, **counts, **found.kind._asdict(), "norms": list(found.norms), "metadata": found.metadata}

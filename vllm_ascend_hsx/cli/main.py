@@ -74,7 +74,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code.
+    """Run one command line and return the exit code.
 
     It is 2 for an invalid command line, 1 for a system error, 130 if interrupted, and 141 if the
     reader of the output has gone.
@@ -103,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the words before `--`, which separates those of another program."""
+    """Return the words before `--`. The words after it are for another program."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _problem(error: OSError) -> str:
-    """Return what has failed: a file, an output, or what a library raises OSError for."""
+    """Return the thing that has failed: a file, an output, or a library's own error."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) if error.errno is None else f"cannot continue or print: {error}"

@@ -47,7 +47,7 @@ def make_console(width: int = 150, *, stderr: bool = False, quiet: bool = False)
 
 
 class Output:
-    """The outputs of one command, by its options --json and --quiet (`Parser.add_output`).
+    """The outputs of one command, by the options --json and --quiet (`Parser.add_output`).
 
     Attributes:
         result: stdout; nowhere with either option.
@@ -62,7 +62,7 @@ class Output:
         self._as_json: bool = options.json
 
     def give(self, facts: Mapping[str, Any], show: Callable[[OneConsole], None]) -> None:
-        """Print the result of the command: one JSON object with --json, else what `show` prints."""
+        """Print the result: one JSON object with --json, else the text that `show` prints."""
         if self._as_json:
             print(json.dumps(_finite(facts)))
         else:
@@ -84,7 +84,10 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def escape_unwritable() -> None:
-    """Escape what an output's encoding lacks, such as bytes of file names that are not UTF-8."""
+    """Escape characters that the encoding of an output lacks.
+
+    Such as bytes of file names that are not UTF-8.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -101,7 +101,7 @@ def _option(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and a value, such as io=direct")
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):

@@ -36,7 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx status` and return its exit code."""
+    """Run `hsx status` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     runs, problems = read_status(options.directories, time.time())
     total = Progress("all", **{name: sum(getattr(run, name) for run in runs) for name in COUNTS})

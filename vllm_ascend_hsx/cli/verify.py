@@ -37,7 +37,7 @@ class Tally:
 
     Attributes:
         good: valid files.
-        without_checksum: those of them that state no checksum.
+        without_checksum: the good files that state no checksum.
         bad: invalid files, shards and folders.
         absent: files that were removed after they were listed, or that a server is writing.
         failed: error files.
@@ -120,7 +120,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hsx verify` and return its exit code."""
+    """Run `hsx verify` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
     tally = Tally()
@@ -167,7 +167,7 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
     # Not forked: libraries have threads, and a fork of them may hang.
     with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process) as pool:
         futures = []
-        # A terminal interrupts the processes, too, which must leave it to this one.
+        # A terminal interrupts the other processes, too. They must leave it to this one.
         with deferred_interrupt(), suppress(BrokenProcessPool):  # the futures have the exception
             for path in paths:
                 futures.append(pool.submit(look, path))
