@@ -41,7 +41,15 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     work = tmp_path_factory.mktemp("demo")
     command = [HSX, "demo", "--serve", "--output", str(work), *ONE_NPU]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+        start_new_session=True,
+        # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None
         lines: dict[str, str] = {}
@@ -53,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert tuple(lines) == NAMES, "\n".join(printed)
         yield Served(process, lines, work)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(60)
 
 

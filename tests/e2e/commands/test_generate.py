@@ -203,7 +203,7 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
         process.kill()
     assert process.returncode == 130, printed
     assert "interrupted; what is done is kept" in printed
-    assert serving.left("long") == ["answers.jsonl", "ledger.jsonl"]
+    assert serving.left("long") == ["ledger.jsonl"]
     code, printed = serving.generate("after", [{"token_ids": tokens(20)}])
     assert code == 0, printed
 
