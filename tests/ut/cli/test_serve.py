@@ -382,7 +382,7 @@ def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path
     beside = f"import sys; sys.executable = {str(tmp_path / 'python')!r}"
     code = f"{beside}; from vllm_ascend_hsx.cli.serve import main, parse_arguments; sys.exit(main(sys.argv[1:]))"
     started = subprocess.Popen(
-        [sys.executable, "-c", code, str(model)],
+        [sys.executable, "-c", code, str(model), "--out", str(tmp_path / "states"), "--port", "0"],
         env={**os.environ, "VLLM_PLUGINS": "ascend", "PATH": str(tmp_path / "empty")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
