@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_definition import BLOCK, Lengths, page, running_totals, sees
 from emulated import close, int32, random, scenarios
+from wrong_calls import blocks_of, more_heads, widened, wrong
 
 from vllm_ascend_hsx.emulator.ops.attention.cache import npu_scatter_nd_update_, npu_scatter_nd_update_sk
 from vllm_ascend_hsx.emulator.ops.attention.sparse import npu_lightning_indexer, npu_sparse_flash_attention
@@ -207,23 +208,6 @@ def test_the_products_of_all_heads_lie_side_by_side(dtype: torch.dtype) -> None:
 
 
 # ---- what is refused ----
-
-
-def wrong(operator: Callable[..., object], **right: Any) -> Callable[..., Callable[[], object]]:
-    """Return a function that makes calls of `operator` that are right but for its own arguments."""
-    return lambda **changes: lambda: operator(**right | changes)
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat((tensor, tensor), -1)
-
-
-def more_heads(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor[:, :1].expand(-1, count, *tensor.shape[2:])
-
-
-def blocks_of(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda cache: cache.new_zeros(cache.shape[0], size, *cache.shape[2:])
 
 
 index = wrong(Indexed([(1, 20), (2, 9)]).call)
