@@ -71,7 +71,7 @@ def check_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     Reason: this is the last step in the process that the user has started. An error here is the
     last one that the user sees. Later ones are raised in processes of the engine, and vLLM then
-    ends with "See root cause above" (v1/engine/utils.py:1043, 0.23.0). A server with several API
+    ends with "See root cause above" (v1/engine/utils.py:1251, 0.23.0). A server with several API
     servers repeats the step in each of them (entrypoints/openai/api_server.py:123).
     """
     vllm_config = original(self, *args, **kwargs)

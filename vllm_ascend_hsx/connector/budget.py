@@ -3,7 +3,7 @@
 The scheduler's side admits requests, and each rank counts the files that it has written. A
 request is promised room for the largest file that it can have, and the file is counted when it is
 published. So all files together, those that are being written too, never exceed the budget. Only
-consumers remove files: a rank looks for names that are gone when its engine has no room.
+consumers remove files. When an engine has no room, the ranks look for names that are gone.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class StoredFiles:
     """The files of one rank in the storage directory. Not thread-safe, except for `missing`.
 
     Attributes:
-        num_bytes: their bytes. Files that were removed count until a look.
+        num_bytes: bytes of the files. Removed files count until a look.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def commands(url: str, model: str, work: Path) -> Commands:
     Args:
         url: of the server, without /v1.
         model: name of the model there.
-        work: directory with prompts.jsonl, next to that of the hidden states.
+        work: directory with prompts.jsonl and the directory hidden_states.
     """
     body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 1}
     program = (

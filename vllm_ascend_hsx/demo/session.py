@@ -50,7 +50,7 @@ class Served(NamedTuple):
 
 
 class Consoles(NamedTuple):
-    """Where the result is shown, and where progress is."""
+    """The consoles for the result and for progress."""
 
     result: Console
     progress: Console

@@ -25,6 +25,7 @@ PATH_OPTION = "allow_custom_save_path"
 
 _IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
 _OF_REQUESTS = (EXTRACT_KEY, SAMPLE_KEY, *_IMPLY_EXTRACTION)
+_KNOWN = frozenset(_OF_REQUESTS)
 _NEAR = 0.75  # similarity of a misspelt key; no key of vLLM's connectors is so similar
 _REFUSED_PATH = f"kv_transfer_params.{PATH_KEY} is "
 _PATH_IN_USE = ", which another request is writing; choose another name"
@@ -97,7 +98,7 @@ def read_params(params: object, server: ServerParams, request_id: str = "") -> R
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
     else:
-        _refuse_unknown(params.keys() - set(_OF_REQUESTS), server)
+        _refuse_unknown(params.keys() - _KNOWN, server)
     by_default = _by_default(params, server, request_id) or not params.keys().isdisjoint(_IMPLY_EXTRACTION)
     if not _read_bool(params, EXTRACT_KEY, by_default):
         return RequestParams(extract=False)

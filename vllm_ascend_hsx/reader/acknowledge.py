@@ -1,4 +1,4 @@
-"""Acknowledge files: tell `hsx clean` which ones consumers need no longer."""
+"""Acknowledge files that consumers need no longer, so that `hsx clean` may remove them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,12 @@ PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that hsx serve sets.
 _SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
 _TAKE_JSON = ("-config", "-overrides", "-kwargs")  # names of vllm serve's options that take an object
-_SHORT = {"-pp": "--pipeline-parallel-size", "-pcp": "--prefill-context-parallel-size", "-dcp": "--decode-context-parallel-size"}
+_SHORT = {
+    "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.sinks.directory import OPTION, check_directory
 
-DEFAULT_PORT = "8000"  # entrypoints/openai/cli_args.py:205, vLLM 0.23.0
+DEFAULT_PORT = "8000"  # entrypoints/openai/cli_args.py:230, vLLM 0.23.0
 _FREE_ONE = "Stop the program that listens there, or give another port."
 _OTHER_ENGINES = "--data-parallel-size-local"  # 0: all engines run on other machines
 

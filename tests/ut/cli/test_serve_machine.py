@@ -15,6 +15,7 @@ import pytest
 from vllm_ascend_hsx.cli import serve
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.serve.command import build
 from vllm_ascend_hsx.serve.machine import check_machine
 
 NO_DIRECTORY = "/proc/hidden_states"
@@ -86,6 +87,13 @@ def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve
     monkeypatch.setattr("vllm_ascend_hsx.serve.machine.check_directory", refuse)
     with pytest.raises(UserError, match="--option io='direct' does not work"):
         check_machine(config(tmp_path, io="direct"), {"--headless": ""})
+
+
+@pytest.mark.parametrize("option", ["--data-parallel-size-local=0", "--data_parallel_size_local=0", "-dpl=0"])
+def test_each_spelling_says_that_no_engine_is_here(tmp_path: Path, option: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}))
+    built = build(str(tmp_path), "eagle3", NO_DIRECTORY, {}, [option, "--headless"], {})
+    check_machine(built.config, built.given)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
