@@ -25,6 +25,7 @@ demo: setup
 	@$(BIN)/hsx demo
 
 lint: setup
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache

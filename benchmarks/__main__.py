@@ -24,17 +24,56 @@ PARTS = ("host", "latency", "engine", "step", "decode", "slow_storage", "convers
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a minute instead of ten; writes nothing unless --output says where")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="leave the others out (default: all)")
-    parser.add_argument("--conversations", type=int, metavar="N", help="of that part (default: 200, with --quick 8)")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
-    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="on a disk (default: the system's)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)")
-    parser.add_argument("--merge", action="store_true", help="into what is there already: parts that are left out stay as they are")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a minute instead of ten; writes nothing unless --output says where",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="leave the others out (default: all)",
+    )
+    parser.add_argument(
+        "--conversations", type=int, metavar="N", help="of that part (default: 200, with --quick 8)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=Path,
+        default=Path("/dev/shm"),
+        metavar="DIR",
+        help="on a tmpfs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        metavar="DIR",
+        help="on a disk (default: the system's)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)"
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="into what is there already: parts that are left out stay as they are",
+    )
     arguments = parser.parse_args(argv)
-    arguments.memory, arguments.disk = arguments.memory.resolve(), arguments.disk.resolve()  # processes have other current directories
-    if arguments.output is None and not arguments.quick and (arguments.merge or set(arguments.parts) == set(PARTS)):
+    arguments.memory, arguments.disk = (
+        arguments.memory.resolve(),
+        arguments.disk.resolve(),
+    )  # processes have other current directories
+    if (
+        arguments.output is None
+        and not arguments.quick
+        and (arguments.merge or set(arguments.parts) == set(PARTS))
+    ):
         arguments.output = ROOT / "docs"
     return arguments
 
@@ -47,14 +86,26 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks import machine, report
     from benchmarks.goals import Results
     from benchmarks.kv_cache import capacity
-    from benchmarks.pipeline import conversations, decoding, engine, host_path, latency, per_step, slow_storage
+    from benchmarks.pipeline import (
+        conversations,
+        decoding,
+        engine,
+        host_path,
+        latency,
+        per_step,
+        slow_storage,
+    )
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
     before = None
-    if arguments.merge and arguments.output is not None:  # first: a file that cannot be read must not cost what is measured
+    if (
+        arguments.merge and arguments.output is not None
+    ):  # first: a file that cannot be read must not cost what is measured
         before = report.written_before(arguments.output, arguments.parts)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # directories and processes go, too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # directories and processes go, too
     console = Console()
     began = time.monotonic()
 
@@ -82,17 +133,25 @@ def run(arguments: argparse.Namespace) -> int:
         latencies.append(latency.run(latency_scale, source, directory, show))
     steps = None
     if "step" in arguments.parts:
-        steps = per_step.run(per_step.QUICK if arguments.quick else per_step.FULL, arguments.memory, device, show)
+        steps = per_step.run(
+            per_step.QUICK if arguments.quick else per_step.FULL, arguments.memory, device, show
+        )
     decode = None
     if "decode" in arguments.parts:
         rows = Source(MINIMAX_M2, max(2048, *decoding.FULL.in_flight), device)
-        decode = decoding.run(decoding.QUICK if arguments.quick else decoding.FULL, rows, arguments.memory, show)
+        decode = decoding.run(
+            decoding.QUICK if arguments.quick else decoding.FULL, rows, arguments.memory, show
+        )
     engines = None
     if "engine" in arguments.parts:
-        engines = engine.run(engine.QUICK if arguments.quick else engine.FULL, arguments.memory, show)
+        engines = engine.run(
+            engine.QUICK if arguments.quick else engine.FULL, arguments.memory, show
+        )
     slow = None
     if "slow_storage" in arguments.parts:
-        slow = slow_storage.run(slow_storage.QUICK if arguments.quick else slow_storage.FULL, arguments.memory, show)
+        slow = slow_storage.run(
+            slow_storage.QUICK if arguments.quick else slow_storage.FULL, arguments.memory, show
+        )
     talk = None
     if "conversations" in arguments.parts:
         scale = conversations.QUICK if arguments.quick else conversations.FULL
@@ -104,7 +163,20 @@ def run(arguments: argparse.Namespace) -> int:
         logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
         capacities = capacity.run(show)
     loads = (load, machine.load_average())
-    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities, talk, decode)
+    results = Results(
+        machine.describe(),
+        loads,
+        ring_bytes(),
+        cells,
+        refusals,
+        latencies,
+        engines,
+        steps,
+        slow,
+        capacities,
+        talk,
+        decode,
+    )
     report.show(console, results)
     if before is not None:
         results = report.merge(results, before, arguments.parts)
@@ -117,7 +189,9 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make benchmark`: at its barriers OpenMP would wait for our writers
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # as `make benchmark`: at its barriers OpenMP would wait for our writers
     if find_spec("torch_npu") is None:
         from vllm_ascend_hsx.emulator.launch import emulate
 

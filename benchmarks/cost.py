@@ -37,7 +37,12 @@ class Cost:
 
 def costs(results: Results) -> list[Cost]:
     """Everything of which there is a measurement."""
-    return [*_kept(results.capacity), *_served(results.engine), *_computed(results.conversations), *_memory(results)]
+    return [
+        *_kept(results.capacity),
+        *_served(results.engine),
+        *_computed(results.conversations),
+        *_memory(results),
+    ]
 
 
 def in_words(cost: Cost, value: float | None) -> str:
@@ -50,7 +55,9 @@ def in_words(cost: Cost, value: float | None) -> str:
 
 
 def _kept(result: capacity.Result | None) -> list[Cost]:
-    cells = {(cell.model, cell.layout): cell for cell in (result.cells if result is not None else [])}
+    cells = {
+        (cell.model, cell.layout): cell for cell in (result.cells if result is not None else [])
+    }
     found = []
     for model in dict.fromkeys(model for model, _ in cells):
         ours, vllm = cells.get((model, "hsx")), cells.get((model, "upstream"))
@@ -61,9 +68,15 @@ def _kept(result: capacity.Result | None) -> list[Cost]:
 
 
 def _served(result: engine.Result | None) -> list[Cost]:
-    cells = {(cell.traffic, cell.extraction): cell.speed for cell in (result.cells if result is not None else [])}
+    cells = {
+        (cell.traffic, cell.extraction): cell.speed
+        for cell in (result.cells if result is not None else [])
+    }
     traffics = dict.fromkeys(traffic for traffic, _ in cells)
-    return [Cost(SERVED, each, 1.0, cells[each, engine.OURS], cells.get((each, engine.VLLM))) for each in traffics]
+    return [
+        Cost(SERVED, each, 1.0, cells[each, engine.OURS], cells.get((each, engine.VLLM)))
+        for each in traffics
+    ]
 
 
 def _computed(result: conversations.Result | None) -> list[Cost]:
@@ -71,8 +84,21 @@ def _computed(result: conversations.Result | None) -> list[Cost]:
     if conversations.OURS not in cells:
         return []
     ours, vllm = cells[conversations.OURS], cells[conversations.VLLM]
-    remark = f"{vllm.right} of {vllm.files} files right" if vllm.files and vllm.right < vllm.files else ""
-    return [Cost(COMPUTED, "conversations", 1.0, ours.of_off, None if vllm.reason else vllm.of_off, remark)]
+    remark = (
+        f"{vllm.right} of {vllm.files} files right"
+        if vllm.files and vllm.right < vllm.files
+        else ""
+    )
+    return [
+        Cost(
+            COMPUTED,
+            "conversations",
+            1.0,
+            ours.of_off,
+            None if vllm.reason else vllm.of_off,
+            remark,
+        )
+    ]
 
 
 def _memory(results: Results) -> list[Cost]:
@@ -82,12 +108,29 @@ def _memory(results: Results) -> list[Cost]:
     most = max(cells, key=lambda cell: cell.figures[VLLM].rss)
     ours = results.ring_bytes + max(cell.figures[OURS].rss for cell in cells)
     rows = most.num_bytes * most.in_flight / most.requests / MIB
-    return [Cost(MEMORY, f"{rows:,.0f} MiB of rows in flight", 0.0, ours, most.figures[VLLM].rss, "grows with the rows in flight")]
+    return [
+        Cost(
+            MEMORY,
+            f"{rows:,.0f} MiB of rows in flight",
+            0.0,
+            ours,
+            most.figures[VLLM].rss,
+            "grows with the rows in flight",
+        )
+    ]
 
 
 def table(found: Sequence[Cost]) -> list[list[str]]:
     """Rows of the first table: what, off, ours, vLLM's connector."""
-    return [[f"{each.kind}, {each.case}", in_words(each, each.off), in_words(each, each.ours), _with_remark(each)] for each in found]
+    return [
+        [
+            f"{each.kind}, {each.case}",
+            in_words(each, each.off),
+            in_words(each, each.ours),
+            _with_remark(each),
+        ]
+        for each in found
+    ]
 
 
 def _with_remark(cost: Cost) -> str:

@@ -23,7 +23,9 @@ from benchmarks.pipeline.host_path import (
 )
 
 MIB = 1 << 20
-STRAY_BYTES = 4 * MIB  # of memory that comes and goes with interpreter and threads, whatever is written
+STRAY_BYTES = (
+    4 * MIB
+)  # of memory that comes and goes with interpreter and threads, whatever is written
 SMALL_CHUNK = 64  # rows of a last chunk whose writing is not what a reader waits for
 
 
@@ -132,18 +134,29 @@ def _each_cell(
     if not cells:
         return None
     values = sorted((value(cell), cell.filesystem, cell.tokens, cell.in_flight) for cell in cells)
-    (worst, filesystem, tokens, in_flight), good = values[0], sum(each[0] >= least for each in values)
+    (worst, filesystem, tokens, in_flight), good = (
+        values[0],
+        sum(each[0] >= least for each in values),
+    )
     middle = values[len(values) // 2][0]
     where = f"{write(worst)} at worst ({filesystem}, {tokens:,} tokens, {in_flight} in flight)"
     met = "yes" if good == len(values) else f"in {good} of {len(values)} cells"
-    return Verdict(goal, f"{write(middle)} in the median cell, {where}", met, "" if met == "yes" else limit(cells))
+    return Verdict(
+        goal,
+        f"{write(middle)} in the median cell, {where}",
+        met,
+        "" if met == "yes" else limit(cells),
+    )
 
 
 def _checksum(cells: Sequence[Cell]) -> Verdict | None:
     """Judge by the median cell: the difference of two runs is small against the noise of one."""
     if not cells:
         return None
-    costs = sorted(cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1 for cell in cells)
+    costs = sorted(
+        cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1
+        for cell in cells
+    )
     middle = costs[len(costs) // 2]
     return Verdict(
         "a checksum takes at most 10 % of the path's CPU time",
@@ -164,7 +177,9 @@ def _fixed_cost(cells: Sequence[Cell]) -> str:
         if cell.tokens == fewest:
             gb, figures = cell.num_bytes / cell.requests / 1e9, cell.figures
             beyond.append(gb * (figures[OURS].cpu_s_per_gb - figures[RAW].cpu_s_per_gb))
-            checksum.append(gb * (figures[OURS].cpu_s_per_gb - figures[OURS_UNCHECKED].cpu_s_per_gb))
+            checksum.append(
+                gb * (figures[OURS].cpu_s_per_gb - figures[OURS_UNCHECKED].cpu_s_per_gb)
+            )
     more, checksums = (sorted(values)[len(values) // 2] * 1e6 for values in (beyond, checksum))
     return (
         f"a file of {fewest:,} tokens takes {more:,.0f} µs more CPU time than its raw write, "
@@ -176,20 +191,30 @@ def _one_file_at_a_time(cells: Sequence[Cell]) -> str:
     """A long prompt's rows fill the ring file by file, and Linux admits one writer to a file."""
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
     alone, unchecked = worst.figures[RAW_ONE_THREAD].of_raw, worst.figures[OURS_UNCHECKED].of_raw
-    return f"in the worst cell a raw write by one thread reaches {alone:.0%}, ours without checksum {unchecked:.0%}; {_fixed_cost(cells)}"
+    return (
+        f"in the worst cell a raw write by one thread reaches {alone:.0%}, ours without checksum "
+        f"{unchecked:.0%}; {_fixed_cost(cells)}"
+    )
 
 
 def _raw_against_vllm(cells: Sequence[Cell]) -> str:
     alone = sorted(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
     good = sum(value >= 4 for value in alone)
-    return f"a raw write alone, without any copy: {alone[len(alone) // 2]:.1f} x in the median cell, 4 x in {good} of {len(alone)}"
+    return (
+        f"a raw write alone, without any copy: {alone[len(alone) // 2]:.1f} x in the median "
+        f"cell, 4 x in {good} of {len(alone)}"
+    )
 
 
 def _publishing(cells: Sequence[Cell]) -> str:
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
-    published, unchecked = worst.figures[DIRECT_PUBLISHED].of_raw, worst.figures[OURS_UNCHECKED].of_raw
+    published, unchecked = (
+        worst.figures[DIRECT_PUBLISHED].of_raw,
+        worst.figures[OURS_UNCHECKED].of_raw,
+    )
     return (
-        f"in the worst cell raw O_DIRECT with a rename and an fsync of the directory reaches {published:.0%}, "
+        "in the worst cell raw O_DIRECT with a rename and an fsync of the directory reaches "
+        f"{published:.0%}, "
         f"ours without checksum {unchecked:.0%}"
     )
 
@@ -199,7 +224,8 @@ def _direct_cpu(cells: Sequence[Cell]) -> str:
     unchecked = min(cell.figures[OURS_UNCHECKED].cpu_s_per_gb for cell in cells)
     checked = min(cell.figures[DIRECT_CHECKED].cpu_s_per_gb for cell in cells)
     return (
-        f"raw O_DIRECT itself takes {least:.3f} s, with a checksum {checked:.3f} s, ours without checksum {unchecked:.3f} s "
+        f"raw O_DIRECT itself takes {least:.3f} s, with a checksum {checked:.3f} s, ours without "
+        f"checksum {unchecked:.3f} s "
         "(the minimum of all cells)"
     )
 
@@ -213,10 +239,19 @@ def _latency(results: Sequence[latency.Result]) -> list[Verdict]:
             met = p50 <= 1e-3
             verdicts.append(
                 Verdict(
-                    f"{prompt.tokens:,} tokens, {result.filesystem}: published within 1 ms (p50) of the last row",
+                    (
+                        f"{prompt.tokens:,} tokens, {result.filesystem}: published within 1 ms "
+                        "(p50) "
+                        "of the last row"
+                    ),
                     f"{p50 * 1e3:.2f} ms after a last chunk of {SMALL_CHUNK} rows",
                     "yes" if met else "no",
-                    "" if met else f"a raw write of that chunk takes {prompt.quantiles['raw']['p50'] * 1e3:.2f} ms",
+                    ""
+                    if met
+                    else (
+                        "a raw write of that chunk takes "
+                        f"{prompt.quantiles['raw']['p50'] * 1e3:.2f} ms"
+                    ),
                 )
             )
         told = result.told["p99"]
@@ -225,7 +260,12 @@ def _latency(results: Sequence[latency.Result]) -> list[Verdict]:
                 f"{result.filesystem}: a reader is notified within 0.3 ms (p99)",
                 f"{told * 1e3:.2f} ms (p50 {result.told['p50'] * 1e3:.2f} ms)",
                 "yes" if told <= 3e-4 else "no",
-                "" if told <= 3e-4 else f"the release of a bare flock takes {result.bare_told['p99'] * 1e3:.2f} ms to wake its waiter",
+                ""
+                if told <= 3e-4
+                else (
+                    f"the release of a bare flock takes {result.bare_told['p99'] * 1e3:.2f} ms "
+                    "to wake its waiter"
+                ),
             )
         )
     return verdicts
@@ -240,7 +280,11 @@ def _memory(cells: Sequence[Cell], ring_bytes: int) -> Verdict | None:
     met = most <= STRAY_BYTES
     return Verdict(
         "no host memory beyond the ring, whatever the prompts' length and number",
-        f"{most / MIB:.1f} MiB at most beyond a ring of {ring_bytes / MIB:.0f} MiB (vLLM 0.33's path: {peer / MIB:,.0f} MiB)",
+        (
+            f"{most / MIB:.1f} MiB at most beyond a ring of {ring_bytes / MIB:.0f} MiB (vLLM "
+            "0.33's "
+            f"path: {peer / MIB:,.0f} MiB)"
+        ),
         "yes" if met else "no",
     )
 
@@ -251,10 +295,15 @@ def _engine(result: engine.Result | None) -> list[Verdict]:
     of_vllm = {cell.traffic: cell.speed for cell in result.cells if cell.extraction == engine.VLLM}
     return [
         Verdict(
-            f"{cell.traffic}: at least 99 % of the requests per second of an engine without extraction",
+            (
+                f"{cell.traffic}: at least 99 % of the requests per second of an engine without "
+                "extraction"
+            ),
             f"{cell.speed:.1%}, the median of {result.starts} starts",
             "yes" if (met := cell.speed >= 0.99) else "no",
-            "" if met else f"vLLM's connector reaches {of_vllm[cell.traffic]:.1%}, with this tiny model",
+            ""
+            if met
+            else f"vLLM's connector reaches {of_vllm[cell.traffic]:.1%}, with this tiny model",
         )
         for cell in result.cells
         if cell.extraction == engine.OURS
@@ -268,13 +317,25 @@ def _steps(result: per_step.Result | None) -> list[Verdict]:
     return [
         Verdict(
             "main thread: at most 100 µs per step",
-            f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 more tokens in a prompt",
+            (
+                f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 more "
+                "tokens in "
+                "a prompt"
+            ),
             "yes" if step <= 100 else "no",
-            "" if step <= 100 else f"{result.launches * 1e6:.0f} µs of these are the emulator's, which stands for the device",
+            ""
+            if step <= 100
+            else (
+                f"{result.launches * 1e6:.0f} µs of these are the emulator's, which stands for "
+                "the device"
+            ),
         ),
         Verdict(
             "main thread: at most 15 µs per request",
-            f"{result.per_request * 1e6:.1f} µs for each in a step, {begins:.1f} µs for each that begins in it",
+            (
+                f"{result.per_request * 1e6:.1f} µs for each in a step, {begins:.1f} µs for each "
+                "that begins in it"
+            ),
             "yes" if max(begins, result.per_request * 1e6) <= 15 else "no",
         ),
     ]

@@ -34,8 +34,14 @@ def load_average() -> float:
 
 def processor() -> str:
     """Its name, and the vector instructions that torch uses: bfloat16 needs AVX-512 to be fast."""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    )
 
 
 def _npu() -> str:

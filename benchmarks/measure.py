@@ -52,7 +52,11 @@ def _status_bytes(field: str) -> int:
 
 
 def in_turn(
-    contestants: Mapping[str, Callable[[], Cost]], repetitions: int, *, warm_up: int = 1, seed: int = 0
+    contestants: Mapping[str, Callable[[], Cost]],
+    repetitions: int,
+    *,
+    warm_up: int = 1,
+    seed: int = 0,
 ) -> dict[str, list[Cost]]:
     """Run every contestant once per repetition, each time in a new random order.
 
@@ -85,7 +89,9 @@ def median_wall(costs: Sequence[Cost]) -> float:
 
 def speed_ratio(costs: Sequence[Cost], reference: Sequence[Cost]) -> float:
     """How many times as fast as the reference: the median of the ratios within a repetition."""
-    return statistics.median(other.wall / cost.wall for cost, other in zip(costs, reference, strict=True))
+    return statistics.median(
+        other.wall / cost.wall for cost, other in zip(costs, reference, strict=True)
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:

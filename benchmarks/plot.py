@@ -20,11 +20,17 @@ def draw(results: Results, cost: Path, details: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(5, 2, 1.2, 1.2))
+    figure, axes = pyplot.subplots(
+        1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(5, 2, 1.2, 1.2)
+    )
     found = costs(results)
     for kind, axis in zip(_COSTS, axes.flat, strict=True):
         _cost(axis, kind, [each for each in found if each.kind == kind])
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     figure.savefig(cost, dpi=110)
@@ -47,26 +53,50 @@ _COSTS = {
 
 def _cost(axis: Any, kind: str, found: list[Cost]) -> None:
     """Bars of a kind of cost, for each case: extraction off, ours, vLLM's connector."""
-    contestants = (("extraction off", "off", LIMIT_COLOUR), ("ours", "ours", OURS_COLOUR), ("vLLM's connector", "vllm", PEER_COLOUR))
+    contestants = (
+        ("extraction off", "off", LIMIT_COLOUR),
+        ("ours", "ours", OURS_COLOUR),
+        ("vLLM's connector", "vllm", PEER_COLOUR),
+    )
     for offset, (label, attribute, colour) in enumerate(contestants):
         places = [index + 0.28 * (offset - 1) for index in range(len(found))]
         values = [getattr(each, attribute) for each in found]
         scale = {KEPT: 100.0, SERVED: 100.0, COMPUTED: 1.0, MEMORY: 1 / MIB}[kind]
-        axis.bar(places, [scale * (value or 0) for value in values], 0.26, color=colour, label=label)
+        axis.bar(
+            places, [scale * (value or 0) for value in values], 0.26, color=colour, label=label
+        )
         for place, each, value in zip(places, found, values, strict=True):
-            axis.text(place, scale * (value or 0), in_words(each, value).replace(" ", "\n"), ha="center", va="bottom", fontsize=6.5)
-    axis.set_xticks(range(len(found)), [each.case.replace(" of rows", "\nof rows").replace("-Instruct", "") for each in found], fontsize=7)
+            axis.text(
+                place,
+                scale * (value or 0),
+                in_words(each, value).replace(" ", "\n"),
+                ha="center",
+                va="bottom",
+                fontsize=6.5,
+            )
+    axis.set_xticks(
+        range(len(found)),
+        [each.case.replace(" of rows", "\nof rows").replace("-Instruct", "") for each in found],
+        fontsize=7,
+    )
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
     axis.set_title(_COSTS[kind], fontsize=10)
 
 
-def _lines(axis: Any, cells: list[Cell], name: str, attribute: str, colour: str, scale: float) -> None:
+def _lines(
+    axis: Any, cells: list[Cell], name: str, attribute: str, colour: str, scale: float
+) -> None:
     """One line per filesystem and number of requests in flight, over the length of the requests."""
     styles = {True: "-", False: ":"}
     filesystems = sorted({cell.filesystem for cell in cells})
     for filesystem in filesystems:
         for in_flight in sorted({cell.in_flight for cell in cells}):
-            chosen = [cell for cell in cells if (cell.filesystem, cell.in_flight) == (filesystem, in_flight) and name in cell.figures]
+            chosen = [
+                cell
+                for cell in cells
+                if (cell.filesystem, cell.in_flight) == (filesystem, in_flight)
+                and name in cell.figures
+            ]
             if chosen:
                 axis.plot(
                     [cell.tokens for cell in chosen],
@@ -76,7 +106,9 @@ def _lines(axis: Any, cells: list[Cell], name: str, attribute: str, colour: str,
                     markersize=3 + 0.6 * len(bin(in_flight)),
                     color=colour,
                     alpha=0.8,
-                    label=f"{name}, {filesystem}" if in_flight == min(cell.in_flight for cell in cells) else None,
+                    label=f"{name}, {filesystem}"
+                    if in_flight == min(cell.in_flight for cell in cells)
+                    else None,
                 )
 
 
@@ -110,9 +142,22 @@ def _of_vllm(axis: Any, results: Results) -> None:
 def _memory(axis: Any, results: Results) -> None:
     cells = [cell for cell in results.host if cell.view == COPIED]
     for name, colour in ((OURS, OURS_COLOUR), (VLLM, PEER_COLOUR), (VLLM_REUSING, OTHER_COLOUR)):
-        points = sorted((cell.num_bytes * cell.in_flight / cell.requests / MIB, cell.figures[name].rss / MIB) for cell in cells)
-        axis.plot([point[0] for point in points], [point[1] for point in points], "o", color=colour, label=name)
-    axis.set(title="with the copy: host memory", xlabel="MiB of rows in flight", ylabel="MiB above the start")
+        points = sorted(
+            (cell.num_bytes * cell.in_flight / cell.requests / MIB, cell.figures[name].rss / MIB)
+            for cell in cells
+        )
+        axis.plot(
+            [point[0] for point in points],
+            [point[1] for point in points],
+            "o",
+            color=colour,
+            label=name,
+        )
+    axis.set(
+        title="with the copy: host memory",
+        xlabel="MiB of rows in flight",
+        ylabel="MiB above the start",
+    )
     axis.grid(alpha=0.3)
     if cells:
         axis.legend(fontsize=8)
@@ -130,13 +175,23 @@ def _latency(axis: Any, results: Results) -> None:
             )
         ):
             places = [index + 0.27 * (offset - 1) for index in range(len(labels))]
-            axis.bar(places, [each.quantiles[name]["p50"] * 1e3 for each in result.prompts], 0.25, color=colour, label=label)
+            axis.bar(
+                places,
+                [each.quantiles[name]["p50"] * 1e3 for each in result.prompts],
+                0.25,
+                color=colour,
+                label=label,
+            )
         axis.set_xticks(range(len(labels)), labels)
         axis.axhline(1, **_GOAL)
         axis.set_yscale("log")
         axis.set_ylim(top=20 * axis.get_ylim()[1])  # room for the legend
         axis.legend(fontsize=8, loc="upper left")
-        axis.set(title=f"latency on {result.filesystem} (p50)", xlabel="tokens of the prompt, of its last chunk", ylabel="ms")
+        axis.set(
+            title=f"latency on {result.filesystem} (p50)",
+            xlabel="tokens of the prompt, of its last chunk",
+            ylabel="ms",
+        )
 
 
 def _engine(axis: Any, results: Results) -> None:
@@ -146,8 +201,16 @@ def _engine(axis: Any, results: Results) -> None:
             (("speed", "requests/s", OURS_COLOUR), ("cpu", "CPU time per step", OTHER_COLOUR))
         ):
             places = [index + 0.36 * (offset - 0.5) for index in range(len(cells))]
-            axis.bar(places, [100 * getattr(cell, attribute) for cell in cells], 0.34, color=colour, label=label)
-        axis.set_xticks(range(len(cells)), [f"{cell.traffic}\n{cell.extraction}" for cell in cells], fontsize=7)
+            axis.bar(
+                places,
+                [100 * getattr(cell, attribute) for cell in cells],
+                0.34,
+                color=colour,
+                label=label,
+            )
+        axis.set_xticks(
+            range(len(cells)), [f"{cell.traffic}\n{cell.extraction}" for cell in cells], fontsize=7
+        )
         axis.set_ylim(top=150)
         axis.legend(fontsize=8, loc="upper left")
         axis.set(title="engine on the emulated NPU", ylabel="% of the engine without extraction")
@@ -156,10 +219,16 @@ def _engine(axis: Any, results: Results) -> None:
 def _steps(axis: Any, results: Results) -> None:
     if results.step is not None:
         for in_flight in sorted({cell.in_flight for cell in results.step.cells}):
-            cells = [cell for cell in results.step.cells if cell.in_flight == in_flight and cell.going_on is not None]
+            cells = [
+                cell
+                for cell in results.step.cells
+                if cell.in_flight == in_flight and cell.going_on is not None
+            ]
             if cells:
                 costs = [1e6 * (cell.going_on or 0) for cell in cells]
-                axis.plot([cell.tokens for cell in cells], costs, "o-", label=f"{in_flight} in flight")
+                axis.plot(
+                    [cell.tokens for cell in cells], costs, "o-", label=f"{in_flight} in flight"
+                )
         axis.set_ylim(bottom=0)
         _token_axis(axis, "main thread: a step in which no request begins", "µs of CPU time")
         axis.set_xlabel("tokens per request")

@@ -55,7 +55,11 @@ def tables(results: Results) -> list[TABLE]:
 
 
 def cost_table(results: Results) -> TABLE:
-    return "what extraction costs", ["", "extraction off", "ours", "vLLM's connector"], cost.table(cost.costs(results))
+    return (
+        "what extraction costs",
+        ["", "extraction off", "ours", "vLLM's connector"],
+        cost.table(cost.costs(results)),
+    )
 
 
 def goals_table(results: Results) -> TABLE:
@@ -71,23 +75,45 @@ def host_tables(view: str, cells: Sequence[Cell]) -> list[TABLE]:
     versus = VLLM in names
 
     def table(title: str, columns: Sequence[str], row: Callable[[Cell], Sequence[str]]) -> TABLE:
-        return f"{view}: {title}", ["filesystem", "tokens", "in flight", *columns], [[*_where(cell), *row(cell)] for cell in cells]
+        return (
+            f"{view}: {title}",
+            ["filesystem", "tokens", "in flight", *columns],
+            [[*_where(cell), *row(cell)] for cell in cells],
+        )
 
     def speeds(cell: Cell) -> list[str]:
         own = [f"{cell.figures[name].of_raw:.0%}" for name in others]
         return [*own, f"{cell.figures[OURS].of_vllm or 0:.2f}"] if versus else own
 
     shown = [
-        table(f"speed, % of {reference}", [*others, f"ours, times {VLLM}"] if versus else others, speeds),
-        table("CPU seconds per GB", names, lambda cell: [f"{cell.figures[name].cpu_s_per_gb:.3f}" for name in names]),
+        table(
+            f"speed, % of {reference}",
+            [*others, f"ours, times {VLLM}"] if versus else others,
+            speeds,
+        ),
+        table(
+            "CPU seconds per GB",
+            names,
+            lambda cell: [f"{cell.figures[name].cpu_s_per_gb:.3f}" for name in names],
+        ),
     ]
     if view == COPIED:
-        shown.append(table("MiB of memory", names, lambda cell: [f"{cell.figures[name].rss / MIB:,.0f}" for name in names]))
+        shown.append(
+            table(
+                "MiB of memory",
+                names,
+                lambda cell: [f"{cell.figures[name].rss / MIB:,.0f}" for name in names],
+            )
+        )
     return shown
 
 
 def _where(cell: Cell) -> list[str]:
-    return [cell.filesystem, f"{cell.tokens:,}", f"{cell.in_flight} evenly" if cell.evenly else str(cell.in_flight)]
+    return [
+        cell.filesystem,
+        f"{cell.tokens:,}",
+        f"{cell.in_flight} evenly" if cell.evenly else str(cell.in_flight),
+    ]
 
 
 def latency_table(result: latency.Result) -> TABLE:
@@ -95,7 +121,10 @@ def latency_table(result: latency.Result) -> TABLE:
     headings += ["raw write of last chunk", "published → notified", "published → mapped"]
     rows = [
         [f"{each.tokens:,}", f"{each.last_chunk:,}"]
-        + [_p50_p99(each.quantiles[name]) for name in ("from_host", "from_step", "raw", "told", "loaded")]
+        + [
+            _p50_p99(each.quantiles[name])
+            for name in ("from_host", "from_step", "raw", "told", "loaded")
+        ]
         for each in result.prompts
     ]
     return f"latency, {result.filesystem}: p50 / p99 in ms", headings, rows
@@ -107,10 +136,24 @@ def _p50_p99(quantiles: dict[str, float]) -> str:
 
 def engine_table(result: engine.Result) -> TABLE:
     rows = [
-        [each.traffic, each.extraction, f"{each.speed:.1%}", _range(each.requests_per_s), f"{each.cpu:.1%}", str(each.steps)]
+        [
+            each.traffic,
+            each.extraction,
+            f"{each.speed:.1%}",
+            _range(each.requests_per_s),
+            f"{each.cpu:.1%}",
+            str(each.steps),
+        ]
         for each in result.cells
     ]
-    headings = ["traffic", "extraction", "requests/s, % of off", "of the starts", "CPU time per step, % of off", "steps"]
+    headings = [
+        "traffic",
+        "extraction",
+        "requests/s, % of off",
+        "of the starts",
+        "CPU time per step, % of off",
+        "steps",
+    ]
     return "engine on the emulated NPU", headings, rows
 
 
@@ -129,7 +172,11 @@ def step_table(result: per_step.Result) -> TABLE:
         ]
         for cell in result.cells
     ]
-    return "main thread, µs of CPU time per step", ["tokens", "in flight", "all begin", "all go on", "nothing is extracted"], rows
+    return (
+        "main thread, µs of CPU time per step",
+        ["tokens", "in flight", "all begin", "all go on", "nothing is extracted"],
+        rows,
+    )
 
 
 def decode_table(result: decoding.Result) -> TABLE:
@@ -139,7 +186,14 @@ def decode_table(result: decoding.Result) -> TABLE:
         + [f"{seconds * 1e3:.1f}" for seconds in (cell.step_off, cell.step)]
         for cell in result.cells
     ]
-    headings = ["requests", "ours, µs", "raw write of a row, µs", "of joined rows, µs", "step without, ms", "step, ms"]
+    headings = [
+        "requests",
+        "ours, µs",
+        "raw write of a row, µs",
+        "of joined rows, µs",
+        "step without, ms",
+        "step, ms",
+    ]
     return "CPU time of a row of generated tokens", headings, rows
 
 
@@ -154,14 +208,33 @@ def slow_storage_table(result: slow_storage.Result) -> TABLE:
         ]
         for each in result.cells
     ]
-    headings = ["slow_storage", "storage", "gap p50, ms", "gap p99, ms", "longest gap, ms", "prompts/s", "without rows"]
+    headings = [
+        "slow_storage",
+        "storage",
+        "gap p50, ms",
+        "gap p99, ms",
+        "longest gap, ms",
+        "prompts/s",
+        "without rows",
+    ]
     return "a stream that is not extracted, beside prompts that are", headings, rows
 
 
 def conversations_table(result: conversations.Result) -> TABLE:
     rows = [
-        [each.name, f"{each.prompt:,}", f"{each.computed:,}", f"{each.of_off:.2f}", f"{each.wall:.0f}", f"{each.wall_of_off:.2f}"]
-        + ([f"{each.copied:,}", f"{each.bytes / MIB:,.0f}", f"{each.right} of {each.files}"] if each.files else ["", "", ""])
+        [
+            each.name,
+            f"{each.prompt:,}",
+            f"{each.computed:,}",
+            f"{each.of_off:.2f}",
+            f"{each.wall:.0f}",
+            f"{each.wall_of_off:.2f}",
+        ]
+        + (
+            [f"{each.copied:,}", f"{each.bytes / MIB:,.0f}", f"{each.right} of {each.files}"]
+            if each.files
+            else ["", "", ""]
+        )
         if not each.reason
         else [f"{each.name}: {each.reason}", *[""] * 8]
         for each in result.cells
@@ -173,7 +246,12 @@ def conversations_table(result: conversations.Result) -> TABLE:
 
 def capacity_table(result: capacity.Result) -> TABLE:
     rows = [
-        [each.model, each.layout, *(f"{number:,}" for number in (each.block_size, each.blocks, each.tokens)), f"{each.kept:.2%}"]
+        [
+            each.model,
+            each.layout,
+            *(f"{number:,}" for number in (each.block_size, each.blocks, each.tokens)),
+            f"{each.kept:.2%}",
+        ]
         if not each.reason
         else [each.model, each.layout, "", "", "", "does not start"]
         for each in result.cells
@@ -188,7 +266,11 @@ def show(console: Console, results: Results) -> None:
     for title, headings, rows in tables(results):
         table = Table(title=title, title_justify="left")
         for index, heading in enumerate(headings):
-            table.add_column(heading, overflow="fold", justify="left" if index == 0 or title == "goals" else "right")
+            table.add_column(
+                heading,
+                overflow="fold",
+                justify="left" if index == 0 or title == "goals" else "right",
+            )
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -199,7 +281,9 @@ def written_before(directory: Path, parts: Sequence[str]) -> Results:
 
     Raises OSError, or ValidationError if another part cannot be read.
     """
-    return _read(directory / f"{NAME}.json", {name: getattr(_NOTHING, name) for name in _fields(parts)})
+    return _read(
+        directory / f"{NAME}.json", {name: getattr(_NOTHING, name) for name in _fields(parts)}
+    )
 
 
 def merge(results: Results, before: Results, parts: Sequence[str]) -> Results:
@@ -213,7 +297,11 @@ def _fields(parts: Sequence[str]) -> set[str]:
 
 def _read(path: Path, instead: Mapping[str, Any] = MappingProxyType({})) -> Results:
     """The results in a file, with other ones in some fields. Raises as `written_before`."""
-    fields = {**dict.fromkeys(Results.__dataclass_fields__), **json.loads(path.read_text()), **instead}
+    fields = {
+        **dict.fromkeys(Results.__dataclass_fields__),
+        **json.loads(path.read_text()),
+        **instead,
+    }
     return TypeAdapter(Results).validate_python(fields)
 
 
@@ -237,29 +325,59 @@ def write(results: Results, directory: Path) -> list[Path]:
 def markdown(results: Results, others: Mapping[str, Results]) -> str:
     """docs/performance.md; `others` are those of other machines, by the name of their file."""
     found = {title: _markdown_table(headings, rows) for title, headings, rows in tables(results)}
-    parts = [words.HEAD, f"![what extraction costs, beside a server without it and vLLM's connector]({COST}.png)"]
-    parts += [found.pop(cost_table(results)[0]), words.COST, words.MACHINE.format(machine=_machine(results))]
+    parts = [
+        words.HEAD,
+        f"![what extraction costs, beside a server without it and vLLM's connector]({COST}.png)",
+    ]
+    parts += [
+        found.pop(cost_table(results)[0]),
+        words.COST,
+        words.MACHINE.format(machine=_machine(results)),
+    ]
     parts += ["## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
     for name, other in others.items():
         _, headings, rows = goals_table(other)
-        parts += [f"## Goals on {other.machine['processor'].partition(',')[0]}", words.OTHER.format(file=name, machine=_machine(other))]
+        parts += [
+            f"## Goals on {other.machine['processor'].partition(',')[0]}",
+            words.OTHER.format(file=name, machine=_machine(other)),
+        ]
         parts += [_markdown_table(headings, rows), *_slowest(other)]
     parts += ["## What is measured", words.METHOD]
     for view in (PINNED, COPIED, DURABLY):
         if mine := [title for title in found if title.startswith(f"{view}: ")]:
-            parts += [f"## Path to the file: {view}", words.VIEWS[view], *(_slowest(results) if view == PINNED else ())]
+            parts += [
+                f"## Path to the file: {view}",
+                words.VIEWS[view],
+                *(_slowest(results) if view == PINNED else ()),
+            ]
             for title in mine:
                 parts += [f"**{title.removeprefix(f'{view}: ')}**", found.pop(title)]
     for filesystem, reason in results.no_durable_view.items():
         parts.append(f"There is no durable view on {filesystem}: {reason}.")
     for each in results.latency:
-        parts += [f"## Latency on {each.filesystem}", _latency_words(each), found.pop(latency_table(each)[0])]
+        parts += [
+            f"## Latency on {each.filesystem}",
+            _latency_words(each),
+            found.pop(latency_table(each)[0]),
+        ]
     if results.engine is not None:
-        parts += ["## Engine", _engine_words(results.engine), found.pop(engine_table(results.engine)[0])]
+        parts += [
+            "## Engine",
+            _engine_words(results.engine),
+            found.pop(engine_table(results.engine)[0]),
+        ]
     if results.step is not None:
-        parts += ["## Main thread", _step_words(results.step), found.pop(step_table(results.step)[0])]
+        parts += [
+            "## Main thread",
+            _step_words(results.step),
+            found.pop(step_table(results.step)[0]),
+        ]
     if results.decode is not None:
-        parts += ["## Generated tokens", _decode_words(results.decode), found.pop(decode_table(results.decode)[0])]
+        parts += [
+            "## Generated tokens",
+            _decode_words(results.decode),
+            found.pop(decode_table(results.decode)[0]),
+        ]
     if results.slow_storage is not None:
         table = found.pop(slow_storage_table(results.slow_storage)[0])
         parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
@@ -267,7 +385,11 @@ def markdown(results: Results, others: Mapping[str, Results]) -> str:
         table = found.pop(conversations_table(results.conversations)[0])
         parts += ["## Conversations", _conversations_words(results.conversations), table]
     if results.capacity is not None:
-        parts += ["## KV cache", _capacity_words(results.capacity), found.pop(capacity_table(results.capacity)[0])]
+        parts += [
+            "## KV cache",
+            _capacity_words(results.capacity),
+            found.pop(capacity_table(results.capacity)[0]),
+        ]
     assert not found, found.keys()
     return "\n\n".join(parts) + "\n"
 
@@ -280,7 +402,9 @@ def _markdown_table(headings: Sequence[str], rows: Rows) -> str:
 def _machine(results: Results) -> str:
     facts = [f"* {name}: {value}" for name, value in results.machine.items()]
     before, after = results.load_average
-    return "\n".join([*facts, f"* load average at the beginning and at the end: {before:.1f}, {after:.1f}"])
+    return "\n".join(
+        [*facts, f"* load average at the beginning and at the end: {before:.1f}, {after:.1f}"]
+    )
 
 
 def _slowest(results: Results) -> list[str]:
@@ -290,14 +414,23 @@ def _slowest(results: Results) -> list[str]:
         return []
     cell = min(cells, key=lambda each: each.figures[OURS].gb_per_s)
     tokens = round(cell.figures[OURS].gb_per_s * 1e9 / MINIMAX_M2.row_bytes, -3)
-    how = f"{cell.tokens:,} tokens, {cell.in_flight} {'evenly' if cell.evenly else 'in flight'}, {cell.filesystem}"
+    how = (
+        f"{cell.tokens:,} tokens, {cell.in_flight} {'evenly' if cell.evenly else 'in flight'}, "
+        f"{cell.filesystem}"
+    )
     return [words.SLOWEST.format(cell=how, gb=cell.figures[OURS].gb_per_s, tokens=f"{tokens:,.0f}")]
 
 
 def _latency_words(result: latency.Result) -> str:
-    vllm = ", ".join(f"{seconds * 1e3:,.0f} ms for {tokens:,} tokens" for tokens, seconds in result.vllm.items())
+    vllm = ", ".join(
+        f"{seconds * 1e3:,.0f} ms for {tokens:,} tokens" for tokens, seconds in result.vllm.items()
+    )
     return words.LATENCY.format(
-        told=_p50_p99(result.told), bare=_p50_p99(result.bare_told), polled=_p50_p99(result.polled), vllm=vllm, step_tokens=STEP_TOKENS
+        told=_p50_p99(result.told),
+        bare=_p50_p99(result.bare_told),
+        polled=_p50_p99(result.polled),
+        vllm=vllm,
+        step_tokens=STEP_TOKENS,
     )
 
 
@@ -311,10 +444,16 @@ def _decode_words(result: decoding.Result) -> str:
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:
-    needed = ", ".join(f"{rate / MIB:.1f} MiB/s with {setting}" for setting, rate in result.needed.items())
+    needed = ", ".join(
+        f"{rate / MIB:.1f} MiB/s with {setting}" for setting, rate in result.needed.items()
+    )
     scale = result.scale
     return words.SLOW_STORAGE.format(
-        in_flight=scale.in_flight, tokens=scale.tokens, seconds=scale.seconds, needed=needed, machine=result.machine
+        in_flight=scale.in_flight,
+        tokens=scale.tokens,
+        seconds=scale.seconds,
+        needed=needed,
+        machine=result.machine,
     )
 
 
@@ -330,13 +469,21 @@ def _step_words(result: per_step.Result) -> str:
 
 def _conversations_words(result: conversations.Result) -> str:
     tokens = f"{result.cells[0].prompt:,}"
-    return words.CONVERSATIONS.format(**asdict(result.scale), tokens=tokens, distinct=f"{result.distinct:,}", machine=result.machine)
+    return words.CONVERSATIONS.format(
+        **asdict(result.scale),
+        tokens=tokens,
+        distinct=f"{result.distinct:,}",
+        machine=result.machine,
+    )
 
 
 def _capacity_words(result: capacity.Result) -> str:
     options = result.options
     refused = [each for each in result.cells if each.reason]
-    lines = [f"{each.layout.capitalize()} does not start for {each.model}: {each.reason}." for each in refused]
+    lines = [
+        f"{each.layout.capitalize()} does not start for {each.model}: {each.reason}."
+        for each in refused
+    ]
     refusals = "".join(f"\n{textwrap.fill(line, 100)}" for line in lines)
     return words.CAPACITY.format(
         memory=result.kv_bytes >> 30,

@@ -27,7 +27,11 @@ def read(row: dict[str, Any]) -> dict[str, Any]:
     """
     states = load(row["item"])
     bits = states.hidden_states.to(torch.bfloat16).view(torch.int16)
-    return {"path": row["item"], "token_ids": states.token_ids.numpy(), "hidden_states": bits.numpy()}
+    return {
+        "path": row["item"],
+        "token_ids": states.token_ids.numpy(),
+        "hidden_states": bits.numpy(),
+    }
 
 
 def rows_in(directory: str) -> ray.data.Dataset:
@@ -39,7 +43,9 @@ def rows_in(directory: str) -> ray.data.Dataset:
 def main() -> None:
     tokens = 0
     for row in rows_in(sys.argv[1]).iter_rows():
-        hidden_states = torch.from_numpy(row["hidden_states"].copy()).view(torch.bfloat16)  # Ray's arrays are read-only
+        hidden_states = torch.from_numpy(row["hidden_states"].copy()).view(
+            torch.bfloat16
+        )  # Ray's arrays are read-only
         tokens += len(hidden_states)  # a step of training goes here
     print(f"{tokens:,} tokens")
 

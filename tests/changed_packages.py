@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.compat import installed
 
-_FIND = "import importlib.util as u, pathlib; print(*(pathlib.Path(u.find_spec(n).origin).parent for n in ('vllm', 'vllm_ascend')))"
+_FIND = (
+    "import importlib.util as u, pathlib; print(*(pathlib.Path(u.find_spec(n).origin).parent for "
+    "n in ('vllm', 'vllm_ascend')))"
+)
 
 
 class Change(NamedTuple):
@@ -26,7 +29,9 @@ class Change(NamedTuple):
 
 def copy_installed(folder: Path, changes: Sequence[Change]) -> dict[str, str]:
     """Copy both packages into `folder`, with the changes. Return an environment that has it."""
-    found = subprocess.run([sys.executable, "-c", _FIND], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    found = subprocess.run(
+        [sys.executable, "-c", _FIND], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.splitlines()[-1]
     files = [change.file for change in changes]
     for package in map(Path, found.split()):
         _copy_by_links(package, folder / package.name, files)

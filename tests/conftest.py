@@ -54,14 +54,38 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run tests marked `long`, and random searches in full (depth.py)")
-    parser.addoption("--traffic-runs", type=int, help="runs of random traffic (tests/e2e/traffic/test_any_traffic.py)")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="also run tests marked `long`, and random searches in full (depth.py)",
+    )
+    parser.addoption(
+        "--traffic-runs",
+        type=int,
+        help="runs of random traffic (tests/e2e/traffic/test_any_traffic.py)",
+    )
     parser.addoption("--kills", type=int, help="sinks to kill (tests/ut/storage/test_crash.py)")
-    parser.addoption("--soak", type=int, help="requests to a worker (tests/ut/connector/test_soak.py)")
-    parser.addoption("--fuzz-inputs", type=int, help="mutated inputs to readers (tests/ut/reader/test_fuzz_readers.py)")
-    parser.addoption("--engine-soak", type=int, help="requests to an engine (tests/e2e/storage/test_engine_soak.py)")
-    parser.addoption("--ray-rows", type=int, help="rows while a machine dies (tests/ut/machines/test_ray_cluster.py)")
-    parser.addoption("--engine-kills", type=int, help="engines to kill (tests/e2e/storage/test_killed_engine.py)")
+    parser.addoption(
+        "--soak", type=int, help="requests to a worker (tests/ut/connector/test_soak.py)"
+    )
+    parser.addoption(
+        "--fuzz-inputs",
+        type=int,
+        help="mutated inputs to readers (tests/ut/reader/test_fuzz_readers.py)",
+    )
+    parser.addoption(
+        "--engine-soak",
+        type=int,
+        help="requests to an engine (tests/e2e/storage/test_engine_soak.py)",
+    )
+    parser.addoption(
+        "--ray-rows",
+        type=int,
+        help="rows while a machine dies (tests/ut/machines/test_ray_cluster.py)",
+    )
+    parser.addoption(
+        "--engine-kills", type=int, help="engines to kill (tests/e2e/storage/test_killed_engine.py)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -31,7 +31,9 @@ def emulator_digest() -> str:
     for top in _EMULATOR:
         for path in [_ROOT / top, *sorted((_ROOT / top).rglob("*"))]:
             if path.is_file() and path != VERIFIED and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(_ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+                digest.update(
+                    f"{path.relative_to(_ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+                )
     return digest.hexdigest()
 
 

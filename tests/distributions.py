@@ -9,7 +9,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Of the checkout: what is in the sdist, and a part of what is not.
-SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "README.zh.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
+SOURCES = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "README.zh.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
 OTHERS = ("Makefile", "docs", "requirements", "tools")
 
 
@@ -25,12 +33,20 @@ def build(work: Path) -> Path:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     (source / "tests").mkdir()
-    shutil.copy(__file__, source / "tests" / "test_copied.py")  # setuptools takes such files by itself
+    shutil.copy(
+        __file__, source / "tests" / "test_copied.py"
+    )  # setuptools takes such files by itself
     identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
-    for words in (("init", "--quiet"), ("add", "--all"), (*identity, "commit", "--quiet", "--message", "copy")):
+    for words in (
+        ("init", "--quiet"),
+        ("add", "--all"),
+        (*identity, "commit", "--quiet", "--message", "copy"),
+    ):
         subprocess.run(["git", "-C", source, *words], check=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", output, source]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert sorted(path.suffix for path in output.iterdir()) == [".gz", ".whl"]
     return output

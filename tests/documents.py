@@ -47,4 +47,8 @@ def parse_serve(block: str) -> Command:
 def rows(text: str) -> list[list[str]]:
     """The cells of the rows of all tables in a text, without heads."""
     tables = re.findall(r"^\|.*\n\|[-|]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for table in tables for row in table.splitlines()]
+    return [
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for table in tables
+        for row in table.splitlines()
+    ]

@@ -52,19 +52,32 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         found = []
         for address in ADDRESSES:
             command = ["unshare", *_NAMESPACES, "sh", "-c", _BOOT]
-            boot = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            boot = stack.enter_context(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
             stack.callback(boot.kill)
             assert boot.stdout is not None
             said = boot.stdout.readline().strip()
             if said != "booted":
-                pytest.skip(f"machines are network namespaces, which this user must not make: {said}")
+                pytest.skip(
+                    f"machines are network namespaces, which this user must not make: {said}"
+                )
             found.append(Machine(boot.pid, address))
         first, second = found
         with first.network(), IPRoute() as routes:
             try:
-                routes.link("add", ifname=CABLE, kind="veth", peer={"ifname": CABLE, "net_ns_pid": second.pid})
+                routes.link(
+                    "add",
+                    ifname=CABLE,
+                    kind="veth",
+                    peer={"ifname": CABLE, "net_ns_pid": second.pid},
+                )
             except NetlinkError as error:
-                pytest.skip(f"machines are joined by a veth pair, which this system does not make: {error}")
+                pytest.skip(
+                    f"machines are joined by a veth pair, which this system does not make: {error}"
+                )
         for machine in found:
             with machine.network(), IPRoute() as routes:
                 for name in ("lo", CABLE):

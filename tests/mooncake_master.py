@@ -57,14 +57,21 @@ class MooncakeMaster:
 
     def __enter__(self) -> MooncakeMaster:
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
         with ExitStack() as unless_it_listens:
             unless_it_listens.callback(self.kill)
             self._wait_until_it_listens()
             unless_it_listens.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.kill()
 
     def _wait_until_it_listens(self) -> None:
@@ -75,9 +82,13 @@ class MooncakeMaster:
                 socket.create_connection((host, int(port)), 1).close()
                 return
             except OSError:
-                assert self._process.poll() is None, f"it ended:\n{self._log.read_text(errors='replace')[-2000:]}"
+                assert self._process.poll() is None, (
+                    f"it ended:\n{self._log.read_text(errors='replace')[-2000:]}"
+                )
                 assert time.monotonic() < deadline, "it takes no connections"
-                with suppress(subprocess.TimeoutExpired):  # its end, if that comes first, is said above
+                with suppress(
+                    subprocess.TimeoutExpired
+                ):  # its end, if that comes first, is said above
                     self._process.wait(0.02)
 
     def pause(self) -> None:

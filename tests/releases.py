@@ -31,4 +31,6 @@ def only_with(versions: str, why: str) -> pytest.MarkDecorator:
 
 def only_on_v1(why: str) -> pytest.MarkDecorator:
     """Skip a test where all engines use model runner V2."""
-    return pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason=f"about model runner V1: {why}")
+    return pytest.mark.skipif(
+        os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason=f"about model runner V1: {why}"
+    )

@@ -33,7 +33,11 @@ def assert_experts_are_chosen_evenly_and_alike(model: Path, token_ids: Sequence[
         target = AutoModelForCausalLM.from_pretrained(model).to(dtype)
         choices: list[torch.Tensor] = []
         for layer in target.get_decoder().layers:
-            layer.mlp.gate.register_forward_hook(lambda _module, _arguments, out, choices=choices: choices.append(out[2].sort(-1).values))
+            layer.mlp.gate.register_forward_hook(
+                lambda _module, _arguments, out, choices=choices: choices.append(
+                    out[2].sort(-1).values
+                )
+            )
         with torch.no_grad():
             target(torch.tensor([token_ids]))
         chosen.append(torch.stack(choices))

@@ -54,7 +54,9 @@ def table(runs: Runs) -> str:
     head = ["tests", "claim", *(title(run) for run in runs)]
     lines = [_row(head), "|" + "---|" * len(head)]
     for file in sorted({file for run in runs.values() for file in run}):
-        lines.append(_row([f"`{file}.py`", claim(file), *(_cell(run.get(file)) for run in runs.values())]))
+        lines.append(
+            _row([f"`{file}.py`", claim(file), *(_cell(run.get(file)) for run in runs.values())])
+        )
     failed = [
         f"* {title(run)}: `{file}.py`, `{name}`"
         for run, files in runs.items()
@@ -72,7 +74,9 @@ def title(run: str) -> str:
 
 def claim(file: str) -> str:
     """Return the first line of a file's docstring."""
-    text = next((ast.get_docstring(ast.parse(path.read_text())) for path in TESTS.rglob(f"{file}.py")), None)
+    text = next(
+        (ast.get_docstring(ast.parse(path.read_text())) for path in TESTS.rglob(f"{file}.py")), None
+    )
     return (text or "").partition("\n")[0].replace("|", "\\|")
 
 

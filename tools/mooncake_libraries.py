@@ -17,7 +17,11 @@ from pathlib import Path
 BINARIES = ("store.so", "mooncake_master")
 OWN_LIBRARIES = "mooncake_transfer_engine_non_cuda.libs"
 # What auditwheel leaves to the system, and more than a minimal Debian has.
-PROVIDERS = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+PROVIDERS = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
 
 
 class LibrariesError(Exception):
@@ -28,7 +32,13 @@ def missing_libraries(package: Path) -> set[str]:
     """Names of the libraries that the loader does not find for the package's binaries."""
     missing = set()
     for name in BINARIES:
-        result = subprocess.run(["ldd", package / name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        result = subprocess.run(
+            ["ldd", package / name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         if result.returncode != 0:
             raise LibrariesError(f"ldd {package / name}: {result.stdout.strip()}")
         missing |= set(re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE))
@@ -60,7 +70,9 @@ def copy_libraries(names: Sequence[str], into: Path) -> None:
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise LibrariesError(f"there is no {tool} here; install what {', '.join(names)} of Debian are")
+            raise LibrariesError(
+                f"there is no {tool} here; install what {', '.join(names)} of Debian are"
+            )
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for folder in ("lists/partial", "cache/archives/partial", "root"):
@@ -71,9 +83,14 @@ def copy_libraries(names: Sequence[str], into: Path) -> None:
             "APT::Sandbox::User": "root",  # another user could not write here
             "Debug::NoLocking": "true",
         }
-        apt = ["apt-get", *(part for key, value in settings.items() for part in ("-o", f"{key}={value}"))]
+        apt = [
+            "apt-get",
+            *(part for key, value in settings.items() for part in ("-o", f"{key}={value}")),
+        ]
         run([*apt, "update", "-q"], work)
-        planned = run([*apt, "install", "--simulate", "--no-install-recommends", "-q", *names], work)
+        planned = run(
+            [*apt, "install", "--simulate", "--no-install-recommends", "-q", *names], work
+        )
         wanted = re.findall(r"^Inst (\S+)", planned, re.MULTILINE)
         run([*apt, "download", "-q", *wanted], work)
         for archive in work.glob("*.deb"):
@@ -86,18 +103,28 @@ def copy_libraries(names: Sequence[str], into: Path) -> None:
 def run(command: Sequence[str | Path], where: Path) -> str:
     """What a command prints. Raises LibrariesError with the end of it."""
     result = subprocess.run(
-        command, cwd=where, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=where,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     print(result.stdout, flush=True)
     if result.returncode != 0:
         last = result.stdout.strip().splitlines()[-1:] or [""]
-        verb = next((str(each) for each in command if each in ("update", "install", "download")), "")
+        verb = next(
+            (str(each) for each in command if each in ("update", "install", "download")), ""
+        )
         raise LibrariesError(f"{command[0]} {verb}".strip() + f" failed: {last[0]}")
     return result.stdout
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Put the libraries that Mooncake needs beside its package.")
+    parser = argparse.ArgumentParser(
+        description="Put the libraries that Mooncake needs beside its package."
+    )
     parser.add_argument("package", type=Path, help="the directory `mooncake` in site-packages")
     try:
         provide(parser.parse_args().package)

@@ -36,7 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm_ascend_hsx"
 SCHEMAS = OURS / "emulator" / "ops" / "schemas"
 # pip runs a source distribution's setup.py for its metadata.
-BUILD = {"VLLM_TARGET_DEVICE": "empty", "CARGO": "no-cargo", "COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
+BUILD = {
+    "VLLM_TARGET_DEVICE": "empty",
+    "CARGO": "no-cargo",
+    "COMPILE_CUSTOM_KERNELS": "0",
+    "SOC_VERSION": "ascend910b1",
+}
 _COMMON = 8  # a name that more classes define says nothing about who is called
 _OPERATOR = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.(_C_ascend|npu)\.(\w+)")
 _SCHEMA = re.compile(r'\bdef\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
@@ -65,23 +70,35 @@ def overrides(folder: Path) -> Iterator[Override]:
         imported = {
             alias.asname or alias.name: (node.module, alias.name)
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("vllm", "vllm_ascend")
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").partition(".")[0] in ("vllm", "vllm_ascend")
             for alias in node.names
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-                bases = [imported[base.id] for base in names if isinstance(base, ast.Name) and base.id in imported]
+                names = [
+                    base.value if isinstance(base, ast.Subscript) else base for base in node.bases
+                ]
+                bases = [
+                    imported[base.id]
+                    for base in names
+                    if isinstance(base, ast.Name) and base.id in imported
+                ]
                 methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
                 for module, name in bases:
-                    yield from (Override(f"{node.name}.{method}", str(module), (name, method)) for method in methods)
+                    yield from (
+                        Override(f"{node.name}.{method}", str(module), (name, method))
+                        for method in methods
+                    )
 
 
 def patch_points(new: Tree, releases: Mapping[str, Version]) -> Iterator[str]:
     """Yield a line for each patch point that does not hold as in a checked release."""
     for point in POINTS:
         package = point.module.partition(".")[0]
-        if package not in releases or releases[package].base_version not in SpecifierSet(point.versions):
+        if package not in releases or releases[package].base_version not in SpecifierSet(
+            point.versions
+        ):
             continue
         found = new.find(point.module, point.path)
         difference = _difference(point, found)
@@ -93,10 +110,22 @@ def patch_points(new: Tree, releases: Mapping[str, Version]) -> Iterator[str]:
 def _difference(point: PatchPoint, found: Definition | None) -> str | None:
     if found is None:
         return "it is not there"
-    if found.signature is not None and point.use is not Use.NAMED and (problem := mismatch(point, found.signature)):
+    if (
+        found.signature is not None
+        and point.use is not Use.NAMED
+        and (problem := mismatch(point, found.signature))
+    ):
         return problem.text
-    known = {sources.bodies[point.name] for sources in recorded().values() if point.name in sources.bodies}
-    return "its code has changed" if found.body is not None and known and found.body not in known else None
+    known = {
+        sources.bodies[point.name]
+        for sources in recorded().values()
+        if point.name in sources.bodies
+    }
+    return (
+        "its code has changed"
+        if found.body is not None and known and found.body not in known
+        else None
+    )
 
 
 def overridden(old: Tree, new: Tree) -> Iterator[str]:
@@ -111,7 +140,10 @@ def overridden(old: Tree, new: Tree) -> Iterator[str]:
         if after is None:
             yield f"`{name}`: it is not there; `{each.ours}` overrides it"
         elif str(after.signature) != str(before.signature):
-            yield f"`{name}` ({after.where}): its parameters are {after.signature}, not {before.signature}; `{each.ours}` overrides it"
+            yield (
+                f"`{name}` ({after.where}): its parameters are {after.signature}, not "
+                f"{before.signature}; `{each.ours}` overrides it"
+            )
         elif after.body != before.body:
             yield f"`{name}` ({after.where}): its code has changed; `{each.ours}` overrides it"
 
@@ -121,16 +153,25 @@ def callers(old: Tree, new: Tree, names: Collection[str]) -> Iterator[str]:
 
     Names that many classes define are left out.
     """
-    defined = Counter(name for _, text in new.files() for name in re.findall(r"^ +(?:async )?def (\w+)\(", text, re.MULTILINE))
+    defined = Counter(
+        name
+        for _, text in new.files()
+        for name in re.findall(r"^ +(?:async )?def (\w+)\(", text, re.MULTILINE)
+    )
     specific = {name for name in names if 0 < defined[name] <= _COMMON}
     before, after = _calling(old, specific), _calling(new, specific)
     for (file, function), (line, called, digest) in after.items():
         known = before.get((file, function))
         if known is None or known[2] != digest:
-            yield f"`{function}` ({file}:{line}): {'new' if known is None else 'changed'}; it calls {', '.join(sorted(called))}"
+            yield (
+                f"`{function}` ({file}:{line}): {'new' if known is None else 'changed'}; it "
+                f"calls {', '.join(sorted(called))}"
+            )
 
 
-def _calling(tree: Tree, names: Collection[str]) -> dict[tuple[str, str], tuple[int, set[str], str]]:
+def _calling(
+    tree: Tree, names: Collection[str]
+) -> dict[tuple[str, str], tuple[int, set[str], str]]:
     """Return line, names called and digest of each function that calls one of `names`."""
     found: dict[tuple[str, str], tuple[int, set[str], str]] = {}
     any_of = re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\(")
@@ -139,7 +180,12 @@ def _calling(tree: Tree, names: Collection[str]) -> dict[tuple[str, str], tuple[
             continue
         module = ast.parse(text)
         for qualified, node in _functions(module, ""):
-            called = {name for call in ast.walk(node) if isinstance(call, ast.Call) if (name := _called(call)) in names}
+            called = {
+                name
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call)
+                if (name := _called(call)) in names
+            }
             if called:
                 found[file, qualified] = node.lineno, called, digest_of_body(ast.unparse(node))
     return found
@@ -150,7 +196,9 @@ def _called(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _functions(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{prefix}{child.name}", child
@@ -163,7 +211,11 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
 def operators(old: Tree, new: Tree) -> Iterator[str]:
     """Yield a line for each operator that only the new sources call, with the first place."""
     known = set(_operators(old))
-    yield from (f"`{name}`: called at {where}" for name, where in sorted(_operators(new).items()) if name not in known)
+    yield from (
+        f"`{name}`: called at {where}"
+        for name, where in sorted(_operators(new).items())
+        if name not in known
+    )
 
 
 def _operators(tree: Tree) -> dict[str, str]:
@@ -183,7 +235,11 @@ def schemas(source: Path, known: Mapping[str, str]) -> Iterator[str]:
         known: schemas by name.
     """
     found = {}
-    files = (file for file in source.rglob("*binding*.cpp") if "third_party" not in file.relative_to(source).parts)
+    files = (
+        file
+        for file in source.rglob("*binding*.cpp")
+        if "third_party" not in file.relative_to(source).parts
+    )
     for file in sorted(files):
         for match in _SCHEMA.finditer(file.read_text(errors="replace")):
             text = " ".join("".join(_TEXT.findall(match[1])).replace('\\"', '"').split())
@@ -204,7 +260,10 @@ def _plain(schema: str) -> str:
 
 def known_schemas(folder: Path = SCHEMAS) -> dict[str, str]:
     """Return the schemas that the emulator has for the newest release of vllm-ascend, by name."""
-    newest = max(folder.glob("_C_ascend-*.txt"), key=lambda file: Version(file.stem.removeprefix("_C_ascend-")))
+    newest = max(
+        folder.glob("_C_ascend-*.txt"),
+        key=lambda file: Version(file.stem.removeprefix("_C_ascend-")),
+    )
     lines = [line for line in newest.read_text().splitlines() if line and not line.startswith("#")]
     return {line.partition("(")[0]: line for line in lines}
 
@@ -215,29 +274,54 @@ def download(package: str, release: str, folder: Path) -> Path:
     Raises:
         UnavailableError: pip does not get it.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     command += ["--no-binary", package, "--dest", str(folder), f"{package}=={release}"]
     environ = {**os.environ, **BUILD, "VLLM_VERSION_OVERRIDE": release}
     print(f"downloading {package} {release} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     archives = list(folder.glob(f"{package.replace('-', '_')}-*.tar.gz"))
     if done.returncode or len(archives) != 1:
         raise UnavailableError(f"{package}=={release} cannot be downloaded:\n{done.stdout.strip()}")
     with tarfile.open(archives[0]) as archive:
         archive.extractall(folder, filter="data")
-    (top,) = (path for path in folder.iterdir() if path.is_dir() and path.name.startswith(f"{package.replace('-', '_')}-"))
+    (top,) = (
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and path.name.startswith(f"{package.replace('-', '_')}-")
+    )
     return top
 
 
-def sections(old: Tree, new: Tree, releases: Mapping[str, Version], source: Path | None) -> dict[str, list[str]]:
+def sections(
+    old: Tree, new: Tree, releases: Mapping[str, Version], source: Path | None
+) -> dict[str, list[str]]:
     """Return the lines of each section of the report, by its title."""
-    names = {point.path[-1] for point in POINTS if point.replacement} | {each.path[-1] for each in overrides(OURS)}
+    names = {point.path[-1] for point in POINTS if point.replacement} | {
+        each.path[-1] for each in overrides(OURS)
+    }
     return {
         "Patch points that do not hold as in a checked release": list(patch_points(new, releases)),
         "Methods that we override": list(overridden(old, new)),
         "Callers of what we patch or override": list(callers(old, new, names)),
         "Operators that only the new sources call": list(operators(old, new)),
-        "Schemas of vllm-ascend's extension": [] if source is None else list(schemas(source, known_schemas())),
+        "Schemas of vllm-ascend's extension": []
+        if source is None
+        else list(schemas(source, known_schemas())),
     }
 
 
@@ -245,11 +329,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("vllm", help="release of vLLM, as 0.31.0")
     parser.add_argument("vllm_ascend", nargs="?", help="release of vllm-ascend, as 0.31.0rc1")
-    wanted = {name: release for name, release in vars(parser.parse_args()).items() if release is not None}
+    wanted = {
+        name: release for name, release in vars(parser.parse_args()).items() if release is not None
+    }
     installed = installed_pair()._asdict()
     with tempfile.TemporaryDirectory(prefix="hsx-new-version-") as folder:
         try:
-            tops = {name: download(name.replace("_", "-"), release, Path(folder)) for name, release in wanted.items()}
+            tops = {
+                name: download(name.replace("_", "-"), release, Path(folder))
+                for name, release in wanted.items()
+            }
         except UnavailableError as error:
             print(f"new_version: {error}", file=sys.stderr)
             return 2
@@ -259,7 +348,9 @@ def main() -> int:
         releases = {name: Version(release) for name, release in wanted.items()}
         report = sections(old, new, releases, tops.get("vllm_ascend"))
     pair = " and ".join(f"{name} {release}" for name, release in wanted.items())
-    print(f"# {pair}\n\nCompared with {' and '.join(f'{name} {installed[name]}' for name in wanted)}.")
+    print(
+        f"# {pair}\n\nCompared with {' and '.join(f'{name} {installed[name]}' for name in wanted)}."
+    )
     for title, lines in report.items():
         print(f"\n## {title}: {len(lines)}\n", *(f"* {line}" for line in lines), sep="\n")
     return int(any(report.values()))

@@ -33,7 +33,10 @@ def served_classes() -> dict[str, Any]:
 
     load_general_plugins()
     found = {}
-    for name in sorted({name for table in TABLES for name in getattr(registry, table)} & ModelRegistry.models.keys()):
+    for name in sorted(
+        {name for table in TABLES for name in getattr(registry, table)}
+        & ModelRegistry.models.keys()
+    ):
         try:
             found[name] = ModelRegistry.models[name].load_model_cls()
         except ImportError:
@@ -65,7 +68,9 @@ def main() -> None:
     known = json.loads(TARGET.read_text()) if TARGET.exists() else {}
     known[str(release_to_patch("vllm"))] = recorded()
     checked = {pair.vllm for pair in CHECKED_PAIRS}
-    TARGET.write_text(json.dumps({name: known[name] for name in sorted(checked & known.keys())}, indent=1) + "\n")
+    TARGET.write_text(
+        json.dumps({name: known[name] for name in sorted(checked & known.keys())}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def main() -> None:
     known = json.loads(TARGET.read_text()) if TARGET.exists() else {}
     known[installed_pair().vllm_ascend] = sources_of(examined())._asdict()
     checked = {pair.vllm_ascend for pair in CHECKED_PAIRS}
-    TARGET.write_text(json.dumps({name: known[name] for name in sorted(checked & known.keys())}, indent=1) + "\n")
+    TARGET.write_text(
+        json.dumps({name: known[name] for name in sorted(checked & known.keys())}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def read_pins(path: Path) -> dict[str, str]:
             continue
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)", text)
         if match is None:
-            raise SetupError(f"{path.name}:{number}: {text!r} is not an exact pin; write name==version")
+            raise SetupError(
+                f"{path.name}:{number}: {text!r} is not an exact pin; write name==version"
+            )
         pins[canonical(match[1])] = match[2]
     return pins
 
@@ -92,7 +94,10 @@ def setup_key() -> str:
 
 def is_current() -> bool:
     try:
-        return bool(json.loads(STAMP.read_text())["key"] == setup_key()) and (VENV / "bin" / "python").exists()
+        return (
+            bool(json.loads(STAMP.read_text())["key"] == setup_key())
+            and (VENV / "bin" / "python").exists()
+        )
     except (OSError, ValueError, KeyError):
         return False
 
@@ -100,23 +105,33 @@ def is_current() -> bool:
 def check_host() -> None:
     """Raises SetupError for what this machine lacks, before anything is downloaded."""
     if VLLM_ASCEND not in releases():
-        raise SetupError(f"VLLM_ASCEND={VLLM_ASCEND} is not known; choose one of {', '.join(releases())}")
+        raise SetupError(
+            f"VLLM_ASCEND={VLLM_ASCEND} is not known; choose one of {', '.join(releases())}"
+        )
     if sys.version_info[:2] != PYTHON_VERSION:
         want = ".".join(map(str, PYTHON_VERSION))
         raise SetupError(
-            f"the emulated stack is pinned for Python {want}, this is {platform.python_version()} ({sys.executable}); "
+            f"the emulated stack is pinned for Python {want}, this is "
+            f"{platform.python_version()} ({sys.executable}); "
             f"call `make PYTHON=/path/to/python{want} ...`"
         )
     if sys.platform != "linux":
         raise SetupError(f"the emulated NPU runs on Linux only, this is {sys.platform}")
     if shutil.which("g++") is None and shutil.which("c++") is None:
-        raise SetupError("no C++ compiler found (g++); the emulated NPU has one C++ file. Install g++ and call again")
+        raise SetupError(
+            "no C++ compiler found (g++); the emulated NPU has one C++ file. Install g++ and "
+            "call again"
+        )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
-        raise SetupError(f"{header} is missing; install the development package of this Python (python3.11-dev)")
+        raise SetupError(
+            f"{header} is missing; install the development package of this Python (python3.11-dev)"
+        )
     free = shutil.disk_usage(ROOT).free
     if free < FREE_BYTES and not VENV.exists():
-        raise SetupError(f"{free >> 20} MiB are free in {ROOT}; the set-up needs {FREE_BYTES >> 20} MiB")
+        raise SetupError(
+            f"{free >> 20} MiB are free in {ROOT}; the set-up needs {FREE_BYTES >> 20} MiB"
+        )
 
 
 def venv_works() -> bool:
@@ -125,15 +140,21 @@ def venv_works() -> bool:
     if not python.exists():
         return False
     probe = [python, "-c", "import pip, sys; print((sys.base_prefix, sys.version))"]
-    found = subprocess.run(probe, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
+    found = subprocess.run(
+        probe, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+    ).stdout
     return found.strip() == str((sys.base_prefix, sys.version))
 
 
 @contextmanager
-def running(command: Sequence[str | Path], output: IO[bytes] | int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str | Path], output: IO[bytes] | int, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command, and wait for its end after the block; if that fails, end the command."""
     added = {**os.environ, **environment}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=added)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=added
+    )
     try:
         yield process
     except BaseException:
@@ -162,18 +183,26 @@ class Steps:
             log.writelines(f"$ {' '.join(map(str, command))}\n".encode() for command in commands)
             log.flush()
             finished = threading.Event()
-            reporter = threading.Thread(target=self._report, args=(head, began, finished), daemon=True)
+            reporter = threading.Thread(
+                target=self._report, args=(head, began, finished), daemon=True
+            )
             reporter.start()
             stack.callback(reporter.join)
             stack.callback(finished.set)
-            processes = [stack.enter_context(running(command, log, **environment)) for command in commands]
+            processes = [
+                stack.enter_context(running(command, log, **environment)) for command in commands
+            ]
             codes = [process.wait() for process in processes]
         print(f"{head}: {time.monotonic() - began:.0f} s", flush=True)
         if code := next(filter(None, codes), 0):
             with LOG.open("rb") as log:
                 log.seek(begin)
                 tail = log.read().decode(errors="replace").splitlines()[-25:]
-            raise SetupError("\n".join([f"{title}: failed (exit code {code}); the whole output is in {LOG}", *tail]))
+            raise SetupError(
+                "\n".join(
+                    [f"{title}: failed (exit code {code}); the whole output is in {LOG}", *tail]
+                )
+            )
 
     @staticmethod
     def _report(head: str, began: float, finished: threading.Event) -> None:
@@ -182,15 +211,31 @@ class Steps:
             with LOG.open("rb") as log:
                 log.seek(max(0, LOG.stat().st_size - 400))
                 last = log.read().decode(errors="replace").split("\n")[-2:]
-            print(f"{head}: {time.monotonic() - began:.0f} s  {' '.join(last).strip()[:90]}", flush=True)
+            print(
+                f"{head}: {time.monotonic() - began:.0f} s  {' '.join(last).strip()[:90]}",
+                flush=True,
+            )
 
 
 def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
     """Ask pip which torch it would install and refuse a CUDA build by its metadata."""
     report = VENV / "hsx-torch.json"
-    command = [*pip, "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", report]
+    command = [
+        *pip,
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+        "--quiet",
+        "--report",
+        report,
+    ]
     result = subprocess.run(
-        [*command, f"torch=={version}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        [*command, f"torch=={version}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if result.returncode != 0:
         raise SetupError(f"pip finds no torch {version}:\n{result.stdout.strip()}")
@@ -201,12 +246,17 @@ def refuse_cuda_metadata(metadata: dict[str, object]) -> None:
     """Raises SetupError if a torch wheel's metadata asks for CUDA packages."""
     requires = metadata.get("requires_dist") or []
     assert isinstance(requires, list)
-    foreign = [text for text in requires if FOREIGN.match(canonical(re.split(r"[^A-Za-z0-9._-]", text)[0]))]
+    foreign = [
+        text for text in requires if FOREIGN.match(canonical(re.split(r"[^A-Za-z0-9._-]", text)[0]))
+    ]
     if foreign:
         raise SetupError(
-            f"pip would install torch {metadata['version']}, a CUDA build (it requires {foreign[0]!r} and {len(foreign) - 1} more). "
-            "Let pip find the CPU build: configure PyTorch's CPU index as extra-index-url, or a directory with the wheel as "
-            "find-links (`pip config set ...`, or PIP_EXTRA_INDEX_URL / PIP_FIND_LINKS), and call again"
+            f"pip would install torch {metadata['version']}, a CUDA build (it requires "
+            f"{foreign[0]!r} and {len(foreign) - 1} more). "
+            "Let pip find the CPU build: configure PyTorch's CPU index as extra-index-url, or a "
+            "directory with the wheel as "
+            "find-links (`pip config set ...`, or PIP_EXTRA_INDEX_URL / PIP_FIND_LINKS), and "
+            "call again"
         )
 
 
@@ -232,7 +282,9 @@ def check_environment() -> list[str]:
     """List the problems of this interpreter's environment, one line each; empty if it is sound."""
     import torch
 
-    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    installed = {
+        canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
+    }
     problems = find_problems(installed, torch.version.cuda)
     for module in ("transformers", "openai", "vllm_ascend_hsx"):
         try:
@@ -270,56 +322,92 @@ def set_up() -> None:
     others = [f"{name}=={version}" for name, version in pins.items() if name not in SOURCES]
     install = [*pip, "install", "--no-deps", "--no-compile"]
     # Each half by a pip of its own, which uses one processor.
-    steps.run(f"{len(others)} pinned packages", [*install, *others[0::2]], [*install, *others[1::2]])
+    steps.run(
+        f"{len(others)} pinned packages", [*install, *others[0::2]], [*install, *others[1::2]]
+    )
     site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
     # Few models of transformers are used.
     rarely_used = r"[\\/](tests?|testing|transformers[\\/]models)[\\/]"
     byte_code = [python, "-m", "compileall", "-q", "-j", "0", "-x", rarely_used, site_packages]
-    with running(byte_code, subprocess.DEVNULL):  # of what is there already: a build uses one processor
+    with running(
+        byte_code, subprocess.DEVNULL
+    ):  # of what is there already: a build uses one processor
         build_sources(steps, python, pip, pins, site_packages)
     # Otherwise the first server's eight processes would all do it at once.
     steps.run("byte code", byte_code)
     steps.run("checks", [python, __file__, "--check"])
     partial = STAMP.with_suffix(".partial")
-    partial.write_text(json.dumps({"key": setup_key(), "seconds": round(time.monotonic() - started)}))
+    partial.write_text(
+        json.dumps({"key": setup_key(), "seconds": round(time.monotonic() - started)})
+    )
     partial.rename(STAMP)
     print(f"{VENV} is ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def build_sources(steps: Steps, python: Path, pip: Sequence[str | Path], pins: Mapping[str, str], site_packages: str) -> None:
+def build_sources(
+    steps: Steps,
+    python: Path,
+    pip: Sequence[str | Path],
+    pins: Mapping[str, str],
+    site_packages: str,
+) -> None:
     # No cache: pip would take a wheel that was built earlier for another device.
     build = [*pip, "install", "--no-deps", "--no-compile", "--no-cache-dir", "--no-build-isolation"]
     for_vllm = {
         "VLLM_TARGET_DEVICE": "empty",
-        "VLLM_VERSION_OVERRIDE": pins["vllm"],  # without it the version ends in +empty, which vllm-ascend does not know
+        "VLLM_VERSION_OVERRIDE": pins[
+            "vllm"
+        ],  # without it the version ends in +empty, which vllm-ascend does not know
         "CARGO": "no-cargo",  # vllm's optional Rust programs take minutes to compile, and nothing here runs them
     }
     # A source distribution: Python alone, without CANN's compiler and npu-smi.
     for_ascend = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
     for name, title, options, environment in (
-        ("vllm", f"vllm {pins['vllm']} from source, without a device", ["--no-binary", "vllm"], for_vllm),
+        (
+            "vllm",
+            f"vllm {pins['vllm']} from source, without a device",
+            ["--no-binary", "vllm"],
+            for_vllm,
+        ),
         ("vllm-ascend", f"vllm-ascend {pins['vllm-ascend']}", [], for_ascend),
     ):
         if is_installed(python, name, pins[name]):
             steps.done += 1
         else:
             steps.run(title, [*build, *options, f"{name}=={pins[name]}"], **environment)
-    steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
+    steps.run(
+        "vllm-ascend-hsx",
+        [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT],
+    )
     try:
-        steps.run("libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")])
+        steps.run(
+            "libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")]
+        )
     except SetupError as error:  # all else works without it
-        print(f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped", file=sys.stderr)
+        print(
+            f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped",
+            file=sys.stderr,
+        )
 
 
 def is_installed(python: Path, package: str, version: str) -> bool:
-    code = "import importlib.metadata as m, sys; print([d.version for d in m.distributions(name=sys.argv[1])])"
-    found = subprocess.run([python, "-c", code, package], stdout=subprocess.PIPE, text=True, check=True).stdout
+    code = (
+        "import importlib.metadata as m, sys; print([d.version for d in "
+        "m.distributions(name=sys.argv[1])])"
+    )
+    found = subprocess.run(
+        [python, "-c", code, package], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     return found.strip() == str([version])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Set up the emulated stack; a second call does nothing.")
-    parser.add_argument("--check", action="store_true", help="only check the environment that runs this")
+    parser = argparse.ArgumentParser(
+        description="Set up the emulated stack; a second call does nothing."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only check the environment that runs this"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.check:

@@ -63,7 +63,10 @@ class Tree:
                     return Definition(self._where(found), None, None)
                 found = _target(found.all_members[name])
                 if found.is_attribute and isinstance(found.value, griffe.ExprCall):  # an instance
-                    found, bound = _target(found.parent.all_members[str(found.value.function)]), True
+                    found, bound = (
+                        _target(found.parent.all_members[str(found.value.function)]),
+                        True,
+                    )
         except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
             return None
         return self._definition(found, bound)
@@ -76,7 +79,9 @@ class Tree:
         where = self._where(found)
         if not (found.is_function or found.is_class):
             return Definition(where, None, None)
-        parameters = [] if found.is_class and "__init__" not in found.all_members else list(found.parameters)
+        parameters = (
+            [] if found.is_class and "__init__" not in found.all_members else list(found.parameters)
+        )
         named = [_parameter(each) for each in parameters]
         if found.is_class or bound or "classmethod" in found.labels:
             named = named[1:]
@@ -97,7 +102,11 @@ def _target(found: Any) -> Any:
 def _assigned(module: Any, path: Sequence[str]) -> str | None:
     """Return the name of the function that a module puts in the place of another one's method."""
     for node in ast.parse(module.source).body if len(path) > 1 else ():
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and ast.unparse(node.targets[0]) == ".".join(path):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and ast.unparse(node.targets[0]) == ".".join(path)
+        ):
             return node.value.id
     return None
 

@@ -42,7 +42,9 @@ class Caveat(NamedTuple):
         return f"{self.problem}. {self.remedy}"
 
 
-def caveats_of(whole: Config, text: Config, hf_overrides: object = None, max_tokens: int | None = None) -> tuple[Caveat, ...]:
+def caveats_of(
+    whole: Config, text: Config, hf_overrides: object = None, max_tokens: int | None = None
+) -> tuple[Caveat, ...]:
     """Return the differences of a target.
 
     Args:
@@ -62,7 +64,10 @@ def caveats_of(whole: Config, text: Config, hf_overrides: object = None, max_tok
             text = {**text, "sliding_window": None}
     if not nested:
         whole = {**whole, **given}
-    found = (_of_yarn(whole, text), _of_window(whole, text, max_tokens or text.get("max_position_embeddings")))
+    found = (
+        _of_yarn(whole, text),
+        _of_window(whole, text, max_tokens or text.get("max_position_embeddings")),
+    )
     return tuple(each for each in found if each is not None)
 
 
@@ -99,7 +104,9 @@ def _is_latent(text: Config) -> bool:
     right width (dsa_v1.py:1144 in 0.30.0rc2).
     """
     kind = str(text.get("model_type"))
-    return kind.startswith("deepseek_v") or (bool(text.get("kv_lora_rank")) and kind not in _NOT_LATENT)
+    return kind.startswith("deepseek_v") or (
+        bool(text.get("kv_lora_rank")) and kind not in _NOT_LATENT
+    )
 
 
 # YaRN
@@ -116,26 +123,38 @@ def _of_yarn(whole: Config, text: Config) -> Caveat | None:
     four times the model's length (layers/rotary_embedding/mrope.py:238 in 0.23.0).
     """
     architectures = whole.get("architectures")
-    if isinstance(architectures, list) and str(next(iter(architectures), "")).startswith("Transformers"):
+    if isinstance(architectures, list) and str(next(iter(architectures), "")).startswith(
+        "Transformers"
+    ):
         return None  # transformers' own frequencies
     if text.get("model_type") in _GIVES_TRUNCATE or _is_latent(text):
         return None
     ropes = dict(_ropes(text))
-    differences = {kind: difference for kind, rope in ropes.items() if (difference := _difference(rope, text)) > _NEGLIGIBLE}
+    differences = {
+        kind: difference
+        for kind, rope in ropes.items()
+        if (difference := _difference(rope, text)) > _NEGLIGIBLE
+    }
     if not differences:
         return None
     percent = f"{100 * max(differences.values()):.2g} %"
     if any(_SECTIONS in ropes[kind] for kind in differences):
         return Caveat(
-            f"YaRN with {_SECTIONS}: vLLM takes the model's length for four times as long, so frequencies differ from those of "
+            f"YaRN with {_SECTIONS}: vLLM takes the model's length for four times as long, so "
+            "frequencies differ from those of "
             f"transformers by up to {percent}, and rows are computed with them",
             "No option of vLLM changes that.",
         )
-    repaired = {kind: {**rope, "truncate": True} if kind in differences else rope for kind, rope in ropes.items()}
+    repaired = {
+        kind: {**rope, "truncate": True} if kind in differences else rope
+        for kind, rope in ropes.items()
+    }
     return Caveat(
-        'YaRN without the key "truncate": vllm-ascend does not round as vLLM and transformers do, so its frequencies differ from theirs '
+        'YaRN without the key "truncate": vllm-ascend does not round as vLLM and transformers '
+        "do, so its frequencies differ from theirs "
         f"by up to {percent}, and rows are computed with them",
-        "For the model's own frequencies " + _start_with(whole, {"rope_parameters": repaired.get("", repaired)}),
+        "For the model's own frequencies "
+        + _start_with(whole, {"rope_parameters": repaired.get("", repaired)}),
     )
 
 
@@ -146,7 +165,11 @@ def _ropes(text: Config) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     by_layer = all(isinstance(each, Mapping) for each in found.values())
     for kind, rope in found.items() if by_layer else (("", found),):
-        outside = {key: text[key] for key in ("rope_theta", "original_max_position_embeddings") if text.get(key) is not None}
+        outside = {
+            key: text[key]
+            for key in ("rope_theta", "original_max_position_embeddings")
+            if text.get(key) is not None
+        }
         renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
         yield kind, outside | renamed
 
@@ -163,26 +186,38 @@ def _difference(rope: Config, text: Config) -> float:
     ]
     head, base, factor, length, *turns = numbers
     usable = all(isinstance(each, int | float) and each > 0 for each in numbers)
-    if rope.get("rope_type") != "yarn" or not usable or base <= 1 or head > _LARGEST_HEAD:  # vLLM refuses odd numbers
+    if (
+        rope.get("rope_type") != "yarn" or not usable or base <= 1 or head > _LARGEST_HEAD
+    ):  # vLLM refuses odd numbers
         return 0.0
 
     def scales(length: float, rounds: bool) -> list[float]:
         """What each frequency is multiplied by."""
-        low, high = (head * math.log(length / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns)
+        low, high = (
+            head * math.log(length / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns
+        )
         low, high = (math.floor(low), math.ceil(high)) if rounds else (low, high)
         low, high = max(low, 0), min(high, head - 1)
-        ramp = (min(max((index - low) / (high - low or 0.001), 0), 1) for index in range(int(head) // 2))
+        ramp = (
+            min(max((index - low) / (high - low or 0.001), 0), 1) for index in range(int(head) // 2)
+        )
         return [1 - share + share / factor for share in ramp]
 
     sections = _SECTIONS in rope
     served = scales(4 * length if sections else length, rope.get("truncate", sections))
     own = scales(length, rope.get("truncate", True))
-    return max((abs(ours / right - 1) for ours, right in zip(served, own, strict=True)), default=0.0)
+    return max(
+        (abs(ours / right - 1) for ours, right in zip(served, own, strict=True)), default=0.0
+    )
 
 
 def _rotary_size(rope: Config, text: Config) -> Any:
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-    divided = hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else None
+    divided = (
+        hidden // heads
+        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0
+        else None
+    )
     head = text.get("qk_rope_head_dim") or text.get("head_dim") or divided
     share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
     if not isinstance(head, int) or not isinstance(share, int | float):
@@ -200,10 +235,16 @@ def _of_window(whole: Config, text: Config, max_tokens: Any) -> Caveat | None:
     1290 in 0.23.0, :634 and 928 in 0.30.0rc2). CANN counts the keys before the query's own.
     """
     window = text.get("sliding_window")
-    if not isinstance(window, int) or window < 2 or not _slides(text) or (isinstance(max_tokens, int) and max_tokens <= window):
+    if (
+        not isinstance(window, int)
+        or window < 2
+        or not _slides(text)
+        or (isinstance(max_tokens, int) and max_tokens <= window)
+    ):
         return None
     return Caveat(
-        f"sliding window of {window} tokens: vllm-ascend lets each token see {window + 1}, so from position {window} on rows are those "
+        f"sliding window of {window} tokens: vllm-ascend lets each token see {window + 1}, so "
+        f"from position {window} on rows are those "
         f"of a model whose window is {window + 1}",
         "For the model's own window " + _start_with(whole, {"sliding_window": window - 1}),
     )
@@ -216,5 +257,8 @@ def _slides(text: Config) -> bool:
     kinds = text.get("layer_types")
     if isinstance(kinds, list):
         return "sliding_attention" in kinds
-    full, layers = text.get("max_window_layers"), text.get("num_hidden_layers")  # of Qwen2: only layers after them slide
+    full, layers = (
+        text.get("max_window_layers"),
+        text.get("num_hidden_layers"),
+    )  # of Qwen2: only layers after them slide
     return not (isinstance(full, int) and isinstance(layers, int) and full >= layers)

@@ -41,7 +41,13 @@ _PATTERNS: dict[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 # Not loaded by vLLM either (model_loader/weight_utils.py:676, vLLM 0.23.0).
-_STATE_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_STATE_OF_TRAINING = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+)
 
 
 class Checkpoint(NamedTuple):
@@ -72,7 +78,9 @@ def weights_of(vllm_config: Any, directory: str | None = None) -> str:
             found = find_checkpoint(Path(directory), str(vllm_config.load_config.load_format))
         return "" if found is None else fingerprint(found)
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
-        logger.warning("files will not name their weights, whose checkpoint cannot be read: %s", error)
+        logger.warning(
+            "files will not name their weights, whose checkpoint cannot be read: %s", error
+        )
         return ""
 
 
@@ -108,7 +116,9 @@ def _local_place(model: str, revision: str | None, cache: str | None) -> Path | 
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, cache_dir=cache, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(model, cache_dir=cache, revision=revision, local_files_only=True)
+        )
     except (HFValidationError, LocalEntryNotFoundError):  # an object store, for instance
         return None
 
@@ -132,15 +142,26 @@ def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
     names = sorted(path.name for path in place.iterdir() if not path.is_dir())
     weights: list[str] = []
     for pattern in patterns:
-        weights = [name for name in fnmatch.filter(names, pattern) if name not in _STATE_OF_TRAINING]
+        weights = [
+            name for name in fnmatch.filter(names, pattern) if name not in _STATE_OF_TRAINING
+        ]
         if weights:
             index = _INDEX.format("consolidated" if pattern == _CONSOLIDATED else "model")
             if index in names and pattern.endswith(".safetensors"):
                 wanted = set(parse((place / index).read_bytes())["weight_map"].values())
                 weights = [name for name in weights if name in wanted]
             break
-    described = [name for pattern in _DESCRIPTIONS for name in fnmatch.filter(names, pattern) if (place / name).is_file()]
-    return Checkpoint([place / name for name in weights], [place / name for name in described]) if weights else None
+    described = [
+        name
+        for pattern in _DESCRIPTIONS
+        for name in fnmatch.filter(names, pattern)
+        if (place / name).is_file()
+    ]
+    return (
+        Checkpoint([place / name for name in weights], [place / name for name in described])
+        if weights
+        else None
+    )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

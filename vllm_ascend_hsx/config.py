@@ -72,7 +72,8 @@ class HsxConfig(BaseModel):
         default="all",
         description="Which requests are extracted. 'all': all except those with "
         "`\"hidden_states\": false` in their kv_transfer_params. 'requested': only those with "
-        '`"hidden_states": true` or another key of this connector there. \'sample\': also the share '
+        "`\"hidden_states\": true` or another key of this connector there. 'sample': also the "
+        "share "
         "`sample_rate` of all others. Other requests use the prefix cache and cost nothing.",
     )
     sample_rate: float | None = Field(
@@ -80,7 +81,8 @@ class HsxConfig(BaseModel):
         gt=0,
         le=1,
         description="Share of API requests that are extracted with `extract` 'sample', such as 0.1. "
-        "Requests with one `sample_key` in their kv_transfer_params are extracted all or not at all.",
+        "Requests with one `sample_key` in their kv_transfer_params are extracted all or not at "
+        "all.",
     )
     directory_budget_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
@@ -88,7 +90,8 @@ class HsxConfig(BaseModel):
         le=1 << 60,
         description="Most bytes of files in shared_storage_path, with `sink` 'file'. While there is no "
         "room, requests are generated without extraction, and their responses have an error. Each "
-        "data-parallel rank has an equal share. Default: no limit. Bytes, or a size such as '64GiB'.",
+        "data-parallel rank has an equal share. Default: no limit. Bytes, or a size such as "
+        "'64GiB'.",
     )
     max_files_per_request: int = Field(
         default=4096,
@@ -160,7 +163,8 @@ class HsxConfig(BaseModel):
         default="undo",
         description="Rows of a target whose weights are rotated (QuaRot): 'undo' turns them back "
         "into the model's own basis, 'keep' stores them as the server computes them. The "
-        "metadata `basis` of a file says which. With 'undo' a target is refused if it is rotated and "
+        "metadata `basis` of a file says which. With 'undo' a target is refused if it is rotated "
+        "and "
         "does not say so. Other targets are not concerned.",
     )
     check_finite: bool = Field(
@@ -297,16 +301,29 @@ def _require_fitting(config: HsxConfig) -> None:
     rate, budget = config.sample_rate, config.directory_budget_bytes
     if config.extract == "sample" and rate is None:
         remedy = "Set it to the share of requests to extract, such as 0.1."
-        raise UserError(f"{EXTRA_CONFIG}.sample_rate", None, "is missing, and extract is 'sample'", remedy)
+        raise UserError(
+            f"{EXTRA_CONFIG}.sample_rate", None, "is missing, and extract is 'sample'", remedy
+        )
     if config.extract != "sample" and rate is not None:
         problem = f"has no effect, because extract is {config.extract!r}"
-        raise UserError(f"{EXTRA_CONFIG}.sample_rate", rate, problem, "Set extract to 'sample', or leave it out.")
+        raise UserError(
+            f"{EXTRA_CONFIG}.sample_rate",
+            rate,
+            problem,
+            "Set extract to 'sample', or leave it out.",
+        )
     if config.sink != "file" and budget is not None:
         remedy = "Use sink 'file', or leave it out."
         if config.sink == "shard":
-            problem = "cannot be kept with sink 'shard': a shard takes its space until the whole tar file is removed"
+            problem = (
+                "cannot be kept with sink 'shard': a shard takes its space until the whole tar "
+                "file is removed"
+            )
         else:
-            problem = "cannot be kept with sink 'mooncake': the store has no directory, and evicts by itself"
+            problem = (
+                "cannot be kept with sink 'mooncake': the store has no directory, and evicts by "
+                "itself"
+            )
         raise UserError(f"{EXTRA_CONFIG}.directory_budget_bytes", budget, problem, remedy)
 
 

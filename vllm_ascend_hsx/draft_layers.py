@@ -41,14 +41,23 @@ def layers_of_draft(path: str, num_layers: int) -> tuple[int, ...]:
         UserError: there is no config.json that names layers.
     """
     config = _read(path)
-    ids = next(filter(None, (_ids_at(config, keys, offset, path) for keys, offset in _PLACES)), None)
+    ids = next(
+        filter(None, (_ids_at(config, keys, offset, path) for keys, offset in _PLACES)), None
+    )
     if ids is None:
         keys = ", ".join(".".join(place) for place, _ in _PLACES)
-        raise UserError(OPTION, path, f"has no layer ids (it has none of {keys})", "Give ids, or eagle3 for the default layers.")
+        raise UserError(
+            OPTION,
+            path,
+            f"has no layer ids (it has none of {keys})",
+            "Give ids, or eagle3 for the default layers.",
+        )
     return ids if num_layers in ids else (*ids, num_layers)
 
 
-def _ids_at(config: Mapping[str, Any], keys: tuple[str, ...], offset: int, path: str) -> tuple[int, ...] | None:
+def _ids_at(
+    config: Mapping[str, Any], keys: tuple[str, ...], offset: int, path: str
+) -> tuple[int, ...] | None:
     found: Any = config
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -69,7 +78,9 @@ def _read(path: str) -> Mapping[str, Any]:
             raise UserError(OPTION, path, "is too large for a config.json", remedy)
         config = json.loads(file.read_bytes())
     except OSError as error:
-        raise UserError(OPTION, path, f"has no config.json that can be read: {error.strerror}", remedy) from None
+        raise UserError(
+            OPTION, path, f"has no config.json that can be read: {error.strerror}", remedy
+        ) from None
     except ValueError as error:
         raise UserError(OPTION, path, f"is not JSON: {error}", remedy) from None
     if not isinstance(config, dict):

@@ -34,7 +34,13 @@ MODELS = "vllm.model_executor.models"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 _CONNECTOR = "KVConnectorFactory.register_connector"
-uses(FACTORY, _CONNECTOR, SINCE_0_23, takes="name module_path class_name", why="the connector is known")
+uses(
+    FACTORY,
+    _CONNECTOR,
+    SINCE_0_23,
+    takes="name module_path class_name",
+    why="the connector is known",
+)
 uses(FACTORY, "KVConnectorFactory._registry", SINCE_0_23, why="the plugin registers once")
 _MODEL = "ModelRegistry.register_model"
 uses(MODELS, _MODEL, SINCE_0_23, takes="model_arch model_cls", why="the drafter is known")
@@ -53,8 +59,12 @@ def register() -> None:
     log_as_vllm_does()
     if CONNECTOR_NAME in KVConnectorFactory._registry:
         return
-    KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
-    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel")
+    KVConnectorFactory.register_connector(
+        CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME
+    )
+    ModelRegistry.register_model(
+        DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel"
+    )
     for point in POINTS:
         if point.replacement and point.fits:
             register_post_import_hook(point.apply, point.module)
@@ -94,8 +104,10 @@ def check_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _introduction(settings: ServerSettings, ring_bytes: int, writers: int) -> str:
     rows = settings.row_format
     return (
-        f"vllm-ascend-hsx {__version__} extracts layers {','.join(map(str, rows.layer_ids))} of {settings.target.model}: "
-        f"{rows.stored_row_bytes} bytes per token, into {settings.destination.description} (sink {settings.config.sink}). "
+        f"vllm-ascend-hsx {__version__} extracts layers {','.join(map(str, rows.layer_ids))} of "
+        f"{settings.target.model}: "
+        f"{rows.stored_row_bytes} bytes per token, into {settings.destination.description} (sink "
+        f"{settings.config.sink}). "
         f"Each worker has a pinned ring of {ring_bytes / 2**20:g} MiB and {writers} writer threads."
     )
 

@@ -64,7 +64,9 @@ class ServerSettings:
 
         def count() -> int:
             cpus = len(os.sched_getaffinity(0))
-            return given or max(fewest, min(8, cpus if cpus < cpus_at_start else cpus // num_workers))
+            return given or max(
+                fewest, min(8, cpus if cpus < cpus_at_start else cpus // num_workers)
+            )
 
         return count
 
@@ -87,7 +89,12 @@ def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSetting
     target = read_target(vllm_config)
     dtype: torch.dtype = vllm_config.model_config.dtype
     if dtype not in _DTYPE_NAMES:
-        raise UserError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
+        raise UserError(
+            "dtype",
+            str(dtype),
+            "cannot be stored",
+            "Serve the target in bfloat16, float16 or float32.",
+        )
     elements = target.num_layers * target.hidden_size
     if config.quantization == "fp8" and elements % 8:
         raise UserError(
@@ -98,7 +105,9 @@ def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSetting
             'Use "none", or extract another number of layers.',
         )
     rotation = rotation_of(vllm_config, config.rotation)
-    basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
+    basis: Literal["", "model", "rotated"] = (
+        "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
+    )
     row_format = RowFormat(
         target.layer_ids,
         target.hidden_size,

@@ -54,16 +54,26 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
             outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
-    example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
+    example = (
+        [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers]
+        if num_hidden_layers > 6
+        else [num_hidden_layers]
+    )
     remedy = (
         f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the "
         f"last layer, before the final norm), for example {example}."
     )
-    if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
+    if (
+        not isinstance(layer_ids, list | tuple)
+        or not layer_ids
+        or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids)
+    ):
         raise UserError(option, layer_ids, "is not a list of layer ids", remedy)
     for index, layer_id in enumerate(layer_ids):
         if not 0 <= layer_id <= num_hidden_layers:
-            raise UserError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
+            raise UserError(
+                option, layer_ids, f"has id {layer_id}, which the target does not have", remedy
+            )
         if layer_id in layer_ids[:index]:
             raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
@@ -83,7 +93,11 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         UserError: if these are not ids, or not of this target.
     """
     last = num_layers
-    rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
+    rules = {
+        "eagle3": (2, last // 2, last - 3, last),
+        "dflash": (2, last // 2, last - 3, last),
+        "mtp": (last,),
+    }
     remedy = (
         f"Give distinct ids from 0 (the embedding output) to {last} (after the last layer), "
         f"such as {last // 2},{last}, or one of {', '.join(rules)}, or the directory of a draft."
@@ -126,7 +140,10 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             "speculative_config.method",
             getattr(speculative, "method", None),
             "produces no hidden states",
-            f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
+            (
+                f'Start the server with --speculative-config \'{{"method": "{METHOD}", '
+                f'"num_speculative_tokens": 1, ...}}\'.'
+            ),
         )
     if speculative.disable_padded_drafter_batch:
         raise UserError(
@@ -165,7 +182,12 @@ def refuse_parallelism(parallel_config: Any) -> None:
     for option, reason in ONE_ONLY.items():
         value = getattr(parallel_config, option, 1)
         if value > 1:
-            raise UserError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
+            raise UserError(
+                option,
+                value,
+                reason,
+                f"Use {option}=1; scale with tensor, data and expert parallelism.",
+            )
 
 
 ONE_ONLY = {

@@ -54,14 +54,28 @@ def run(show: Callable[[str], None]) -> Result:
     options, cells = EngineOptions(), []
     for name, config in CONFIGS.items():
         preset = PRESETS[name]
-        words = f"--tp {options.tensor_parallel} --max-num-batched-tokens {options.max_num_batched_tokens} --kv-memory {KV_BYTES}"
+        words = (
+            f"--tp {options.tensor_parallel} --max-num-batched-tokens "
+            f"{options.max_num_batched_tokens} --kv-memory {KV_BYTES}"
+        )
         planned = plan.plan(plan.parse_arguments([name, *words.split()]))
-        made = capacities(shape_of(config), options, len(planned.request.layer_ids), KV_BYTES, planned.staging_bytes)
+        made = capacities(
+            shape_of(config),
+            options,
+            len(planned.request.layer_ids),
+            KV_BYTES,
+            planned.staging_bytes,
+        )
         plain = made[Layout.PLAIN]
         if isinstance(plain, LayoutError):
             raise plain
-        cells += [_cell(preset.repository, layout, each, plain.tokens) for layout, each in made.items()]
-        show(f"{preset.repository}: {', '.join(f'{cell.layout} {cell.kept:.2%}' for cell in cells[-len(made) :])}")
+        cells += [
+            _cell(preset.repository, layout, each, plain.tokens) for layout, each in made.items()
+        ]
+        show(
+            f"{preset.repository}: "
+            f"{', '.join(f'{cell.layout} {cell.kept:.2%}' for cell in cells[-len(made) :])}"
+        )
     return Result(options, KV_BYTES, cells)
 
 
@@ -92,4 +106,11 @@ def capacities(
 def _cell(model: str, layout: Layout, found: Capacity | LayoutError, plain_tokens: int) -> Cell:
     if isinstance(found, LayoutError):
         return Cell(model, layout.value, 0, 0, 0, 0.0, str(found))
-    return Cell(model, layout.value, found.block_size, found.num_blocks, found.tokens, found.tokens / plain_tokens)
+    return Cell(
+        model,
+        layout.value,
+        found.block_size,
+        found.num_blocks,
+        found.tokens,
+        found.tokens / plain_tokens,
+    )

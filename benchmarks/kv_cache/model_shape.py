@@ -74,7 +74,10 @@ def shape_of(content: Mapping[str, Any]) -> ModelShape:
     if LayerKind.LATENT in layers:
         kv_heads, head_dim = 1, config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
-        kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", hidden // heads)
+        kv_heads, head_dim = (
+            config.get("num_key_value_heads", heads),
+            config.get("head_dim", hidden // heads),
+        )
     delta_net = None
     if LayerKind.LINEAR in layers:
         delta_net = DeltaNet(
@@ -103,5 +106,8 @@ def _layers(config: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         return (LayerKind.LATENT,) * count
     names = config.get("layer_types")
     if names is None and (interval := config.get("full_attention_interval")):
-        names = ["full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(count)]
+        names = [
+            "full_attention" if (index + 1) % interval == 0 else "linear_attention"
+            for index in range(count)
+        ]
     return tuple(map(LayerKind, names or ["full_attention"] * count))

@@ -92,4 +92,6 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 # Weights in W8A8 have the same shape, and so the same KV cache, as those that they were made of.
-CONFIGS: dict[str, dict[str, Any]] = {name: PRESETS[name].config | more for name, more in _MORE.items()}
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: PRESETS[name].config | more for name, more in _MORE.items()
+}

@@ -47,7 +47,10 @@ class _Fields(SimpleNamespace):
     """A part of VllmConfig. What it lacks must not pass for a configuration that vLLM refuses."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UnknownFieldError(f"vLLM reads {name!r}, which this lacks; it was checked against {CHECKED}: install one of these")
+        raise UnknownFieldError(
+            f"vLLM reads {name!r}, which this lacks; it was checked against {CHECKED}: install "
+            "one of these"
+        )
 
 
 def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
@@ -73,7 +76,9 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
             block_size=None,
             cache_dtype="auto",
             enable_prefix_caching=_caches_prefixes(shape),
-            get_resolved_kv_cache_layout=lambda: importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC,
+            get_resolved_kv_cache_layout=lambda: (
+                importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC
+            ),
             kv_cache_dtype_skip_layers=[],
             mamba_block_size=None,
             mamba_cache_dtype="auto",
@@ -90,7 +95,9 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
             architecture=shape.architecture,
             dtype=getattr(torch, shape.dtype),
             get_head_size=lambda: shape.head_dim,
-            get_num_kv_heads=lambda parallel: max(1, shape.num_kv_heads // parallel.tensor_parallel_size),  # vllm/config/model.py:1284
+            get_num_kv_heads=lambda parallel: max(
+                1, shape.num_kv_heads // parallel.tensor_parallel_size
+            ),  # vllm/config/model.py:1284
             hf_config=_Fields(model_type=shape.model_type),
             hf_text_config=_Fields(**shape.config),
             is_hybrid=shape.is_hybrid,
@@ -100,7 +107,9 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
             use_mla=shape.is_latent,
         ),
         parallel_config=_Fields(
-            tensor_parallel_size=options.tensor_parallel, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            tensor_parallel_size=options.tensor_parallel,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
         scheduler_config=_Fields(
             disable_hybrid_kv_cache_manager=False,
@@ -138,7 +147,9 @@ def _caches_prefixes(shape: ModelShape) -> bool:
         is_hybrid=shape.is_hybrid,
         pooler_config=None,
     )
-    model.is_prefix_caching_supported = importlib.import_module("vllm.config").ModelConfig.is_prefix_caching_supported.fget(model)
+    model.is_prefix_caching_supported = importlib.import_module(
+        "vllm.config"
+    ).ModelConfig.is_prefix_caching_supported.fget(model)
     arguments = SimpleNamespace(enable_chunked_prefill=None, enable_prefix_caching=None)
     engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     engine_args._set_default_chunked_prefill_and_prefix_caching_args(arguments, model)
@@ -174,27 +185,40 @@ def _align(shape: ModelShape, config: Any) -> None:
     MODELS_CONFIG_MAP).
     """
     models = importlib.import_module("vllm.model_executor.models")
-    per_class = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP.get(shape.architecture)
+    per_class = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP.get(
+        shape.architecture
+    )
     if per_class is not None:
         per_class.verify_and_update_config(config)
     shapes, dtypes = delta_net_state(shape, config)
     model_class = SimpleNamespace(
-        get_mamba_state_shape_from_config=lambda _: shapes, get_mamba_state_dtype_from_config=lambda _: dtypes
+        get_mamba_state_shape_from_config=lambda _: shapes,
+        get_mamba_state_dtype_from_config=lambda _: dtypes,
     )
     config.compilation_config.static_forward_context["attention"] = _attention_layer()
-    with mock.patch.object(models.ModelRegistry, "resolve_model_cls", return_value=(model_class, shape.architecture)):
+    with mock.patch.object(
+        models.ModelRegistry, "resolve_model_cls", return_value=(model_class, shape.architecture)
+    ):
         importlib.import_module(MAMBA_CONFIG).verify_and_update_config.__func__(None, config)
-        importlib.import_module("vllm.platforms").current_platform.update_block_size_for_backend(config)
+        importlib.import_module("vllm.platforms").current_platform.update_block_size_for_backend(
+            config
+        )
 
 
 def _attention_layer() -> Any:
     """Return a layer of which the platform asks nothing but its backend, and that only in 0.30."""
-    base: Any = importlib.import_module("vllm.model_executor.layers.attention_layer_base").AttentionLayerBase
+    base: Any = importlib.import_module(
+        "vllm.model_executor.layers.attention_layer_base"
+    ).AttentionLayerBase
 
     def get_attn_backend(self: Any) -> Any:
         return importlib.import_module("vllm_ascend.attention.attention_v1").AscendAttentionBackend
 
-    return type("Attention", (base,), {"get_attn_backend": get_attn_backend, "get_kv_cache_spec": lambda *_: None})()
+    return type(
+        "Attention",
+        (base,),
+        {"get_attn_backend": get_attn_backend, "get_kv_cache_spec": lambda *_: None},
+    )()
 
 
 def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
@@ -216,7 +240,9 @@ def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
         num_drafts(config),
     )
     dtypes = utils.MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-        config.model_config.dtype, config.cache_config.mamba_cache_dtype, config.cache_config.mamba_ssm_cache_dtype
+        config.model_config.dtype,
+        config.cache_config.mamba_cache_dtype,
+        config.cache_config.mamba_ssm_cache_dtype,
     )
     return shapes, dtypes
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.kv_cache.model_shape import LayerKind, ModelShape
-from benchmarks.kv_cache.server_config import EngineOptions, Layout, UnknownFieldError, delta_net_state, num_drafts, server_config
+from benchmarks.kv_cache.server_config import (
+    EngineOptions,
+    Layout,
+    UnknownFieldError,
+    delta_net_state,
+    num_drafts,
+    server_config,
+)
 
 PLANNER = "vllm.v1.core.kv_cache_utils"
 SPECS = "vllm.v1.kv_cache_interface"
@@ -59,7 +66,9 @@ def load() -> None:
     adapt_patch(is_global_patch=True)
 
 
-def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_extracted: int, kv_bytes: int) -> Capacity:
+def plan_layout(
+    shape: ModelShape, options: EngineOptions, layout: Layout, num_extracted: int, kv_bytes: int
+) -> Capacity:
     """Ask vLLM's planner what KV cache an NPU has.
 
     Reason: KCU:1956 (get_kv_cache_configs) groups layers, unifies their pages, checks that a
@@ -91,7 +100,10 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
         block_size=config.cache_config.block_size,
         num_blocks=cache.num_blocks,
         block_bytes=max(map(_group_bytes, cache.kv_cache_groups)),
-        groups=tuple((len(group.layer_names), group.kv_cache_spec.block_size) for group in cache.kv_cache_groups),
+        groups=tuple(
+            (len(group.layer_names), group.kv_cache_spec.block_size)
+            for group in cache.kv_cache_groups
+        ),
         tokens=int(concurrency * options.max_model_len),
     )
 
@@ -170,5 +182,8 @@ def _group_bytes(group: Any) -> int:
 def _reason(error: Exception) -> str:
     """The last line of a server's log; an assertion without a message is named by its place."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).split("\n")[0].split(". ")[0].strip() or f"in {where.name} ({where.filename.rsplit('site-packages/', 1)[-1]})"
+    text = (
+        str(error).split("\n")[0].split(". ")[0].strip()
+        or f"in {where.name} ({where.filename.rsplit('site-packages/', 1)[-1]})"
+    )
     return f"{type(error).__name__}: {text}"

@@ -115,13 +115,20 @@ def prompts_of(scale: Scale, conversations: range) -> list[list[int]]:
         draw = np.random.default_rng((int(warm_up), abs(number)))
         prompt = system
         for _ in range(scale.turns):
-            prompt = prompt + draw.integers(3, VOCABULARY, int(draw.integers(scale.least, scale.most + 1))).tolist()
+            prompt = (
+                prompt
+                + draw.integers(
+                    3, VOCABULARY, int(draw.integers(scale.least, scale.most + 1))
+                ).tolist()
+            )
             prompts.append(prompt)
     random.Random(conversations.start).shuffle(prompts)
     return prompts
 
 
-def run(scale: Scale, directory: Path, show: Callable[[str], None], python: Path = PYTHON) -> Result:
+def run(
+    scale: Scale, directory: Path, show: Callable[[str], None], python: Path = PYTHON
+) -> Result:
     """Measure, with files on the directory's filesystem.
 
     Args:
@@ -135,7 +142,9 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None], python: Path
     before = machine.load_average()
     rounds: dict[str, list[Cell]] = {}
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+        place = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory))
+        )
         model = build_qwen3(place / "model")
         engines: dict[str, Engine] = {}
         reasons = {}
@@ -147,21 +156,38 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None], python: Path
             show(f"starting the engine: {name}")
             arguments, environ = settings(name, model, place / f"files-{number}")
             executable = sys.executable if is_there else str(python)
-            engines[name] = Engine(arguments, environ, place / f"engine-{number}.log", "conversations", executable)
+            engines[name] = Engine(
+                arguments, environ, place / f"engine-{number}.log", "conversations", executable
+            )
             stack.callback(engines[name].close)
         for index in range(-1, scale.rounds):
             each = -(-scale.conversations // scale.rounds)
-            numbers = range(-2, 0) if index < 0 else range(index * each, min((index + 1) * each, scale.conversations))
+            numbers = (
+                range(-2, 0)
+                if index < 0
+                else range(index * each, min((index + 1) * each, scale.conversations))
+            )
             for name in random.Random(index).sample(list(engines), len(engines)):
                 if name == WITHOUT and index > 0:
                     continue  # the first round of this one takes longer than all of another
-                found = engines[name].order({"scale": asdict(scale), "first": numbers.start, "last": numbers.stop})
+                found = engines[name].order(
+                    {"scale": asdict(scale), "first": numbers.start, "last": numbers.stop}
+                )
                 cell = _cell(name, found, prompts_of(scale, numbers), model)
                 if index >= 0:
                     rounds.setdefault(name, []).append(cell)
-                    show(f"round {index}, {name}: {cell.computed:,} of {cell.prompt:,} tokens computed, {cell.wall:.1f} s")
-    cells = [_sum(name, rounds) if name in rounds else Cell(name, reason=reasons[name]) for name in CONTESTANTS]
-    longest = (max(map(len, prompts_of(scale, range(number, number + 1)))) for number in range(scale.conversations))
+                    show(
+                        f"round {index}, {name}: {cell.computed:,} of {cell.prompt:,} tokens "
+                        f"computed, {cell.wall:.1f} s"
+                    )
+    cells = [
+        _sum(name, rounds) if name in rounds else Cell(name, reason=reasons[name])
+        for name in CONTESTANTS
+    ]
+    longest = (
+        max(map(len, prompts_of(scale, range(number, number + 1))))
+        for number in range(scale.conversations)
+    )
     distinct = scale.system + sum(length - scale.system for length in longest)
     load = f"load average {before:.1f} before, {machine.load_average():.1f} after"
     return Result(cells, distinct, scale, f"{machine.processor()}, {load}")
@@ -181,18 +207,27 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
         "disable_log_stats": False,
     }
     if name in (OURS, WITHOUT, VLLM):
-        transfer = kv_transfer_config(storage, **({"prefix_reuse_bytes": 0} if name == WITHOUT else {}))
+        transfer = kv_transfer_config(
+            storage, **({"prefix_reuse_bytes": 0} if name == WITHOUT else {})
+        )
         if name == VLLM:
             transfer["kv_connector"] = "ExampleHiddenStatesConnector"
-        arguments |= {"speculative_config": speculative_config(LAYER_IDS), "kv_transfer_config": transfer}
+        arguments |= {
+            "speculative_config": speculative_config(LAYER_IDS),
+            "kv_transfer_config": transfer,
+        }
     return arguments, {"VLLM_PLUGINS": UPSTREAM_PLUGINS} if name in (OFF, OFF_THERE, VLLM) else {}
 
 
-def _cell(name: str, found: Mapping[str, Any], prompts: Sequence[Sequence[int]], model: Path) -> Cell:
+def _cell(
+    name: str, found: Mapping[str, Any], prompts: Sequence[Sequence[int]], model: Path
+) -> Cell:
     """Compare the files of a round with the reference, and remove them."""
     num_bytes = right = 0
     if name not in (OFF, OFF_THERE) and len(found["paths"]) != len(prompts):
-        raise AssertionError(f"{name}: {len(found['paths'])} of {len(prompts)} requests have a file")
+        raise AssertionError(
+            f"{name}: {len(found['paths'])} of {len(prompts)} requests have a file"
+        )
     for index, path in found["paths"].items():
         num_bytes += Path(path).stat().st_size
         states = vllm_ascend_hsx.load(path, _PUBLISHED_S)
@@ -207,7 +242,9 @@ def _cell(name: str, found: Mapping[str, Any], prompts: Sequence[Sequence[int]],
     )  # fmt: skip
 
 
-def _difference(states: Any, prompt: tuple[int, ...], prompts: Sequence[Sequence[int]], model: str) -> str:
+def _difference(
+    states: Any, prompt: tuple[int, ...], prompts: Sequence[Sequence[int]], model: str
+) -> str:
     """Return how a file differs from the rows of transformers in float32; empty if it does not."""
     from vllm_ascend_hsx.demo.compare import compare
 
@@ -215,7 +252,9 @@ def _difference(states: Any, prompt: tuple[int, ...], prompts: Sequence[Sequence
         return "its tokens are another prompt's"
     # Rows depend on the tokens before them alone: those of the last turn are those of all turns.
     last = max((each for each in prompts if tuple(each[: len(prompt)]) == prompt), key=len)
-    return compare(states.hidden_states, _reference(model, tuple(last))[: len(prompt)], LAYER_IDS).reason
+    return compare(
+        states.hidden_states, _reference(model, tuple(last))[: len(prompt)], LAYER_IDS
+    ).reason
 
 
 @lru_cache(maxsize=64)
@@ -227,9 +266,17 @@ def _reference(model: str, prompt: tuple[int, ...]) -> Any:
 
 def _sum(name: str, rounds: Mapping[str, Sequence[Cell]]) -> Cell:
     cells, off = rounds[name], rounds[CONTESTANTS[name]][: len(rounds[name])]
-    total = {key: sum(getattr(cell, key) for cell in cells) for key in ("computed", "prompt", "copied", "wall", "bytes", "files", "right")}
+    total = {
+        key: sum(getattr(cell, key) for cell in cells)
+        for key in ("computed", "prompt", "copied", "wall", "bytes", "files", "right")
+    }
     wall = statistics.median(cell.wall / other.wall for cell, other in zip(cells, off, strict=True))
-    return Cell(name, **total, wall_of_off=wall, of_off=total["computed"] / sum(cell.computed for cell in off))
+    return Cell(
+        name,
+        **total,
+        wall_of_off=wall,
+        of_off=total["computed"] / sum(cell.computed for cell in off),
+    )
 
 
 # In the engine's process
@@ -254,10 +301,15 @@ def serve(engine: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     computed, began = _computed(engine), time.perf_counter()
     last = began  # a file was published
     while in_flight or unpublished or not rows.is_over:
-        while len(in_flight) + len(unpublished) < scale.concurrency and (turn := rows.take()) is not None:
+        while (
+            len(in_flight) + len(unpublished) < scale.concurrency
+            and (turn := rows.take()) is not None
+        ):
             in_flight[name := f"{order['first']}-{turn.row.index}"] = turn
             engine.add_request(name, {"prompt_token_ids": prompts[turn.row.index]}, sampling)
-        for output in engine.step():  # vLLM's connector writes a file in the step after the request's last
+        for (
+            output
+        ) in engine.step():  # vLLM's connector writes a file in the step after the request's last
             if output.finished:
                 turn, params = in_flight.pop(output.request_id), output.kv_transfer_params
                 if not params:
@@ -276,12 +328,21 @@ def serve(engine: Any, order: Mapping[str, Any]) -> dict[str, Any]:
             del unpublished[path]
             rows.end(turn)
             last = time.perf_counter()
-    return {"wall": time.perf_counter() - began, "computed": _computed(engine) - computed, "copied": copied, "paths": paths}
+    return {
+        "wall": time.perf_counter() - began,
+        "computed": _computed(engine) - computed,
+        "copied": copied,
+        "paths": paths,
+    }
 
 
 def _computed(engine: Any) -> int:
     """Return how many prompt tokens the engine has computed."""
-    return sum(int(each.value) for each in engine.get_metrics() if each.name == COUNTER and each.labels["source"] == SOURCE)
+    return sum(
+        int(each.value)
+        for each in engine.get_metrics()
+        if each.name == COUNTER and each.labels["source"] == SOURCE
+    )
 
 
 if __name__ == "__main__":

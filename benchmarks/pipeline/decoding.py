@@ -76,36 +76,68 @@ def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], Non
     gc.freeze()  # as vLLM's engine does (v1/engine/core.py:228 in 0.23.0); a full collection visits all modules
     cells = []
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+        place = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory))
+        )
         pipeline = stack.enter_context(closing(Pipeline(source, place, with_copy=False)))
         for in_flight in scale.in_flight:
-            rounds = [_round(scale, loops, source, pipeline, place, in_flight, turn) for turn in range(scale.rounds + 1)]
+            rounds = [
+                _round(scale, loops, source, pipeline, place, in_flight, turn)
+                for turn in range(scale.rounds + 1)
+            ]
             cells.append(_median(in_flight, rounds[1:]))  # the first one warms up
-            show(f"{in_flight} requests that generate: {cells[-1].row * 1e6:.0f} µs of CPU time per row")
+            show(
+                f"{in_flight} requests that generate: {cells[-1].row * 1e6:.0f} µs of CPU time "
+                "per row"
+            )
     return Result(cells, scale)
 
 
 def _median(in_flight: int, rounds: list[Cell]) -> Cell:
     names = ("row", "raw", "joined", "step", "step_off")
-    return Cell(in_flight, **{name: statistics.median(getattr(cell, name) for cell in rounds) for name in names})
+    return Cell(
+        in_flight,
+        **{name: statistics.median(getattr(cell, name) for cell in rounds) for name in names},
+    )
 
 
-def _round(scale: Scale, loops: int, source: Source, pipeline: Pipeline, directory: Path, in_flight: int, turn: int) -> Cell:
+def _round(
+    scale: Scale,
+    loops: int,
+    source: Source,
+    pipeline: Pipeline,
+    directory: Path,
+    in_flight: int,
+    turn: int,
+) -> Cell:
     off_cpu, off_step = _steps(scale, loops, source, None, directory, in_flight, turn)
     cpu, step = _steps(scale, loops, source, pipeline, directory, in_flight, turn)
     rows = in_flight * scale.steps
     joined_rows = min(scale.steps, max(1, JOINED_BYTES // source.row_format.row_bytes))
-    raw, joined = (_raw(source, directory, in_flight, scale.steps, count) for count in (1, joined_rows))
+    raw, joined = (
+        _raw(source, directory, in_flight, scale.steps, count) for count in (1, joined_rows)
+    )
     return Cell(in_flight, (cpu - off_cpu) / rows, raw, joined, step, off_step)
 
 
 def _steps(
-    scale: Scale, loops: int, source: Source, pipeline: Pipeline | None, directory: Path, in_flight: int, turn: int
+    scale: Scale,
+    loops: int,
+    source: Source,
+    pipeline: Pipeline | None,
+    directory: Path,
+    in_flight: int,
+    turn: int,
 ) -> tuple[float, float]:
     """Return the CPU time of all steps, until the files are published, and the median step."""
     ids = [f"cmpl-{turn}-0-{index:08x}" for index in range(in_flight)]
-    starts = [start_of(each, directory / f"{each}.safetensors", 1, include_output=True) for each in ids]
-    spans = [tuple(Span(each, step, 1, row) for row, each in enumerate(ids)) for step in range(scale.steps)]
+    starts = [
+        start_of(each, directory / f"{each}.safetensors", 1, include_output=True) for each in ids
+    ]
+    spans = [
+        tuple(Span(each, step, 1, row) for row, each in enumerate(ids))
+        for step in range(scale.steps)
+    ]
     slots = [SourceSlot(source, Step(0, each)) for each in spans] if pipeline else []
     lengths = []
     cpu = time.process_time()
@@ -118,7 +150,9 @@ def _steps(
             if step >= pipeline.staging_slots:
                 slots[step - pipeline.staging_slots].issued.wait()
             pipeline.save(slots[step])
-        time.sleep(DEVICE_S)  # stands for the device: no event exists, and other threads get the GIL
+        time.sleep(
+            DEVICE_S
+        )  # stands for the device: no event exists, and other threads get the GIL
         lengths.append(time.perf_counter() - began)
     if pipeline is not None:
         pipeline.end(ids, scale.steps)
@@ -131,9 +165,13 @@ def _steps(
 
 def _raw(source: Source, directory: Path, in_flight: int, steps: int, count: int) -> float:
     """Return the CPU time per row of writes of `count` rows."""
-    files = [os.open(directory / f"raw-{index}", os.O_CREAT | os.O_RDWR) for index in range(in_flight)]
+    files = [
+        os.open(directory / f"raw-{index}", os.O_CREAT | os.O_RDWR) for index in range(in_flight)
+    ]
     row_bytes, calls = source.row_format.row_bytes, steps // count
-    data = [source.bytes_of(index, count) for index in range(min(in_flight, source.tokens - count + 1))]
+    data = [
+        source.bytes_of(index, count) for index in range(min(in_flight, source.tokens - count + 1))
+    ]
     began = time.process_time()
     for call in range(calls):
         for index, fd in enumerate(files):

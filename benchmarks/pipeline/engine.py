@@ -26,7 +26,9 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 NAMES = OFF, OURS, VLLM = "off", "ours", "vLLM's connector"
 LAYER_IDS = (1, 2, 4)
 # All but ours: without our plugin an engine is what its users have today.
-UPSTREAM_PLUGINS = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling"
+UPSTREAM_PLUGINS = (
+    "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling"
+)
 _ENDED = 60.0
 
 
@@ -110,7 +112,13 @@ class Engine:
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [python, "-m", f"benchmarks.pipeline.{module}", str(orders_read), str(answers_write)],
+                [
+                    python,
+                    "-m",
+                    f"benchmarks.pipeline.{module}",
+                    str(orders_read),
+                    str(answers_write),
+                ],
                 pass_fds=(orders_read, answers_write),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -133,7 +141,10 @@ class Engine:
         line = self._answers.readline()
         if not line:
             code = self._process.wait()
-            raise RuntimeError(f"an engine ended with exit code {code}:\n{self._log.read_text(errors='replace')[-4000:]}")
+            raise RuntimeError(
+                "an engine ended with exit code "
+                f"{code}:\n{self._log.read_text(errors='replace')[-4000:]}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -162,23 +173,38 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
                 if name == OFF:
                     continue
                 speed = _ratio(starts[-1][traffic, OFF], own, "wall")
-                show(f"start {start + 1}, {traffic}: {name} {speed:.1%} of the requests/s of an engine without extraction")
+                show(
+                    f"start {start + 1}, {traffic}: {name} {speed:.1%} of the requests/s of an "
+                    "engine without extraction"
+                )
     cells = [
         Cell(
             traffic,
             name,
             [_ratio(costs[traffic, OFF], costs[traffic, name], "wall") for costs in starts],
-            [1 / _ratio(_per_step(costs[traffic, OFF]), _per_step(costs[traffic, name]), "cpu") for costs in starts],
+            [
+                1 / _ratio(_per_step(costs[traffic, OFF]), _per_step(costs[traffic, name]), "cpu")
+                for costs in starts
+            ],
             own[-1]["steps"],
         )
         for (traffic, name), own in starts[-1].items()
     ]
-    return Result(cells, scale.starts, scale.rounds, "Qwen3, dense, 4 layers of 256, bfloat16; 3 layers extracted; 1 NPU")
+    return Result(
+        cells,
+        scale.starts,
+        scale.rounds,
+        "Qwen3, dense, 4 layers of 256, bfloat16; 3 layers extracted; 1 NPU",
+    )
 
 
-def _measure(scale: Scale, start: int, model: Path, place: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def _measure(
+    scale: Scale, start: int, model: Path, place: Path
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Start the three engines, and return what each round of each traffic cost each of them."""
-    costs: dict[tuple[str, str], list[dict[str, Any]]] = {(traffic.name, name): [] for traffic in scale.traffics for name in NAMES}
+    costs: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (traffic.name, name): [] for traffic in scale.traffics for name in NAMES
+    }
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for name in random.Random(start).sample(NAMES, len(NAMES)):
@@ -189,7 +215,11 @@ def _measure(scale: Scale, start: int, model: Path, place: Path) -> dict[tuple[s
             seed = start * (scale.rounds + 1) + turn
             prompts = draw_prompts(traffic, seed)
             for name in random.Random(seed).sample(NAMES, len(NAMES)):
-                batch = {"name": f"{traffic.name}{turn}", "prompts": prompts, "max_tokens": traffic.max_tokens}
+                batch = {
+                    "name": f"{traffic.name}{turn}",
+                    "prompts": prompts,
+                    "max_tokens": traffic.max_tokens,
+                }
                 cost = engines[name].order(batch)
                 if name != OFF:
                     _check(cost["paths"], prompts, exact=name == OURS)
@@ -221,7 +251,10 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
     transfer = kv_transfer_config(storage)
     if name == VLLM:
         transfer["kv_connector"] = "ExampleHiddenStatesConnector"
-    arguments |= {"speculative_config": speculative_config(LAYER_IDS), "kv_transfer_config": transfer}
+    arguments |= {
+        "speculative_config": speculative_config(LAYER_IDS),
+        "kv_transfer_config": transfer,
+    }
     return arguments, {"VLLM_PLUGINS": UPSTREAM_PLUGINS} if name == VLLM else {}
 
 
@@ -233,7 +266,10 @@ def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: boo
     for path in paths:
         states = vllm_ascend_hsx.load(path, 0)
         found.append(states.token_ids.tolist())
-        if exact and not (len(states.hidden_states) == len(found[-1]) and torch.isfinite(states.hidden_states).all()):
+        if exact and not (
+            len(states.hidden_states) == len(found[-1])
+            and torch.isfinite(states.hidden_states).all()
+        ):
             raise AssertionError("a file of ours lacks rows")
         vllm_ascend_hsx.remove(path)
     if sorted(found) != sorted(map(list, prompts)):
@@ -244,5 +280,9 @@ def _per_step(costs: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return [{"cpu": cost["cpu"] / cost["steps"]} for cost in costs]
 
 
-def _ratio(reference: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]], key: str) -> float:
-    return statistics.median(float(other[key] / cost[key]) for cost, other in zip(costs, reference, strict=True))
+def _ratio(
+    reference: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]], key: str
+) -> float:
+    return statistics.median(
+        float(other[key] / cost[key]) for cost, other in zip(costs, reference, strict=True)
+    )

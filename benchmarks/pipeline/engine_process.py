@@ -40,7 +40,12 @@ def serve(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
                 paths.append(params["hidden_states_path"])
     for path in paths:
         vllm_ascend_hsx.load(path, mmap=True)
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "steps": steps, "paths": paths}
+    return {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "steps": steps,
+        "paths": paths,
+    }
 
 
 def take_orders(work: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:

@@ -11,14 +11,25 @@ from pathlib import Path
 
 from benchmarks.measure import Cost, in_turn, median_wall, speed_ratio
 from benchmarks.pipeline.ours import DURABLE, DURABLE_NO_CHECKSUM, NO_CHECKSUM, Ours, num_writers
-from benchmarks.pipeline.peers import Contestant, Memcpy, RawDirect, RawWrite, Vllm033, direct_io_works
+from benchmarks.pipeline.peers import (
+    Contestant,
+    Memcpy,
+    RawDirect,
+    RawWrite,
+    Vllm033,
+    direct_io_works,
+)
 from benchmarks.pipeline.rows import STEP_TOKENS, Load, Source
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
 PINNED, COPIED, DURABLY = "from pinned memory", "with the copy", "durable"
 OURS, OURS_UNCHECKED = "ours", "ours, no checksum"
 RAW, RAW_ONE_THREAD, MEMCPY = "raw write", "raw write, one thread", "memcpy"
-DIRECT, DIRECT_CHECKED, DIRECT_PUBLISHED = "raw O_DIRECT", "the same, with checksum", "the same, published"
+DIRECT, DIRECT_CHECKED, DIRECT_PUBLISHED = (
+    "raw O_DIRECT",
+    "the same, with checksum",
+    "the same, published",
+)
 VLLM, VLLM_REUSING = "vLLM 0.33's path", "the same, pinned memory reused"
 
 
@@ -44,7 +55,11 @@ class Scale:
     @property
     def longest(self) -> int:
         """Tokens of the longest request."""
-        return max(tokens for view in (self.pinned, self.copied, self.durable, self.evenly) for tokens in view)
+        return max(
+            tokens
+            for view in (self.pinned, self.copied, self.durable, self.evenly)
+            for tokens in view
+        )
 
 
 # As many in flight as make 0.8 GB of files in the first case, 0.4 GB in the others.
@@ -54,7 +69,13 @@ FULL = Scale(
     durable={128: (1, 8), 2048: (1, 8), 8192: (1, 2)},
     evenly={128: (256,), 2048: (8,)},
 )
-QUICK = Scale(pinned={128: (1, 8), 2048: (1, 8)}, copied={2048: (1,)}, durable={2048: (1,)}, evenly={}, repetitions=3)
+QUICK = Scale(
+    pinned={128: (1, 8), 2048: (1, 8)},
+    copied={2048: (1,)},
+    durable={2048: (1,)},
+    evenly={},
+    repetitions=3,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,14 @@ class Cell:
     figures: dict[str, Figures]
 
 
-def loads(sizes: Mapping[int, Sequence[int]], scale: Scale, source: Source, step_tokens: int, *, evenly: bool = False) -> Iterator[Load]:
+def loads(
+    sizes: Mapping[int, Sequence[int]],
+    scale: Scale,
+    source: Source,
+    step_tokens: int,
+    *,
+    evenly: bool = False,
+) -> Iterator[Load]:
     """The cells of a view."""
     for tokens, many in sizes.items():
         for in_flight in many:
@@ -100,7 +128,12 @@ def loads(sizes: Mapping[int, Sequence[int]], scale: Scale, source: Source, step
 
 
 def run(
-    scale: Scale, source: Source, directory: Path, show: Callable[[str], None], *, step_tokens: int = STEP_TOKENS
+    scale: Scale,
+    source: Source,
+    directory: Path,
+    show: Callable[[str], None],
+    *,
+    step_tokens: int = STEP_TOKENS,
 ) -> tuple[list[Cell], str | None]:
     """Measure every view that the directory's filesystem allows.
 
@@ -130,7 +163,11 @@ def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str
     with ExitStack() as stack:
 
         def place() -> Path:
-            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+            return Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)
+                )
+            )
 
         entered: dict[str, Contestant]
         copied = view == COPIED
@@ -160,11 +197,22 @@ def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str
 
 
 def _measure(
-    view: str, entered: dict[str, Contestant], load: Load, scale: Scale, directory: Path, show: Callable[[str], None]
+    view: str,
+    entered: dict[str, Contestant],
+    load: Load,
+    scale: Scale,
+    directory: Path,
+    show: Callable[[str], None],
 ) -> Cell:
-    checked = {name: contestant.measure(load, check=True) for name, contestant in entered.items()}  # warms up, too
+    checked = {
+        name: contestant.measure(load, check=True) for name, contestant in entered.items()
+    }  # warms up, too
     assert checked.keys() == entered.keys()
-    costs = in_turn({name: _runs(contestant, load) for name, contestant in entered.items()}, scale.repetitions, warm_up=0)
+    costs = in_turn(
+        {name: _runs(contestant, load) for name, contestant in entered.items()},
+        scale.repetitions,
+        warm_up=0,
+    )
     num_bytes = load.num_rows * next(iter(entered.values())).source.row_format.row_bytes
     raw = costs[DIRECT if view == DURABLY else RAW]
     figures = {
@@ -177,11 +225,23 @@ def _measure(
         )
         for name, mine in costs.items()
     }
-    cell = Cell(view, filesystem_of(directory), load.tokens, load.in_flight, load.evenly, load.requests, num_bytes, figures)
+    cell = Cell(
+        view,
+        filesystem_of(directory),
+        load.tokens,
+        load.in_flight,
+        load.evenly,
+        load.requests,
+        num_bytes,
+        figures,
+    )
     ours = figures[OURS]
     versus = f", {ours.of_vllm:.2f} x {VLLM}" if ours.of_vllm is not None else ""
     how = "evenly" if load.evenly else "in flight"
-    show(f"{view}, {cell.filesystem}: {load.tokens} tokens, {load.in_flight} {how}: {ours.of_raw:.0%} of raw{versus}")
+    show(
+        f"{view}, {cell.filesystem}: {load.tokens} tokens, {load.in_flight} {how}: "
+        f"{ours.of_raw:.0%} of raw{versus}"
+    )
     return cell
 
 

@@ -72,7 +72,9 @@ class Samples:
 
     def quantiles(self) -> dict[str, dict[str, float]]:
         return {
-            name: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)} for name, values in asdict(self).items() if values
+            name: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
+            for name, values in asdict(self).items()
+            if values
         }
 
 
@@ -170,7 +172,13 @@ class Bench:
         self._step_tokens = step_tokens
         self._on_host = 0.0
         self._published = 0.0
-        self._pipeline = Pipeline(source, directory, with_copy=False, on_host=self._note_host, on_published=self._note_published)
+        self._pipeline = Pipeline(
+            source,
+            directory,
+            with_copy=False,
+            on_host=self._note_host,
+            on_published=self._note_published,
+        )
         self._count = 0
 
     def _note_host(self) -> None:
@@ -179,13 +187,24 @@ class Bench:
     def _note_published(self) -> None:
         self._published = time.monotonic()
 
-    def run(self, tokens: int, last_chunk: int, samples: Samples, waiting: Reader, *, asleep: bool, pause: float = 0.0) -> None:
+    def run(
+        self,
+        tokens: int,
+        last_chunk: int,
+        samples: Samples,
+        waiting: Reader,
+        *,
+        asleep: bool,
+        pause: float = 0.0,
+    ) -> None:
         """Serve a request; its reader waits before the last chunk, `pause` s if not asleep."""
         self._count += 1
         request_id = f"prompt-{self._count}"
         path = self.directory / f"{request_id}.safetensors"
         self._pipeline.start([start_of(request_id, path, tokens)])
-        slots = [SourceSlot(self.source, step) for step in self._steps(request_id, tokens, last_chunk)]
+        slots = [
+            SourceSlot(self.source, step) for step in self._steps(request_id, tokens, last_chunk)
+        ]
         for slot in slots[:-1]:
             self._pipeline.save(slot)
         self._pipeline.wait_until_open()
@@ -229,21 +248,40 @@ class Bench:
         firsts = [*range(0, before, self._step_tokens), before]
         lasts = [*firsts[1:], tokens]
         return [
-            Step(first % (self.source.tokens - self._step_tokens), (Span(request_id, first, last - first, 0),))
+            Step(
+                first % (self.source.tokens - self._step_tokens),
+                (Span(request_id, first, last - first, 0),),
+            )
             for first, last in zip(firsts, lasts, strict=True)
         ]
 
 
-def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], None], *, step_tokens: int = STEP_TOKENS) -> Result:
+def run(
+    scale: Scale,
+    source: Source,
+    directory: Path,
+    show: Callable[[str], None],
+    *,
+    step_tokens: int = STEP_TOKENS,
+) -> Result:
     """Measure on the directory's filesystem."""
     with ExitStack() as stack:
 
         def place() -> Path:
-            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+            return Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)
+                )
+            )
 
         bench = Bench(source, place(), step_tokens)
         stack.callback(bench.close)
-        cells = [(tokens, last) for tokens in scale.tokens for last in scale.last_chunks if last <= min(tokens, step_tokens)]
+        cells = [
+            (tokens, last)
+            for tokens in scale.tokens
+            for last in scale.last_chunks
+            if last <= min(tokens, step_tokens)
+        ]
         measured = {cell: Samples() for cell in cells}
         bare_place, bare_told = place(), []
         with reader("sleep") as asleep, reader("flock") as bare:
@@ -255,23 +293,39 @@ def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], Non
                     bare_told.append(_hand_over(bare_place, bare))
         for (tokens, last), samples in measured.items():
             p50 = samples.quantiles()["from_host"]["p50"]
-            show(f"{tokens} tokens, last chunk of {last}: published {p50 * 1e3:.2f} ms after the last row (p50)")
+            show(
+                f"{tokens} tokens, last chunk of {last}: published {p50 * 1e3:.2f} ms after the "
+                "last row (p50)"
+            )
         told = [seconds for samples in measured.values() for seconds in samples.told]
         polled = Samples()
         with reader("poll") as polling:
             for sample in range(scale.polled):
                 pause = random.Random(sample).uniform(POLL_SECONDS, 2 * POLL_SECONDS)
-                bench.run(min(scale.tokens), min(scale.last_chunks), polled, polling, asleep=False, pause=pause)
+                bench.run(
+                    min(scale.tokens),
+                    min(scale.last_chunks),
+                    polled,
+                    polling,
+                    asleep=False,
+                    pause=pause,
+                )
         peer = Vllm033(source, place(), with_copy=True)
         stack.callback(peer.close)
         loads = {tokens: Load(tokens, 1, 1, source.tokens, step_tokens) for tokens in scale.tokens}
         walls = {
-            tokens: quantile([peer.measure(load, check=not index).wall for index in range(scale.peer_samples)], 0.5)
+            tokens: quantile(
+                [peer.measure(load, check=not index).wall for index in range(scale.peer_samples)],
+                0.5,
+            )
             for tokens, load in loads.items()
         }
         return Result(
             filesystem_of(directory),
-            [Prompt(tokens, last, samples.quantiles()) for (tokens, last), samples in measured.items()],
+            [
+                Prompt(tokens, last, samples.quantiles())
+                for (tokens, last), samples in measured.items()
+            ],
             _p50_p99(told),
             _p50_p99(bare_told),
             _p50_p99(polled.told),

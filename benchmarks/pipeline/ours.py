@@ -20,7 +20,17 @@ import torch
 import vllm_ascend_hsx
 from benchmarks.kv_cache import vllm_planner
 from benchmarks.pipeline.peers import Contestant
-from benchmarks.pipeline.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
+from benchmarks.pipeline.rows import (
+    DTYPE,
+    MINIMAX_M2,
+    STEP_TOKENS,
+    Load,
+    Source,
+    Step,
+    assert_files_are_right,
+    npu,
+    token_ids,
+)
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
@@ -43,11 +53,24 @@ DURABLE: Options = {"io": "direct", "durability": "fdatasync"}
 DURABLE_NO_CHECKSUM: Options = {**DURABLE, **NO_CHECKSUM}
 
 
-def server_settings(row_format: RowFormat, directory: Path, options: Options = DEFAULTS) -> ServerSettings:
+def server_settings(
+    row_format: RowFormat, directory: Path, options: Options = DEFAULTS
+) -> ServerSettings:
     """What a server with these options would start with."""
     layers = row_format.num_layers
-    target = ExtractionTarget(row_format.model, row_format.layer_ids, tuple(range(layers)), row_format.hidden_size, STEP_TOKENS)
-    return ServerSettings(HsxConfig.parse({"shared_storage_path": str(directory), **options}), target, row_format, DTYPE)
+    target = ExtractionTarget(
+        row_format.model,
+        row_format.layer_ids,
+        tuple(range(layers)),
+        row_format.hidden_size,
+        STEP_TOKENS,
+    )
+    return ServerSettings(
+        HsxConfig.parse({"shared_storage_path": str(directory), **options}),
+        target,
+        row_format,
+        DTYPE,
+    )
 
 
 def num_writers() -> int:
@@ -60,11 +83,15 @@ def ring_bytes() -> int:
     return ring_bytes_of(server_settings(MINIMAX_M2, Path("/unused")))
 
 
-def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.device) -> ExtractionWorker:
+def _build_worker(
+    settled: ServerSettings, staging: StagingCache, device: torch.device
+) -> ExtractionWorker:
     """As AscendHiddenStatesConnector does it."""
     config, row_format = settled.config, settled.row_format
     ring = PinnedRing(ring_bytes_of(settled), row_format.row_shape, settled.dtype)
-    np.frombuffer(ring.data, np.uint8).fill(0)  # resident, as a driver's pinned memory is from the beginning
+    np.frombuffer(ring.data, np.uint8).fill(
+        0
+    )  # resident, as a driver's pinned memory is from the beginning
     return ExtractionWorker(
         rank=0,
         staging=staging,
@@ -226,7 +253,9 @@ class Pipeline:
             data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()
             spans = split_spans(slot.spans, begin, end)
-            chunk = HostChunk(slot.host[begin:end], data, spans, slot.requests, self.ring, run.first)
+            chunk = HostChunk(
+                slot.host[begin:end], data, spans, slot.requests, self.ring, run.first
+            )
             chunk.landed_at = chunk.issued_at
             lander._deliver(chunk)
             begin = end
@@ -243,7 +272,9 @@ class MainThread:
         max_tokens: of a step.
     """
 
-    def __init__(self, row_format: RowFormat, directory: Path, device: torch.device, max_tokens: int) -> None:
+    def __init__(
+        self, row_format: RowFormat, directory: Path, device: torch.device, max_tokens: int
+    ) -> None:
         import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
         from vllm.config import VllmConfig
 
@@ -264,18 +295,23 @@ class MainThread:
         name = "cache_only_layers.0"
         config = VllmConfig()
         self._proposer = HsxProposer.__new__(HsxProposer)
-        self._proposer.runner = SimpleNamespace(_pad_for_sequence_parallelism=lambda num_tokens: num_tokens)
+        self._proposer.runner = SimpleNamespace(
+            _pad_for_sequence_parallelism=lambda num_tokens: num_tokens
+        )
         self._proposer.vllm_config = config
         self._proposer.staging = staging
         self._proposer.model = AscendCacheOnlyLayer(staging, name, config)
         # What the target returns: one [tokens, hidden] per layer.
         self._rows = [
-            torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device) for _ in range(row_format.num_layers)
+            torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device)
+            for _ in range(row_format.num_layers)
         ]
         self._sampled = torch.zeros(max_tokens, 1, dtype=torch.int64, device=device)
         self._ended: list[RequestEnd] = []
 
-    def step(self, starts: Iterable[RequestStart], input_batch: Any, query_start_loc: torch.Tensor) -> float:
+    def step(
+        self, starts: Iterable[RequestStart], input_batch: Any, query_start_loc: torch.Tensor
+    ) -> float:
         """One step; returns the CPU time of this thread in seconds.
 
         Args:
@@ -291,7 +327,9 @@ class MainThread:
         sampled = self._sampled[: len(input_batch.req_ids)]
         began = time.thread_time()
         self._worker.start_step(metadata)
-        self._proposer.propose(sampled_token_ids=sampled, target_hidden_states=target_rows, common_attn_metadata=common)
+        self._proposer.propose(
+            sampled_token_ids=sampled, target_hidden_states=target_rows, common_attn_metadata=common
+        )
         self._worker.save()
         self._worker.report()
         return time.thread_time() - began
@@ -319,7 +357,9 @@ class MainThread:
         self._worker.close()
 
 
-def start_of(request_id: str, path: Path, tokens: int, include_output: bool = False) -> RequestStart:
+def start_of(
+    request_id: str, path: Path, tokens: int, include_output: bool = False
+) -> RequestStart:
     """What the scheduler says of a request."""
     return RequestStart(request_id, str(path), 0, token_ids(tokens), include_output)
 
@@ -327,14 +367,22 @@ def start_of(request_id: str, path: Path, tokens: int, include_output: bool = Fa
 class Ours(Contestant):
     """Steps one after the other, as fast as the staging slots allow."""
 
-    def __init__(self, source: Source, directory: Path, *, with_copy: bool, options: Options = DEFAULTS) -> None:
+    def __init__(
+        self, source: Source, directory: Path, *, with_copy: bool, options: Options = DEFAULTS
+    ) -> None:
         super().__init__(source, directory)
         self._pipeline = Pipeline(source, directory, with_copy=with_copy, options=options)
         self._waves: list[list[tuple[list[RequestStart], SourceSlot]]] = []
 
     def prepare(self, load: Load) -> None:
         self._waves = [
-            [([start_of(name, self.path(name), load.tokens) for name in step.begins], SourceSlot(self.source, step)) for step in steps]
+            [
+                (
+                    [start_of(name, self.path(name), load.tokens) for name in step.begins],
+                    SourceSlot(self.source, step),
+                )
+                for step in steps
+            ]
             for steps in load.waves
         ]
 
@@ -343,14 +391,18 @@ class Ours(Contestant):
             for index, (starts, slot) in enumerate(steps):
                 self._pipeline.start(starts)
                 if index >= self._pipeline.staging_slots:
-                    steps[index - self._pipeline.staging_slots][1].issued.wait()  # it has the same memory, see StagingCache.write
+                    steps[index - self._pipeline.staging_slots][
+                        1
+                    ].issued.wait()  # it has the same memory, see StagingCache.write
                 self._pipeline.save(slot)
             self._pipeline.wait_for(start.request_id for starts, _ in steps for start in starts)
 
     def verify(self, load: Load) -> None:
         for request_id, rows in load.expected(self.source.host).items():
             states = vllm_ascend_hsx.load(self.path(request_id), 0)
-            assert_files_are_right([({"hidden_states": states.hidden_states, "token_ids": states.token_ids}, rows)])
+            assert_files_are_right(
+                [({"hidden_states": states.hidden_states, "token_ids": states.token_ids}, rows)]
+            )
 
     def close(self) -> None:
         self._pipeline.close()

@@ -122,7 +122,10 @@ class _Pooled(Contestant):
 
     def _one(self, index: int) -> None:
         assert self._load is not None
-        self.one(self.source.bytes_of(self._load.first_row(index), self._load.tokens), self._load.ids[index])
+        self.one(
+            self.source.bytes_of(self._load.first_row(index), self._load.tokens),
+            self._load.ids[index],
+        )
 
     @abstractmethod
     def one(self, data: memoryview, request_id: str) -> None:
@@ -166,7 +169,15 @@ class RawDirect(_Pooled):
             loss of power.
     """
 
-    def __init__(self, source: Source, directory: Path, threads: int, *, checksum: bool = False, publish: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        threads: int,
+        *,
+        checksum: bool = False,
+        publish: bool = False,
+    ) -> None:
         super().__init__(source, directory, threads)
         self._checksum = checksum
         self._publish = publish
@@ -175,7 +186,9 @@ class RawDirect(_Pooled):
         fd = os.open(self.path(request_id), _NEW | os.O_DIRECT, 0o640)
         try:
             os.posix_fallocate(fd, 0, len(data))
-            for begin in range(0, len(data), PIECE):  # a row is whole pages, and so is each of these
+            for begin in range(
+                0, len(data), PIECE
+            ):  # a row is whole pages, and so is each of these
                 piece = data[begin : begin + PIECE]
                 if self._checksum:
                     crc32c(piece)
@@ -233,7 +246,9 @@ class Vllm033(Contestant):
             caching allocator would where it can; otherwise obtain new memory.
     """
 
-    def __init__(self, source: Source, directory: Path, *, with_copy: bool, reuse_pinned: bool = False) -> None:
+    def __init__(
+        self, source: Source, directory: Path, *, with_copy: bool, reuse_pinned: bool = False
+    ) -> None:
         super().__init__(source, directory)
         self._with_copy = with_copy
         self._reuse_pinned = reuse_pinned
@@ -247,13 +262,18 @@ class Vllm033(Contestant):
 
     def _in_blocks(self, rows: torch.Tensor) -> torch.Tensor:
         """[blocks, tokens, layers, hidden]"""
-        return rows[: self._num_blocks * self._block_tokens].view(self._num_blocks, self._block_tokens, *self.source.row_format.row_shape)
+        return rows[: self._num_blocks * self._block_tokens].view(
+            self._num_blocks, self._block_tokens, *self.source.row_format.row_shape
+        )
 
     def prepare(self, load: Load) -> None:
         """Shuffled block ids on the device, as vLLM has them after running for a while."""
         self._unused = [rows for rows in self._unused if len(rows) == load.tokens]
         count = -(-load.tokens // self._block_tokens)
-        draws = [np.random.default_rng(index).permutation(self._num_blocks)[:count] for index in range(load.requests)]
+        draws = [
+            np.random.default_rng(index).permutation(self._num_blocks)[:count]
+            for index in range(load.requests)
+        ]
         self._gathered = torch.empty_like(self._paged[:count])
         self._block_ids = [torch.from_numpy(drawn).to(self._paged.device) for drawn in draws]
 
@@ -267,7 +287,11 @@ class Vllm033(Contestant):
         path = self.path(load.ids[index])
         if self._with_copy:
             gathered = self._gather(self._block_ids[index])[: load.tokens]
-            rows = self._unused.pop() if self._unused else torch.empty_like(gathered, device="cpu", pin_memory=True)
+            rows = (
+                self._unused.pop()
+                if self._unused
+                else torch.empty_like(gathered, device="cpu", pin_memory=True)
+            )
             rows.copy_(gathered, non_blocking=True)
         else:
             first = load.first_row(index)
@@ -295,7 +319,9 @@ class Vllm033(Contestant):
     def verify(self, load: Load) -> None:
         for index, request_id in enumerate(load.ids):
             if self._with_copy:
-                rows = self._in_blocks(self.source.host)[self._block_ids[index].cpu()].flatten(0, 1)[: load.tokens]
+                rows = self._in_blocks(self.source.host)[self._block_ids[index].cpu()].flatten(
+                    0, 1
+                )[: load.tokens]
             else:
                 first = load.first_row(index)
                 rows = self.source.host[first : first + load.tokens]
@@ -305,7 +331,9 @@ class Vllm033(Contestant):
         self._pool.shutdown()
 
 
-def _save_and_release(tensors: dict[str, torch.Tensor], copied: torch.Event, path: Path, lock: int) -> None:
+def _save_and_release(
+    tensors: dict[str, torch.Tensor], copied: torch.Event, path: Path, lock: int
+) -> None:
     try:
         copied.synchronize()
         save_file(tensors, path)

@@ -85,14 +85,21 @@ class Result:
 
 
 def run(
-    scale: Scale, directory: Path, device: torch.device, show: Callable[[str], None], *, step_tokens: int = STEP_TOKENS
+    scale: Scale,
+    directory: Path,
+    device: torch.device,
+    show: Callable[[str], None],
+    *,
+    step_tokens: int = STEP_TOKENS,
 ) -> Result:
     """Measure on the directory's filesystem."""
     keys = [(tokens, in_flight) for tokens in scale.tokens for in_flight in scale.in_flight]
     samples = {key: Samples() for key in keys}
     launches = []
     with tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory) as place:
-        thread = MainThread(NARROW, Path(place), device, max_tokens=max(step_tokens, *scale.in_flight))
+        thread = MainThread(
+            NARROW, Path(place), device, max_tokens=max(step_tokens, *scale.in_flight)
+        )
         try:
             for turn in range(-1, scale.rounds):  # the first one warms up
                 for tokens, in_flight in random.Random(turn).sample(keys, len(keys)):
@@ -118,20 +125,37 @@ class Samples:
 
     def cell(self, tokens: int, in_flight: int) -> Cell:
         going_on = statistics.median(self.going_on) if self.going_on else None
-        return Cell(tokens, in_flight, statistics.median(self.beginning), going_on, statistics.median(self.idle))
+        return Cell(
+            tokens,
+            in_flight,
+            statistics.median(self.beginning),
+            going_on,
+            statistics.median(self.idle),
+        )
 
 
 def _line(cell: Cell) -> str:
     going_on = "" if cell.going_on is None else f", {cell.going_on * 1e6:.0f} us when they go on"
-    return f"{cell.tokens} tokens, {cell.in_flight} in flight: {cell.beginning * 1e6:.0f} us per step when they begin{going_on}"
+    return (
+        f"{cell.tokens} tokens, {cell.in_flight} in flight: {cell.beginning * 1e6:.0f} us per "
+        f"step when they begin{going_on}"
+    )
 
 
 def _one_wave(
-    thread: MainThread, tokens: int, in_flight: int, scale: Scale, step_tokens: int, directory: Path, samples: Samples
+    thread: MainThread,
+    tokens: int,
+    in_flight: int,
+    scale: Scale,
+    step_tokens: int,
+    directory: Path,
+    samples: Samples,
 ) -> None:
     share = max(1, min(tokens, step_tokens // in_flight))
     ids = [f"request-{index}" for index in range(in_flight)]
-    starts = [start_of(request_id, directory / f"{request_id}.safetensors", tokens) for request_id in ids]
+    starts = [
+        start_of(request_id, directory / f"{request_id}.safetensors", tokens) for request_id in ids
+    ]
     firsts = range(0, tokens, share)[: scale.steps]
     for first in firsts:
         batch = Batch(ids, [first] * in_flight, [min(share, tokens - first)] * in_flight)
@@ -139,7 +163,9 @@ def _one_wave(
         (samples.going_on if first else samples.beginning).append(cost)
         thread.settle()
     thread.end(ids, complete=firsts[-1] + share >= tokens)
-    for _ in range(3):  # the first hears that the requests have ended, the second reports what became of them
+    for _ in range(
+        3
+    ):  # the first hears that the requests have ended, the second reports what became of them
         cost = thread.step([], *Batch(ids, [tokens] * in_flight, [1] * in_flight).runner_state())
         thread.settle()
     samples.idle.append(cost)
@@ -163,7 +189,9 @@ class Batch:
     def runner_state(self) -> tuple[SimpleNamespace, torch.Tensor]:
         """The runner's input_batch, and query_start_loc int32 [requests + 1]."""
         starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
-        state = SimpleNamespace(req_ids=list(self.ids), num_computed_tokens_cpu=np.asarray(self.firsts, dtype=np.int32))
+        state = SimpleNamespace(
+            req_ids=list(self.ids), num_computed_tokens_cpu=np.asarray(self.firsts, dtype=np.int32)
+        )
         return state, torch.from_numpy(starts)
 
 
@@ -178,7 +206,9 @@ def fit(cells: Sequence[Cell]) -> tuple[float, float, float]:
             rows.append((1.0, cell.in_flight, 0.0))
             costs.append(cell.going_on)
     weights = 1 / np.asarray(costs)
-    (step, request, begin), *_ = np.linalg.lstsq(np.asarray(rows) * weights[:, None], np.ones(len(costs)), rcond=None)
+    (step, request, begin), *_ = np.linalg.lstsq(
+        np.asarray(rows) * weights[:, None], np.ones(len(costs)), rcond=None
+    )
     return float(step), float(request), float(begin)
 
 
@@ -186,7 +216,11 @@ def slope(cells: Sequence[Cell]) -> float:
     """per_1000_tokens; see Result."""
     slopes = []
     for in_flight in sorted({cell.in_flight for cell in cells}):
-        points = [(cell.tokens, cell.going_on) for cell in cells if cell.in_flight == in_flight and cell.going_on is not None]
+        points = [
+            (cell.tokens, cell.going_on)
+            for cell in cells
+            if cell.in_flight == in_flight and cell.going_on is not None
+        ]
         if len(points) > 1:
             lengths, costs = zip(*points, strict=True)
             slopes.append(float(np.polyfit(lengths, costs, 1)[0]) * 1000)

@@ -92,7 +92,9 @@ def store(rows: torch.Tensor) -> torch.Tensor:
     tokens, layers, hidden = rows.shape
     encoder = Fp8PerToken(RowFormat(tuple(range(layers)), hidden, "BF16", quantization="fp8"))
     data = rows.bfloat16().contiguous().view(torch.uint8).numpy().reshape(-1).data
-    stored = torch.frombuffer(encoder.encode(0, data), dtype=torch.float8_e4m3fn).reshape(rows.shape)
+    stored = torch.frombuffer(encoder.encode(0, data), dtype=torch.float8_e4m3fn).reshape(
+        rows.shape
+    )
     scales = encoder.scales(tokens)
     assert scales is not None
     return dequantized(stored, torch.from_numpy(scales).view(-1, 1, 1), torch.bfloat16)
@@ -121,7 +123,9 @@ def errors(case: Case) -> list[Errors]:
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """float32 [rows]."""
-    return torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+    return torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(
+        expected, dim=-1
+    )
 
 
 def synthetic() -> list[Case]:
@@ -135,10 +139,18 @@ def synthetic() -> list[Case]:
 
     cases = [Case("normally distributed", gaussian(4))]
     for factor in (100, 1_000, 30_000, 300_000):
-        cases.append(Case(f"{OUTLIERS} of {HIDDEN:,} channels {factor:,} times as large", gaussian(4, factor), outliers=OUTLIERS))
+        cases.append(
+            Case(
+                f"{OUTLIERS} of {HIDDEN:,} channels {factor:,} times as large",
+                gaussian(4, factor),
+                outliers=OUTLIERS,
+            )
+        )
     sizes = torch.tensor([0.02, 0.5, 5.0, 50.0])
     names = [f"layers of different sizes: {size:g}" for size in sizes.tolist()]
-    cases.append(Case("layers of different sizes", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS))
+    cases.append(
+        Case("layers of different sizes", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS)
+    )
     return cases
 
 
@@ -146,9 +158,13 @@ def tiny(directory: Path) -> Case:
     """Rows of the tiny MiniMax-M2 with random weights, computed by transformers in float32."""
     layer_ids = (0, 1, 2, 3, 4)
     model = build_minimax_m2(directory / "minimax_m2")
-    prompts = [prompt.content for prompt in demo_prompts(VOCABULARY) if isinstance(prompt.content, list)]
+    prompts = [
+        prompt.content for prompt in demo_prompts(VOCABULARY) if isinstance(prompt.content, list)
+    ]
     rows = torch.cat([reference_hidden_states(model, prompt, layer_ids) for prompt in prompts])
-    return Case("tiny MiniMax-M2", rows, [f"tiny MiniMax-M2, layer id {layer_id}" for layer_id in layer_ids])
+    return Case(
+        "tiny MiniMax-M2", rows, [f"tiny MiniMax-M2, layer id {layer_id}" for layer_id in layer_ids]
+    )
 
 
 def error_rows(cases: Sequence[Case]) -> Rows:
@@ -156,7 +172,16 @@ def error_rows(cases: Sequence[Case]) -> Rows:
     for case in cases:
         for name, each in zip(case.layers or [case.name], errors(case), strict=True):
             ordinary = _percent(each.ordinary) if case.outliers else ""
-            rows.append([name, _percent(each.bfloat16), _percent(each.fp8), _percent(each.worst), ordinary, _percent(each.lost)])
+            rows.append(
+                [
+                    name,
+                    _percent(each.bfloat16),
+                    _percent(each.fp8),
+                    _percent(each.worst),
+                    ordinary,
+                    _percent(each.lost),
+                ]
+            )
     return rows
 
 
@@ -171,7 +196,9 @@ def size_rows(directory: Path) -> Rows:
         preset = PRESETS[name]
         sizes = []
         for quantization in ("none", "fp8"):
-            row_format = RowFormat((0, 1, 2, 3), preset.hidden_size, "BF16", quantization=quantization)
+            row_format = RowFormat(
+                (0, 1, 2, 3), preset.hidden_size, "BF16", quantization=quantization
+            )
             path = directory / f"{name}-{quantization}.safetensors"
             with FileSink(directory, row_format) as sink:
                 file = sink.open(path.stem, path, TOKENS)
@@ -179,13 +206,17 @@ def size_rows(directory: Path) -> Rows:
                 file.commit(np.zeros(TOKENS, np.int64), TOKENS)
             sizes.append((path.stat().st_size - 4096) // TOKENS)
             path.unlink()
-        rows.append([preset.repository, f"{sizes[0]:,}", f"{sizes[1]:,}", f"{sizes[1] / sizes[0]:.2%}"])
+        rows.append(
+            [preset.repository, f"{sizes[0]:,}", f"{sizes[1]:,}", f"{sizes[1] / sizes[0]:.2%}"]
+        )
     return rows
 
 
 def cost_rows(directory: Path, load: Load = LOAD) -> Rows:
     """What one thread needs to write rows of MiniMax-M2, with checksum, to files in `directory`."""
-    values = np.random.default_rng(0).standard_normal((load.tokens, *MINIMAX_M2.row_shape), np.float32)
+    values = np.random.default_rng(0).standard_normal(
+        (load.tokens, *MINIMAX_M2.row_shape), np.float32
+    )
     rows = torch.from_numpy(values).bfloat16().view(torch.uint8).numpy()
     with ExitStack() as stack:
         contestants = {}
@@ -199,7 +230,9 @@ def cost_rows(directory: Path, load: Load = LOAD) -> Rows:
     table = []
     for name, mine in costs.items():
         cpu = statistics.median(cost.cpu for cost in mine) / gigabytes
-        ratio = statistics.median(cost.cpu / plain.cpu for cost, plain in zip(mine, costs["none"], strict=True))
+        ratio = statistics.median(
+            cost.cpu / plain.cpu for cost, plain in zip(mine, costs["none"], strict=True)
+        )
         table.append([name, f"{cpu:.2f}", f"{1 / cpu:.1f}", f"{ratio:.1f}"])
     return table
 
@@ -218,9 +251,21 @@ def _writes(sink: Sink, where: Path, rows: npt.NDArray[np.uint8], load: Load) ->
     return lambda: cost_of(write)
 
 
-ERROR_HEAD = ["rows", "stored in bfloat16", "fp8", "fp8, worst row", "fp8, non-outlier channels", "elements that become 0"]
+ERROR_HEAD = [
+    "rows",
+    "stored in bfloat16",
+    "fp8",
+    "fp8, worst row",
+    "fp8, non-outlier channels",
+    "elements that become 0",
+]
 SIZE_HEAD = ["model", "bytes per token, bfloat16", "fp8", "share"]
-COST_HEAD = ["quantization", "CPU seconds per GB of rows", "GB of rows per second per core", "relative to none"]
+COST_HEAD = [
+    "quantization",
+    "CPU seconds per GB of rows",
+    "GB of rows per second per core",
+    "relative to none",
+]
 
 
 def table(head: Sequence[str], rows: Rows) -> str:
@@ -250,9 +295,20 @@ def page(directory: Path, load: Load = LOAD) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline.quantization", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/quantization.md)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline.quantization",
+        description=(__doc__ or "").partition("\n")[0],
+    )
+    parser.add_argument(
+        "--memory",
+        type=Path,
+        default=Path("/dev/shm"),
+        metavar="DIR",
+        help="on a tmpfs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/quantization.md)"
+    )
     arguments = parser.parse_args(argv)
     arguments.output.write_text(page(arguments.memory))
     print(f"written: {arguments.output}")

@@ -14,7 +14,9 @@ from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 # MiniMax-M2 with four layers in bfloat16: 24,576 bytes per token.
-MINIMAX_M2 = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=3072, dtype="BF16", model="MiniMaxAI/MiniMax-M2")
+MINIMAX_M2 = RowFormat(
+    layer_ids=(2, 31, 59, 62), hidden_size=3072, dtype="BF16", model="MiniMaxAI/MiniMax-M2"
+)
 # For the smoke test, as small as direct I/O allows: 4,096 bytes per token.
 TINY = RowFormat(layer_ids=(2, 0), hidden_size=1024, dtype="BF16", model="tiny")
 
@@ -46,15 +48,21 @@ class Source:
         num_bytes = tokens * row_format.row_bytes
         memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8, pin_memory=True)
         begin = -memory.data_ptr() % PAGE
-        self.host = memory[begin : begin + num_bytes].view(DTYPE).view(tokens, *row_format.row_shape)
+        self.host = (
+            memory[begin : begin + num_bytes].view(DTYPE).view(tokens, *row_format.row_shape)
+        )
         # Finite values of bfloat16 (exponent below 0xff), no two rows alike.
-        bits = np.random.default_rng(0).integers(0, 0x7F80, size=(tokens, *row_format.row_shape), dtype=np.int16)
+        bits = np.random.default_rng(0).integers(
+            0, 0x7F80, size=(tokens, *row_format.row_shape), dtype=np.int16
+        )
         self.host.view(torch.int16).copy_(torch.from_numpy(bits))
         self.device = self.host.to(device)
 
     def bytes_of(self, first: int, count: int) -> memoryview:
         """The bytes of rows [first, first + count) of the pinned copy, not copied."""
-        view: memoryview = self.host[first : first + count].view(torch.uint8).numpy().reshape(-1).data
+        view: memoryview = (
+            self.host[first : first + count].view(torch.uint8).numpy().reshape(-1).data
+        )
         return view
 
 
@@ -108,9 +116,14 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.requests % self.in_flight:
-            raise ValueError(f"{self.requests} requests cannot be {self.in_flight} in flight at all times")
+            raise ValueError(
+                f"{self.requests} requests cannot be {self.in_flight} in flight at all times"
+            )
         if max(self.tokens, self.step_tokens, self.in_flight) > self.source_tokens:
-            raise ValueError(f"requests of {self.tokens} tokens and steps of {self.step_tokens} need a source as large")
+            raise ValueError(
+                f"requests of {self.tokens} tokens and steps of {self.step_tokens} need a source "
+                "as large"
+            )
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -163,7 +176,9 @@ class Load:
     def first_row(self, index: int) -> int:
         """Rows of request `index` in the source, for contestants that write it as one piece."""
         places = self.source_tokens - self.tokens + 1
-        return index * 977 % places  # spread out, so that no request finds what the one before it left in the caches
+        return (
+            index * 977 % places
+        )  # spread out, so that no request finds what the one before it left in the caches
 
     def expected(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows of each request that came in steps, [tokens, layers, hidden]."""

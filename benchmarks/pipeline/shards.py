@@ -33,7 +33,9 @@ def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
         tokens: of each; a row has 8 KiB.
         repetitions: of all, after one that does not count.
     """
-    rows = np.random.default_rng(0).integers(0, 1 << 15, (tokens, *ROWS.row_shape), dtype=np.uint16) & np.uint16(0x3FFF)
+    rows = np.random.default_rng(0).integers(
+        0, 1 << 15, (tokens, *ROWS.row_shape), dtype=np.uint16
+    ) & np.uint16(0x3FFF)
     ids = np.arange(tokens, dtype=np.int64)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as directory:
         where = {kind: Path(directory, kind) for kind in KINDS}
@@ -42,7 +44,11 @@ def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
         def write(kind: str) -> None:
             turn[kind] += 1
             target = where[kind] / str(turn[kind])
-            sink: DirectorySink = FileSink(target, ROWS) if kind == "files" else ShardSink(target, ROWS, shard_bytes=SHARD_BYTES)
+            sink: DirectorySink = (
+                FileSink(target, ROWS)
+                if kind == "files"
+                else ShardSink(target, ROWS, shard_bytes=SHARD_BYTES)
+            )
             with sink:
                 for serial in range(requests):
                     name = f"cmpl-{serial:08d}-0123abcd"
@@ -59,7 +65,9 @@ def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
         found = {}
         for what, work in (("written", write), ("listed, and loaded in any order", read)):
             costs = in_turn({kind: _timed(work, kind) for kind in KINDS}, repetitions)
-            found[f"requests of {tokens} tokens {what}"] = f"{speed_ratio(costs['shards'], costs['files']):.2f}"
+            found[f"requests of {tokens} tokens {what}"] = (
+                f"{speed_ratio(costs['shards'], costs['files']):.2f}"
+            )
         names = {kind: len(os.listdir(where[kind] / "1")) for kind in KINDS}
         found["names in the directory"] = f"{names['shards']:,} instead of {names['files']:,}"
         return found
@@ -71,7 +79,9 @@ def _timed(work: Callable[[str], None], kind: str) -> Callable[[], Cost]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline.shards", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline.shards", description=__doc__
+    )
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=5)

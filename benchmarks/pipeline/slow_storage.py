@@ -16,7 +16,13 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 NO_EXTRACTION, WAIT, FAIL = "no extraction", "wait", "fail"
 # Of the bytes per second that the prompts make when storage is fast.
-SHARES: dict[str, float | None] = {"as it is": None, "1/2": 0.5, "1/10": 0.1, "1/100": 0.01, "stalled": 0.0}
+SHARES: dict[str, float | None] = {
+    "as it is": None,
+    "1/2": 0.5,
+    "1/10": 0.1,
+    "1/100": 0.01,
+    "stalled": 0.0,
+}
 ROW_BYTES = len(LAYER_IDS) * 256 * 2  # of the tiny model
 RING_BYTES = 4 << 20
 
@@ -81,24 +87,48 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
     needed: dict[str, float] = {}
     before = machine.load_average()
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+        place = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory))
+        )
         model = build_qwen3(place / "model")
         for setting in (WAIT, FAIL):
             show(f"starting the engine: slow_storage={setting}")
-            engine = Engine(settings(setting, model, place / setting), {}, place / f"{setting}.log", "slow_storage_process")
+            engine = Engine(
+                settings(setting, model, place / setting),
+                {},
+                place / f"{setting}.log",
+                "slow_storage_process",
+            )
             with ExitStack() as closing:
                 closing.callback(engine.close)
 
-                def measure(setting: str, storage: str, engine: Engine = engine, **order: Any) -> Cell:
+                def measure(
+                    setting: str, storage: str, engine: Engine = engine, **order: Any
+                ) -> Cell:
                     found = engine.order({**vars(scale), **order})
                     gaps = found["gaps"]
-                    per_second, failed = found["answered"] / scale.seconds, found["failed"] / max(1, found["prompts"])
-                    cell = Cell(setting, storage, quantile(gaps, 0.5), quantile(gaps, 0.99), max(gaps), per_second, failed)
+                    per_second, failed = (
+                        found["answered"] / scale.seconds,
+                        found["failed"] / max(1, found["prompts"]),
+                    )
+                    cell = Cell(
+                        setting,
+                        storage,
+                        quantile(gaps, 0.5),
+                        quantile(gaps, 0.99),
+                        max(gaps),
+                        per_second,
+                        failed,
+                    )
                     show(f"{setting}, storage {storage}: longest gap {cell.longest:.3f} s")
                     return cell
 
                 measure(setting, "warming up", extract=True, bytes_per_s=None)
-                cells.append(measure(f"{NO_EXTRACTION} ({setting})", "as it is", extract=False, bytes_per_s=None))
+                cells.append(
+                    measure(
+                        f"{NO_EXTRACTION} ({setting})", "as it is", extract=False, bytes_per_s=None
+                    )
+                )
                 for storage, share in SHARES.items():
                     rate = None if share is None else share * needed[setting]
                     cells.append(measure(setting, storage, extract=True, bytes_per_s=rate))

@@ -72,7 +72,15 @@ class Bench:
         self._draw = np.random.default_rng(0)
         self._count = 0
 
-    def measure(self, *, extract: bool, bytes_per_s: float | None, seconds: float, in_flight: int, tokens: int) -> dict[str, Any]:
+    def measure(
+        self,
+        *,
+        extract: bool,
+        bytes_per_s: float | None,
+        seconds: float,
+        in_flight: int,
+        tokens: int,
+    ) -> dict[str, Any]:
         """Run one stream beside `in_flight` prompts at any time.
 
         Args:
@@ -106,15 +114,27 @@ class Bench:
         self._engine.abort_request([stream])
         self._disk.release()
         while self._engine.has_unfinished_requests():
-            answers += [output.kv_transfer_params for output in self._engine.step() if output.finished]
+            answers += [
+                output.kv_transfer_params for output in self._engine.step() if output.finished
+            ]
         failed = sum(not _has_rows(params) for params in answers if params)
-        return {"gaps": np.diff(times).tolist(), "answered": answered, "failed": failed, "prompts": len(answers)}
+        return {
+            "gaps": np.diff(times).tolist(),
+            "answered": answered,
+            "failed": failed,
+            "prompts": len(answers),
+        }
 
     def _add(self, tokens: int, max_tokens: int, *, extract: bool) -> str:
         from vllm import SamplingParams
 
         self._count += 1
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens, **({} if extract else _OPTS_OUT))
+        sampling = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            **({} if extract else _OPTS_OUT),
+        )
         prompt = self._draw.integers(8, 600, size=tokens).tolist()
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, sampling)
         return str(self._count)

@@ -91,7 +91,13 @@ def is_caught(mutant: Mutant, copy: Path) -> bool:
     """
     named = [f"tests/{each}" for each in mutant.tests]
     # Folders of engines take minutes.
-    folders = sorted({str(Path(each.partition("::")[0]).parent) for each in named if each.startswith("tests/ut/")})
+    folders = sorted(
+        {
+            str(Path(each.partition("::")[0]).parent)
+            for each in named
+            if each.startswith("tests/ut/")
+        }
+    )
     with planted(mutant, copy):
         if run_tests(named, copy):
             return True
@@ -109,7 +115,9 @@ def run_tests(tests: list[str], copy: Path) -> str | None:
         PlantingError: pytest cannot run them.
     """
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
-    options += ["--timeout-method=thread"]  # ends the process: a test that hangs may hang its end, too
+    options += [
+        "--timeout-method=thread"
+    ]  # ends the process: a test that hangs may hang its end, too
     environ = {
         **os.environ,
         "PYTHONPATH": str(copy),
@@ -129,10 +137,14 @@ def run_tests(tests: list[str], copy: Path) -> str | None:
     except subprocess.TimeoutExpired:
         return tests[0]
     if done.returncode not in (0, 1):
-        raise PlantingError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        raise PlantingError(
+            f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+        )
     if done.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+?::.+?|tests/\S+)(?: - .*)?$", done.stdout, re.MULTILINE)
+    found = re.search(
+        r"^(?:FAILED|ERROR) (tests/\S+?::.+?|tests/\S+)(?: - .*)?$", done.stdout, re.MULTILINE
+    )
     return found[1] if found else tests[0]
 
 

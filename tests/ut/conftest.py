@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 if find_spec("torch_npu") is None:
     from vllm_ascend_hsx.emulator.launch import SITE, environment
 
-    os.environ.update({name: value for name, value in environment(npus=8, late=True, queue=True).items() if name.startswith("HSX_")})
+    os.environ.update(
+        {
+            name: value
+            for name, value in environment(npus=8, late=True, queue=True).items()
+            if name.startswith("HSX_")
+        }
+    )
     sys.path.insert(0, str(SITE))
 
 
@@ -92,7 +98,9 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]
 
 
 @pytest.fixture(params=["files", "shards"])
-def any_bench(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+def any_bench(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Bench]:
     """The same with a server of files and with one of shards."""
     from generate_bench import Bench
     from generate_files import SINKS

@@ -22,14 +22,30 @@ class Bench:
         self.output = server.storage
         self._capsys = capsys
 
-    def run(self, *arguments: object, records: list[dict[str, Any]] | int = 6, endpoint: str | None = None) -> tuple[int, str]:
+    def run(
+        self,
+        *arguments: object,
+        records: list[dict[str, Any]] | int = 6,
+        endpoint: str | None = None,
+    ) -> tuple[int, str]:
         """(exit code, what was printed).
 
         A server gets one request at a time until one has succeeded, and rows that are under way
         together may come in any order: with two at a time the first to come is row 0 or 1.
         """
-        data = write_jsonl(self.root / "data.jsonl", token_rows(records) if isinstance(records, int) else records)
-        command = ["--data", data, "--output", self.output, "--endpoint", endpoint or self.server.url, "--retry-delay", 0.001]
+        data = write_jsonl(
+            self.root / "data.jsonl", token_rows(records) if isinstance(records, int) else records
+        )
+        command = [
+            "--data",
+            data,
+            "--output",
+            self.output,
+            "--endpoint",
+            endpoint or self.server.url,
+            "--retry-delay",
+            0.001,
+        ]
         command += ["--concurrency", 2, *arguments]
         self._capsys.readouterr()
         code = generate.main([str(each) for each in command])
@@ -44,7 +60,9 @@ class Bench:
 
     def check(self, rows: list[int], records: int = 6) -> None:
         """These rows are there, each right, and nothing else but the ledger."""
-        wanted = {f"hs_{row}.safetensors": right(token_rows(records)[row]["token_ids"]) for row in rows}
+        wanted = {
+            f"hs_{row}.safetensors": right(token_rows(records)[row]["token_ids"]) for row in rows
+        }
         assert contents(self.output) == {**wanted, "ledger.jsonl": {}}
 
     def lines(self) -> dict[int, dict[str, Any]]:

@@ -33,7 +33,9 @@ def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt
     positions = np.arange(len(token_ids), dtype=np.uint32).reshape(-1, 1, 1)
     layer = np.arange(layers, dtype=np.uint32).reshape(1, -1, 1)
     elements = np.arange(HIDDEN, dtype=np.uint32).reshape(1, 1, -1)
-    mixed = (ids * 7919 + positions * 31 + layer * 104729 + elements * 1299709) * np.uint32(2654435761)
+    mixed = (ids * 7919 + positions * 31 + layer * 104729 + elements * 1299709) * np.uint32(
+        2654435761
+    )
     return ((mixed >> np.uint32(16)) & np.uint32(0xFF7F)).astype(np.uint16)
 
 
@@ -55,7 +57,9 @@ def write_jsonl(path: Path, records: Sequence[object]) -> Path:
 
 def token_rows(count: int) -> list[dict[str, Any]]:
     """A dataset: rows of 1 to 9 tokens, no two alike."""
-    return [{"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)]
+    return [
+        {"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)
+    ]
 
 
 def in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -65,7 +69,10 @@ def in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
-SINKS: dict[str, Callable[..., DirectorySink]] = {"files": FileSink, "shards": partial(ShardSink, shard_bytes=1 << 15)}
+SINKS: dict[str, Callable[..., DirectorySink]] = {
+    "files": FileSink,
+    "shards": partial(ShardSink, shard_bytes=1 << 15),
+}
 
 
 def contents(output: Path) -> dict[str, Tensors]:
@@ -73,7 +80,10 @@ def contents(output: Path) -> dict[str, Tensors]:
     members = members_in(output)
     names = [name for name in os.listdir(output) if not name.startswith((".", "hsx-"))]
     assert not set(members) & set(names), "a file and a member have one name"
-    return {name: tensors_of(output / name) if row_of_file(name) is not None else {} for name in sorted([*members, *names])}
+    return {
+        name: tensors_of(output / name) if row_of_file(name) is not None else {}
+        for name in sorted([*members, *names])
+    }
 
 
 def tensors_of(path: Path) -> Tensors:
@@ -81,7 +91,10 @@ def tensors_of(path: Path) -> Tensors:
     place = open_stored(path, 0)
     try:
         tensors = read_header(place.fd, place.offset, place.size).tensors
-        return {name: (each.dtype, each.shape, os.pread(place.fd, each.end - each.begin, each.begin)) for name, each in tensors.items()}
+        return {
+            name: (each.dtype, each.shape, os.pread(place.fd, each.end - each.begin, each.begin))
+            for name, each in tensors.items()
+        }
     finally:
         os.close(place.fd)
 
@@ -89,7 +102,10 @@ def tensors_of(path: Path) -> Tensors:
 def right(ids: Sequence[int]) -> Tensors:
     """The tensors of the right file of a row."""
     rows, id_bytes = expected_rows(ids), b"".join(each.to_bytes(8, "little") for each in ids)
-    return {"hidden_states": ("BF16", rows.shape, rows.tobytes()), "token_ids": ("I64", (len(ids),), id_bytes)}
+    return {
+        "hidden_states": ("BF16", rows.shape, rows.tobytes()),
+        "token_ids": ("I64", (len(ids),), id_bytes),
+    }
 
 
 def stored_ids(path: Path) -> list[int]:
@@ -134,7 +150,9 @@ class Seen:
     def request_id(self) -> str:
         """vLLM's own id, without the random digits."""
         chat = "messages" in self.body
-        return f"chatcmpl-{self.body['request_id']}" if chat else f"cmpl-{self.body['request_id']}-0"
+        return (
+            f"chatcmpl-{self.body['request_id']}" if chat else f"cmpl-{self.body['request_id']}-0"
+        )
 
     @property
     def output(self) -> list[int]:
@@ -144,7 +162,9 @@ class Seen:
     @property
     def stored(self) -> list[int]:
         """Tokens that have rows."""
-        return self.token_ids + (self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else [])
+        return self.token_ids + (
+            self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else []
+        )
 
 
 @dataclass

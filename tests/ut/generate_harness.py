@@ -15,7 +15,16 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows, in_common
+from generate_files import (
+    HIDDEN,
+    LAYER_IDS,
+    MODEL,
+    Exchange,
+    Seen,
+    change_a_bit,
+    expected_rows,
+    in_common,
+)
 from sink_harness import wait_for_sleepers
 
 from vllm_ascend_hsx.generate.ledger import row_of_file
@@ -88,7 +97,12 @@ class FakeServer:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -127,7 +141,10 @@ class FakeServer:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 request, *lines = head.decode().split("\r\n")
-                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                headers = {
+                    name.lower(): value.strip()
+                    for name, _, value in (line.partition(":") for line in lines)
+                }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 with self._counted():
                     await self._handle(request.split()[1], headers, body, reader, writer)
@@ -155,7 +172,12 @@ class FakeServer:
         return Counted()
 
     async def _handle(
-        self, path: str, headers: dict[str, str], body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         if self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}":
             return self.send(writer, 401, {"error": {"message": "Unauthorized"}})
@@ -192,27 +214,43 @@ class FakeServer:
         try:
             self.path(seen)
         except ParamsError as error:
-            return await self.answer(exchange, None, kv_transfer_params={"hidden_states_error": str(error)})
+            return await self.answer(
+                exchange, None, kv_transfer_params={"hidden_states_error": str(error)}
+            )
         action = self.behave(seen)
         if isinstance(action, int):
             return self.send(writer, action, {"error": {"message": f"as the test wants: {action}"}})
         try:
             await getattr(self, "do_" + action.replace("-", "_"))(exchange)
         except SinkError as error:
-            await self.answer(exchange, None, kv_transfer_params={"hidden_states_path": named, "hidden_states_error": error.reason})
+            await self.answer(
+                exchange,
+                None,
+                kv_transfer_params={
+                    "hidden_states_path": named,
+                    "hidden_states_error": error.reason,
+                },
+            )
 
     def render(self, ids: Any) -> tuple[int, Any]:
         """Status and answer to a request for the token ids of a prompt."""
-        return 200, {"token_ids": ids} if not ids or isinstance(ids[0], int) else [{"token_ids": each} for each in ids]
+        return 200, {"token_ids": ids} if not ids or isinstance(ids[0], int) else [
+            {"token_ids": each} for each in ids
+        ]
 
     async def _at(self, seen: Seen, stage: str) -> None:
         await self._loop.run_in_executor(None, self.at, seen, stage)
 
-    def send(self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = "") -> None:
+    def send(
+        self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = ""
+    ) -> None:
         self._unanswered -= 1  # before the client can ask again
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = "application/json" if data[:1] in (b"{", b"[") else "text/html"
-        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        head = (
+            f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: "
+            f"{kind}\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        )
         writer.write(head.encode() + data)
 
     async def answer(self, exchange: Exchange, path: str | None, **changes: Any) -> None:
@@ -222,7 +260,9 @@ class FakeServer:
         choice = {"index": 0, "token_ids": seen.output, "finish_reason": "length", **said}
         params = {"hidden_states_path": path} | self._reused.pop(id(seen), {}) if path else None
         body = {"id": "x", "choices": [choice], "kv_transfer_params": params}
-        (body if "messages" in seen.body else choice)["prompt_token_ids"] = changes.pop("prompt", seen.token_ids)
+        (body if "messages" in seen.body else choice)["prompt_token_ids"] = changes.pop(
+            "prompt", seen.token_ids
+        )
         self.send(exchange.writer, 200, body | changes)
         await exchange.writer.drain()
         self._event(seen.row).set()
@@ -313,7 +353,14 @@ class FakeServer:
         await self.answer(exchange, str(file.path))
 
     async def do_error_in_answer(self, exchange: Exchange) -> None:
-        await self.answer(exchange, None, kv_transfer_params={"hidden_states_path": "/x", "hidden_states_error": "it cannot be opened"})
+        await self.answer(
+            exchange,
+            None,
+            kv_transfer_params={
+                "hidden_states_path": "/x",
+                "hidden_states_error": "it cannot be opened",
+            },
+        )
 
     async def do_no_file(self, exchange: Exchange) -> None:
         await self.answer(exchange, str(self.path(exchange.seen)))
@@ -325,7 +372,9 @@ class FakeServer:
         self.send(exchange.writer, 200, b"<html>a proxy's page</html>")
 
     async def do_retry_after(self, exchange: Exchange) -> None:
-        self.send(exchange.writer, 429, {"error": {"message": "too many"}}, "Retry-After: 0.001\r\n")
+        self.send(
+            exchange.writer, 429, {"error": {"message": "too many"}}, "Retry-After: 0.001\r\n"
+        )
 
     async def do_other_prompt(self, exchange: Exchange) -> None:
         path = await self.publish(exchange, await self.begin(exchange))
@@ -346,7 +395,9 @@ class FakeServer:
     async def do_other_tokens(self, exchange: Exchange) -> None:
         """The file is another request's."""
         file = await self.begin(exchange)
-        file.commit(np.asarray(exchange.seen.stored, dtype=np.int64) + 1, len(exchange.seen.token_ids))
+        file.commit(
+            np.asarray(exchange.seen.stored, dtype=np.int64) + 1, len(exchange.seen.token_ids)
+        )
         await self.answer(exchange, str(file.path))
 
     async def do_not_finite(self, exchange: Exchange) -> None:
@@ -363,6 +414,8 @@ class FakeServer:
         await self.answer(exchange, path)
 
     async def do_drop_other_layers(self, exchange: Exchange) -> None:
-        with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
+        with self.make_sink(
+            self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options
+        ) as other:
             await self.publish(exchange, await self.begin(exchange, other))
         exchange.writer.close()

@@ -17,14 +17,22 @@ import pytest
 from hypothesis import strategies as st
 from sink_harness import open_fds
 
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=60)  # surrogates, NUL and control characters included
+ANY_TEXT = st.text(
+    st.characters(exclude_categories=()), max_size=60
+)  # surrogates, NUL and control characters included
 HOSTILE = st.text("./~\\\0 \n-aé\ud800\u202e", max_size=20)
 CHOSEN = st.builds(
     lambda parts, end: "/".join(parts) + end,
     st.lists(HOSTILE | st.sampled_from(["a", "b.c", ".."])),
     st.sampled_from(["", ".safetensors"]),
 )
-KNOWN = ["x" * 10_000, "../" * 3000, "/data/a.safetensors", "/etc/passwd.safetensors", "a/b.safetensors"]
+KNOWN = [
+    "x" * 10_000,
+    "../" * 3000,
+    "/data/a.safetensors",
+    "/etc/passwd.safetensors",
+    "a/b.safetensors",
+]
 STRINGS = ANY_TEXT | HOSTILE | CHOSEN | st.sampled_from(KNOWN)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | STRINGS,
@@ -69,14 +77,22 @@ def snapshot(directory: Path) -> dict[str, Entry]:
                 content = os.readlink(path)
             elif stat.S_ISREG(status.st_mode):
                 content = Path(path).read_bytes()
-            found[os.path.relpath(path, directory)] = Entry(status.st_mode, status.st_mtime_ns, content)
+            found[os.path.relpath(path, directory)] = Entry(
+                status.st_mode, status.st_mtime_ns, content
+            )
     return found
 
 
 def make_outside(directory: Path) -> Path:
     """Make files that nobody may touch, named as those of a sink, and return their directory."""
     (directory / "folder" / "inner").mkdir(parents=True)
-    for name in ("file", "a.safetensors", "folder/a.safetensors", "folder/a.safetensors.error", "folder/a.safetensors.lock"):
+    for name in (
+        "file",
+        "a.safetensors",
+        "folder/a.safetensors",
+        "folder/a.safetensors.error",
+        "folder/a.safetensors.lock",
+    ):
         (directory / name).write_text(f"precious: {name}")
         (directory / name).chmod(0o604)
     (directory / "folder").chmod(0o705)
@@ -141,7 +157,10 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
     Args:
         checkpoint: called before each system call of the sink's modules.
     """
-    with tempfile.TemporaryDirectory(dir=os.path.realpath(tempfile.gettempdir())) as above, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(dir=os.path.realpath(tempfile.gettempdir())) as above,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         where = Place(Path(above), Path(above, "storage"), make_outside(Path(above, "outside")), {})
         where.storage.mkdir()
         where.restart()
@@ -151,7 +170,11 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
         assert not open_fds() - fds
         assert snapshot(where.outside) == where.before
         assert wrong == []
-        assert {name.partition("-")[0] for name in os.listdir(above)} <= {"storage", "outside", "stolen"}
+        assert {name.partition("-")[0] for name in os.listdir(above)} <= {
+            "storage",
+            "outside",
+            "stolen",
+        }
 
 
 def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None]) -> list[str]:
@@ -164,13 +187,21 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
     class Watched:
         def __getattr__(self, name: str) -> Any:
             attribute = getattr(os, name)
-            if not callable(attribute) or isinstance(attribute, type) or name in ("fspath", "fsencode", "fsdecode", "strerror"):
+            if (
+                not callable(attribute)
+                or isinstance(attribute, type)
+                or name in ("fspath", "fsencode", "fsdecode", "strerror")
+            ):
                 return attribute
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 checkpoint()
                 for path in args:
-                    if isinstance(path, str | Path) and os.path.isabs(path) and Path(path) != where.storage:
+                    if (
+                        isinstance(path, str | Path)
+                        and os.path.isabs(path)
+                        and Path(path) != where.storage
+                    ):
                         found.append(f"{name}({str(path)!r})")
                 result = attribute(*args, **kwargs)
                 if name == "open":
@@ -182,7 +213,10 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
             return call
 
     for name, module in list(sys.modules.items()):
-        if name.startswith(("vllm_ascend_hsx.sinks.", "vllm_ascend_hsx.protocol.")) and getattr(module, "os", None) is os:
+        if (
+            name.startswith(("vllm_ascend_hsx.sinks.", "vllm_ascend_hsx.protocol."))
+            and getattr(module, "os", None) is os
+        ):
             patch.setattr(module, "os", Watched())
     return found
 

@@ -16,7 +16,9 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 
 
-def written(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> RequestFile:
+def written(
+    sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5
+) -> RequestFile:
     """A file with all its rows, not committed yet."""
     file = sink.open(request_id, directory / f"{request_id}.safetensors")
     file.write(0, make_rows(0, tokens))

@@ -17,7 +17,9 @@ FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
 def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
-    return ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, ring_bytes=1000)
+    return ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, ring_bytes=1000
+    )
 
 
 def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
@@ -45,7 +47,10 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
 
 
 def schedule(
-    scheduler: ExtractionScheduler, *requests: Any, running: Mapping[str, tuple[int, int]] | None = None, most: int = 1 << 30
+    scheduler: ExtractionScheduler,
+    *requests: Any,
+    running: Mapping[str, tuple[int, int]] | None = None,
+    most: int = 1 << 30,
 ) -> HsxConnectorMetadata:
     """Schedule a step.
 
@@ -65,10 +70,17 @@ def schedule(
         )
         for request in requests
     ]
-    cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=[first for first, _ in running.values()])
-    counts = {each.request_id: min(most, len(each.prompt_token_ids or ()) - each.num_computed_tokens) for each in requests}
+    cached = SimpleNamespace(
+        req_ids=list(running), num_computed_tokens=[first for first, _ in running.values()]
+    )
+    counts = {
+        each.request_id: min(most, len(each.prompt_token_ids or ()) - each.num_computed_tokens)
+        for each in requests
+    }
     counts |= {request_id: count for request_id, (_, count) in running.items()}
-    output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
+    output = SimpleNamespace(
+        scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
+    )
     return scheduler.build_metadata(output)
 
 

@@ -38,7 +38,16 @@ def index_of(storage: Path) -> Path:
 
 def line(name: str, **changes: Any) -> bytes:
     """A line of an index about a member, newer than all that a test writes."""
-    values = {"name": name, "offset": 4096, "size": 4096, "tokens": 1, "request_id": "", "checksum": "", "time_ns": 2**61, **changes}
+    values = {
+        "name": name,
+        "offset": 4096,
+        "size": 4096,
+        "tokens": 1,
+        "request_id": "",
+        "checksum": "",
+        "time_ns": 2**61,
+        **changes,
+    }
     return json.dumps(values).encode() + b"\n"
 
 

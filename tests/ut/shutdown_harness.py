@@ -9,12 +9,18 @@ from typing import Any
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_timeout_s": 20}
-OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}
+OURS = {
+    "kv_connector": "AscendHiddenStatesConnector",
+    "kv_role": "kv_producer",
+    "kv_connector_extra_config": OPTIONS,
+}
 PATIENCE = 100 + 20 + FAILURE_REPORT_TIMEOUT_S
 
 
 def transfer(kv_connector: str, extra: dict[str, Any]) -> Any:
-    return SimpleNamespace(kv_connector=kv_connector, kv_role="kv_producer", kv_connector_extra_config=extra)
+    return SimpleNamespace(
+        kv_connector=kv_connector, kv_role="kv_producer", kv_connector_extra_config=extra
+    )
 
 
 ALONE = transfer("AscendHiddenStatesConnector", OPTIONS)
@@ -23,9 +29,17 @@ OTHER = transfer("MooncakeConnector", {})
 
 def config(kv_transfer_config: Any = ALONE, shutdown_timeout: int = 0) -> Any:
     parallel = SimpleNamespace(data_parallel_size=1, assigned_physical_gpu_ids=None)
-    return SimpleNamespace(kv_transfer_config=kv_transfer_config, shutdown_timeout=shutdown_timeout, parallel_config=parallel)
+    return SimpleNamespace(
+        kv_transfer_config=kv_transfer_config,
+        shutdown_timeout=shutdown_timeout,
+        parallel_config=parallel,
+    )
 
 
 def fresh(real: type, *names: str) -> Any:
     """A subclass with vLLM's own methods, whether or not this process has loaded our plugin."""
-    return type(real.__name__, (real,), {name: inspect.unwrap(inspect.getattr_static(real, name)) for name in names})
+    return type(
+        real.__name__,
+        (real,),
+        {name: inspect.unwrap(inspect.getattr_static(real, name)) for name in names},
+    )

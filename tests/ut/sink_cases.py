@@ -96,7 +96,9 @@ class SinkCase(ABC):
     def has(self, name: str, rows: npt.NDArray[np.uint16]) -> bool:
         """Return True if these are the rows that a reader gets; `rows` are bfloat16 bits."""
         found = self.outcome(name)
-        return isinstance(found, np.ndarray) and np.array_equal(found, bits(self.as_read(torch.from_numpy(rows).view(torch.bfloat16))))
+        return isinstance(found, np.ndarray) and np.array_equal(
+            found, bits(self.as_read(torch.from_numpy(rows).view(torch.bfloat16)))
+        )
 
 
 class FileCase(SinkCase):
@@ -110,7 +112,9 @@ class FileCase(SinkCase):
     published = frozenset({"rows", "lock"})
     failed = frozenset({"reason", "lock"})
 
-    def __init__(self, where: Path, quantization: Literal["none", "fp8"] = "none", **options: Any) -> None:
+    def __init__(
+        self, where: Path, quantization: Literal["none", "fp8"] = "none", **options: Any
+    ) -> None:
         super().__init__(quantization)
         self.where = where
         self.options = FileOptions(**options)
@@ -128,8 +132,16 @@ class FileCase(SinkCase):
         path = self.path(name)
         suffixes = {"reason": ".error", "lock": ".lock"}
         found = {what for what, suffix in suffixes.items() if os.path.lexists(f"{path}{suffix}")}
-        hidden = [each for each in self.where.glob(".hsx-*/*") if each.name.startswith(f"{path.name}.") and each.suffix != ".new"]
-        return found | ({"rows"} if self.has_rows(name) else set()) | ({"hidden file"} if hidden else set())
+        hidden = [
+            each
+            for each in self.where.glob(".hsx-*/*")
+            if each.name.startswith(f"{path.name}.") and each.suffix != ".new"
+        ]
+        return (
+            found
+            | ({"rows"} if self.has_rows(name) else set())
+            | ({"hidden file"} if hidden else set())
+        )
 
     def has_rows(self, name: str) -> bool:
         return self.path(name).exists()
@@ -151,12 +163,21 @@ class ShardCase(FileCase):
         return ShardSink(self.where, row_format, self.options, shard_bytes=MIB)
 
     def has_rows(self, name: str) -> bool:
-        return self.path(name).exists() or member_bytes(self.where, self.path(name).name) is not None
+        return (
+            self.path(name).exists() or member_bytes(self.where, self.path(name).name) is not None
+        )
 
 
 def mooncake_options(master: str, **changes: Any) -> MooncakeOptions:
     """Return options of a small sink; `master` is host:port."""
-    return MooncakeOptions(**{"master_server_address": master, "global_segment_size": 64 * MIB, "local_buffer_size": 4 * MIB, **changes})
+    return MooncakeOptions(
+        **{
+            "master_server_address": master,
+            "global_segment_size": 64 * MIB,
+            "local_buffer_size": 4 * MIB,
+            **changes,
+        }
+    )
 
 
 class MooncakeCase(SinkCase):
@@ -171,7 +192,9 @@ class MooncakeCase(SinkCase):
     published = frozenset({"rows", "manifest"})
     failed = frozenset({"reason"})
 
-    def __init__(self, master: str, reader: MooncakeReader, quantization: Literal["none", "fp8"] = "none") -> None:
+    def __init__(
+        self, master: str, reader: MooncakeReader, quantization: Literal["none", "fp8"] = "none"
+    ) -> None:
         super().__init__(quantization)
         self._reader = reader
         self._options = mooncake_options(master)
@@ -182,7 +205,9 @@ class MooncakeCase(SinkCase):
     def serve(self, **changes: Any) -> Iterator[Sink]:
         row_format = replace(self.row_format, **changes)
         before = getattr(self, "sink", None)
-        self.sink = self._sinks[row_format] = self._sinks.get(row_format) or self._make(row_format, 16 * MIB)
+        self.sink = self._sinks[row_format] = self._sinks.get(row_format) or self._make(
+            row_format, 16 * MIB
+        )
         yield self.sink
         self.sink = before or self.sink
 
@@ -192,10 +217,14 @@ class MooncakeCase(SinkCase):
             run_threads(*(sink.close for sink in self._sinks.values()))
 
     def make(self, row_format: RowFormat) -> MooncakeSink:
-        return self._make(row_format, 0)  # what it stores is in the memory of the others, and outlives it
+        return self._make(
+            row_format, 0
+        )  # what it stores is in the memory of the others, and outlives it
 
     def _make(self, row_format: RowFormat, segment: int) -> MooncakeSink:
-        return MooncakeSink(self._options.model_copy(update={"global_segment_size": segment}), row_format)
+        return MooncakeSink(
+            self._options.model_copy(update={"global_segment_size": segment}), row_format
+        )
 
     def path(self, name: str) -> Path:
         return Path(self._handle(name))
@@ -206,7 +235,11 @@ class MooncakeCase(SinkCase):
     def traces(self, name: str) -> set[str]:
         assert isinstance(self.sink, MooncakeSink)
         there = self.sink.client.exist(keys_of(self._handle(name)))
-        return {what for what, is_there in zip(("rows", "reason", "manifest"), there, strict=True) if is_there}
+        return {
+            what
+            for what, is_there in zip(("rows", "reason", "manifest"), there, strict=True)
+            if is_there
+        }
 
     def _handle(self, name: str) -> str:
         return handle_of(f"{self.test}{name}")

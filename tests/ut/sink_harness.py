@@ -43,7 +43,9 @@ def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]
     positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
     layers = np.arange(FORMAT.num_layers, dtype=np.uint32).reshape(1, -1, 1)
     elements = np.arange(FORMAT.hidden_size, dtype=np.uint32).reshape(1, 1, -1)
-    mixed = (positions * 7919 + layers * 104729 + elements * 1299709 + version * 15485863) * np.uint32(2654435761)
+    mixed = (
+        positions * 7919 + layers * 104729 + elements * 1299709 + version * 15485863
+    ) * np.uint32(2654435761)
     return (mixed >> np.uint32(16)).astype(np.uint16)
 
 
@@ -68,7 +70,9 @@ def open_request(sink: DirectorySink, where: Path, name: str = "a", tokens: int 
     return sink.open(f"{Path(name).name}-0123abcd", where / f"{name}-0123abcd.safetensors", tokens)
 
 
-def publish(sink: DirectorySink, where: Path, name: str = "a", tokens: int = 3, version: int = 0) -> Path:
+def publish(
+    sink: DirectorySink, where: Path, name: str = "a", tokens: int = 3, version: int = 0
+) -> Path:
     """Publish one request, and return its path."""
     return put(open_request(sink, where, name, tokens), tokens, version)
 
@@ -173,7 +177,12 @@ def as_version_1(content: bytes) -> bytes:
     end = 8 + int.from_bytes(content[:8], "little")
     stated = json.loads(content[8:end])["__metadata__"]["checksum"]
     header = content[:end].replace(b'"format_version":"2"', b'"format_version":"1"')
-    return header.replace(f'"checksum":"{stated}"'.encode(), b'"checksum":"%08x"' % crc32c(content[end:])) + content[end:]
+    return (
+        header.replace(
+            f'"checksum":"{stated}"'.encode(), b'"checksum":"%08x"' % crc32c(content[end:])
+        )
+        + content[end:]
+    )
 
 
 def listing(directory: Path) -> list[str]:
@@ -218,7 +227,11 @@ def wait_for_sleepers(lock: Path, count: int = 1) -> None:
     inode = os.stat(lock).st_ino
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line and f":{inode} " in line]
+        waiting = [
+            line
+            for line in Path("/proc/locks").read_text().splitlines()
+            if "->" in line and f":{inode} " in line
+        ]
         if len(waiting) >= count:
             return
         time.sleep(0.002)
@@ -266,7 +279,9 @@ def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, l
         AssertionError: they are not what the index says, or something else is in the tar file.
     """
     found = {}
-    for path in sorted(path for path in directory.glob("hsx-*.tar") if stems is None or path.stem in stems):
+    for path in sorted(
+        path for path in directory.glob("hsx-*.tar") if stems is None or path.stem in stems
+    ):
         sealed = path.with_suffix(".json").exists()
         entries = []
         if path.stat().st_size:
@@ -297,5 +312,3 @@ def member_bytes(directory: Path, name: str) -> bytes | None:
         return os.pread(place.fd, place.size, place.offset)
     finally:
         os.close(place.fd)
-
-

@@ -41,7 +41,9 @@ class Traced:
         return call
 
 
-def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None], *, start: bool = False) -> None:
+def trace(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None], *, start: bool = False
+) -> None:
     """Call `checkpoint` before each system call of the sinks in a directory, and of nothing else.
 
     Args:
@@ -49,11 +51,20 @@ def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None], *,
         checkpoint: gets the name of the call.
         start: include the calls of a sink's start, which cleans up.
     """
-    for module in (*(f"sinks.{name}" for name in _OF_REQUESTS), "protocol.checksum", "protocol.files", "protocol.lock"):
+    for module in (
+        *(f"sinks.{name}" for name in _OF_REQUESTS),
+        "protocol.checksum",
+        "protocol.files",
+        "protocol.lock",
+    ):
         monkeypatch.setattr(f"vllm_ascend_hsx.{module}.os", Traced(os, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.copy_into", Traced(storage, checkpoint).copy_into)
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.sinks.shard_file.copy_into", Traced(storage, checkpoint).copy_into
+    )
     monkeypatch.setattr("vllm_ascend_hsx.protocol.lock.fcntl", Traced(fcntl, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(storage, checkpoint).reserve)
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.sinks.data_file.reserve", Traced(storage, checkpoint).reserve
+    )
     for name in _OF_THE_START if start else ():
         monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{name}.os", Traced(os, checkpoint))
 
@@ -71,7 +82,9 @@ class Calls:
         made: names of all calls, in order.
     """
 
-    def __init__(self, number: int = 0, *names: str, nth: int = 0, when: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, number: int = 0, *names: str, nth: int = 0, when: Callable[[], bool] = lambda: True
+    ) -> None:
         self.made: list[str] = []
         self._number = number
         self._names = names

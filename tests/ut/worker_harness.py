@@ -61,7 +61,9 @@ class Engine:
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
-        self.sink.writes_side_by_side = side_by_side  # as with direct I/O, which rows of this size are too small for
+        self.sink.writes_side_by_side = (
+            side_by_side  # as with direct I/O, which rows of this size are too small for
+        )
         self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
             rank=rank,
@@ -90,8 +92,16 @@ class Engine:
     def path(self, request_id: str) -> Path:
         return self.directory / f"{request_id}.safetensors"
 
-    def start(self, request_id: str, num_tokens: int, owner: int = 0, include_output: bool = False) -> RequestStart:
-        return RequestStart(request_id, str(self.path(request_id)), owner, np.arange(num_tokens, dtype=np.int64), include_output)
+    def start(
+        self, request_id: str, num_tokens: int, owner: int = 0, include_output: bool = False
+    ) -> RequestStart:
+        return RequestStart(
+            request_id,
+            str(self.path(request_id)),
+            owner,
+            np.arange(num_tokens, dtype=np.int64),
+            include_output,
+        )
 
     def value(self, request_id: str, position: int) -> float:
         return float(sum(request_id.encode()) * 1000 + position)
@@ -104,9 +114,18 @@ class Engine:
         for request_id, first, num_rows in spans:
             for offset in range(num_rows):
                 position = first + offset
-                rows[at + offset] = self.values.get((request_id, position), self.value(request_id, position))
+                rows[at + offset] = self.values.get(
+                    (request_id, position), self.value(request_id, position)
+                )
             if self.staging.wanted.get(request_id, 0) > first:
-                staged.append(Span(request_id, first, min(num_rows, self.staging.wanted[request_id] - first), at))
+                staged.append(
+                    Span(
+                        request_id,
+                        first,
+                        min(num_rows, self.staging.wanted[request_id] - first),
+                        at,
+                    )
+                )
             at += num_rows
         if staged:
             self.staging.write([rows.to(DEVICE), (rows + 0.5).to(DEVICE)], staged)
@@ -118,7 +137,10 @@ class Engine:
             assert self._decided.wait_for(lambda: request_id in self._known_outcomes(), timeout=30)
 
     def _known_outcomes(self) -> set[str]:
-        return {*self.outcomes, *(extraction.request_id for extraction, _ in self.worker._progress._decided)}
+        return {
+            *self.outcomes,
+            *(extraction.request_id for extraction, _ in self.worker._progress._decided),
+        }
 
     def collect(self) -> None:
         report = self.worker.report()
@@ -132,9 +154,13 @@ class Engine:
 
     def assert_file_is_right(self, request_id: str, num_tokens: int) -> None:
         tensors = load_file(self.path(request_id))
-        expected = torch.tensor([self.value(request_id, position) for position in range(num_tokens)])
+        expected = torch.tensor(
+            [self.value(request_id, position) for position in range(num_tokens)]
+        )
         # Layer ids (3, 1): the first layer of a row is the second that the target collects.
-        assert torch.equal(tensors["hidden_states"][:, 0], (expected + 0.5).unsqueeze(1).expand(-1, HIDDEN))
+        assert torch.equal(
+            tensors["hidden_states"][:, 0], (expected + 0.5).unsqueeze(1).expand(-1, HIDDEN)
+        )
         assert torch.equal(tensors["hidden_states"][:, 1], expected.unsqueeze(1).expand(-1, HIDDEN))
         assert tensors["token_ids"].tolist() == list(range(num_tokens))
 
@@ -147,7 +173,9 @@ def started(*starts: RequestStart) -> HsxConnectorMetadata:
 
 
 def ended(request_id: str, aborted: bool = False, output: range = range(0)) -> HsxConnectorMetadata:
-    return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted, np.array(output, dtype=np.int64))])
+    return HsxConnectorMetadata(
+        ended=[RequestEnd(request_id, aborted, np.array(output, dtype=np.int64))]
+    )
 
 
 def failures(engine: Engine) -> dict[str, int]:

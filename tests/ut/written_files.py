@@ -33,8 +33,14 @@ def write(
     images: Sequence[Placeholder] = (),
     quantization: Literal["none", "fp8"] = "none",
 ) -> Path:
-    row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
-    with FileSink(directory, replace(row_format, quantization=quantization), options or FileOptions()) as sink:
+    row_format = (
+        RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16")
+        if rows.shape[1:] != FORMAT.row_shape
+        else FORMAT
+    )
+    with FileSink(
+        directory, replace(row_format, quantization=quantization), options or FileOptions()
+    ) as sink:
         file = sink.open(name, directory / f"{name}.safetensors", len(rows))
         file.placeholders = images
         if len(rows):

@@ -45,23 +45,36 @@ class Parser(argparse.ArgumentParser):
         own = words[: words.index("--") if "--" in words else None]
         for word in own:
             option, _, value = word.partition("=")
-            if option.startswith("-") and value == "--":  # argparse would drop it, and then miss a value
+            if (
+                option.startswith("-") and value == "--"
+            ):  # argparse would drop it, and then miss a value
                 self.error(f"argument {option}: '--' is no value; name a path of that name as ./--")
             if self._is_no_option(option) and not {"-h", "--help"} & set(own):
-                self.error(f"there is no option {option}{did_you_mean(option, self._option_string_actions)}")
+                self.error(
+                    "there is no option "
+                    f"{option}{did_you_mean(option, self._option_string_actions)}"
+                )
         return super().parse_known_args(words, namespace)
 
     def add_output(self, result: str, quiet: tuple[str, ...] = ("-q", "--quiet")) -> None:
         """Add the options of `output.Output`. `result` describes the object that --json prints."""
         self.add_argument("--json", action="store_true", help=f"print one JSON object: {result}")
-        silence = "no progress and no result in words; errors still go to stderr, and the exit code tells the rest"
+        silence = (
+            "no progress and no result in words; errors still go to stderr, and the exit code "
+            "tells the rest"
+        )
         self.add_argument(*quiet, action="store_true", help=silence)
 
     def _is_no_option(self, word: str) -> bool:
         """Whether a word would be a long option, and no option begins with it or is it."""
-        if not word.startswith("--") or word == "--" or " " in word:  # argparse takes text with blanks for a value
+        if (
+            not word.startswith("--") or word == "--" or " " in word
+        ):  # argparse takes text with blanks for a value
             return False
-        return not any(each.startswith(word) if self.allow_abbrev else each == word for each in self._option_string_actions)
+        return not any(
+            each.startswith(word) if self.allow_abbrev else each == word
+            for each in self._option_string_actions
+        )
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -70,14 +83,18 @@ class Parser(argparse.ArgumentParser):
 def non_empty_path(text: str) -> Path:
     """Parse a path. An unset variable of the shell does not stand for the current directory."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; give a path, such as . for the current directory")
+        raise argparse.ArgumentTypeError(
+            "it is empty; give a path, such as . for the current directory"
+        )
     return Path(text)
 
 
 def non_empty(text: str) -> str:
     """Parse a name. An unset variable of the shell is none."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; give a path or a name, such as . for the current directory")
+        raise argparse.ArgumentTypeError(
+            "it is empty; give a path or a name, such as . for the current directory"
+        )
     return text
 
 
@@ -149,7 +166,9 @@ def size(text: str) -> Size:
     """Parse a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
     match = _SIZE.match(text.strip())
     if match is None:
-        raise _refusal(text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB")
+        raise _refusal(
+            text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB"
+        )
     number = float(match[1]) * _UNITS[(match[2] or "B")[0].upper()]
     if number > LARGEST:
         raise _refusal(text, f"a size of at most {LARGEST >> 30}GiB")

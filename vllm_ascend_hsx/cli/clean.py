@@ -27,23 +27,41 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="hsx clean",
         description="Removes the remains of consumers and dead servers from a storage directory and all "
-        "folders below it: unheld locks without data or error, hidden directories of dead servers (whose "
+        "folders below it: unheld locks without data or error, hidden directories of dead "
+        "servers (whose "
         "shards are sealed), and, if asked, old errors, and files and shards that consumers have "
         "acknowledged. Files that a server writes or a reader "
         "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
         "something could not be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=non_empty_path)
-    parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
-    parser.add_argument("--older-than", metavar="AGE", help="remove files and shards that were acknowledged so long ago (default: none)")
+    parser.add_argument(
+        "--errors-older-than",
+        metavar="AGE",
+        help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)",
+    )
+    parser.add_argument(
+        "--older-than",
+        metavar="AGE",
+        help="remove files and shards that were acknowledged so long ago (default: none)",
+    )
     parser.add_argument(
         "--keep-bytes",
         metavar="SIZE",
-        help="remove acknowledged files and shards, the oldest acknowledgements first, until all that are left have at most this size, "
+        help="remove acknowledged files and shards, the oldest acknowledgements first, until all "
+        "that are left have at most this size, "
         "such as 64GiB (default: none)",
     )
-    parser.add_argument("--lost-shards", action="store_true", help="remove the indexes of shards whose tar files are gone")
-    parser.add_argument("--dry-run", action="store_true", help="print the paths that would be removed, and remove nothing")
+    parser.add_argument(
+        "--lost-shards",
+        action="store_true",
+        help="remove the indexes of shards whose tar files are gone",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the paths that would be removed, and remove nothing",
+    )
     parser.add_output("the paths that were, or would be, removed and sealed, and the problems")
     options = parser.parse_args(argv)
     options.errors_older_than = _seconds(parser, "--errors-older-than", options.errors_older_than)
@@ -70,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        problem = f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage directory."
+        problem = (
+            f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage "
+            "directory."
+        )
         say(f"hsx clean: {problem}", error=True)
         return 2
     out = Output(options)
@@ -82,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not unprinted:
                 say(text, error=error)
-        except OSError as problem:  # of the output; `Cleaning` would take it for one of the directory
+        except (
+            OSError
+        ) as problem:  # of the output; `Cleaning` would take it for one of the directory
             unprinted.append(problem)
 
     def tell(done: Done, path: str) -> None:
@@ -97,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts["problems"].append(problem)
         show(f"hsx clean: {problem}", error=True)
 
-    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, lost_shards=options.lost_shards, tell=tell, report=report)
+    cleaning = Cleaning(
+        dir_fd, dry_run=options.dry_run, lost_shards=options.lost_shards, tell=tell, report=report
+    )
     acknowledged = Acknowledged(dir_fd, cleaning, options.dry_run)
     try:
         with cleaning.noting(f"{options.directory} could not be read"):
@@ -124,9 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.tell(f"... and {shown - _SHOWN} more")
         console.tell(words)
         if options.keep_bytes is not None and acknowledged.num_bytes > options.keep_bytes:
-            console.tell(f"{acknowledged.num_bytes} bytes are left, more than --keep-bytes: they are in use or not acknowledged")
+            console.tell(
+                f"{acknowledged.num_bytes} bytes are left, more than --keep-bytes: they are in "
+                "use or not acknowledged"
+            )
 
-    left = acknowledged.num_bytes if options.older_than is not None or options.keep_bytes is not None else None
+    left = (
+        acknowledged.num_bytes
+        if options.older_than is not None or options.keep_bytes is not None
+        else None
+    )
     out.give({"dry_run": options.dry_run, **facts, "bytes_left": left}, show_counts)
     return 1 if cleaning.problems else 0
 
@@ -140,10 +172,18 @@ def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:
         if folder.count("/") + bool(folder) >= MAX_DEPTH:
             continue
         with cleaning.noting(f"could not look for folders in {folder or '.'!r}"):
-            fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+            fd = os.open(
+                folder or ".",
+                os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+                dir_fd=dir_fd,
+            )
             try:
                 with os.scandir(fd) as entries:
-                    names = [each.name for each in entries if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")]
+                    names = [
+                        each.name
+                        for each in entries
+                        if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")
+                    ]
             finally:
                 os.close(fd)
             waiting += sorted((os.path.join(folder, name) for name in names), reverse=True)

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
-QUANTIZED_TARGET = "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
+QUANTIZED_TARGET = (
+    "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
+)
 NO_METRICS = "--disable-log-stats"
 
 
@@ -41,44 +43,124 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="hsx demo",
         description="Serves a model with hidden-state extraction (DP x TP, expert and sequence "
-        "parallel), sends 16 prompts and compares the files with transformers on the CPU. Exit code 0 only if all match.",
+        "parallel), sends 16 prompts and compares the files with transformers on the CPU. Exit "
+        "code 0 only if all match.",
     )
     add = parser.add_argument
-    add("--device", choices=("emulated", "npu"), default="emulated", help="emulated NPUs on the CPU, or real ones")
-    add("--model", help="directory of the model (default: a tiny MiniMax-M2 built here; needed with --device npu)")
-    add("--quantized", action="store_true", help="the tiny model in W8A8 and rotated (QuaRot), with MC2 on emulated A3 NPUs")
-    add("--layers", help="comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by depth)")
+    add(
+        "--device",
+        choices=("emulated", "npu"),
+        default="emulated",
+        help="emulated NPUs on the CPU, or real ones",
+    )
+    add(
+        "--model",
+        help=(
+            "directory of the model (default: a tiny MiniMax-M2 built here; needed with --device "
+            "npu)"
+        ),
+    )
+    add(
+        "--quantized",
+        action="store_true",
+        help="the tiny model in W8A8 and rotated (QuaRot), with MC2 on emulated A3 NPUs",
+    )
+    add(
+        "--layers",
+        help=(
+            "comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by "
+            "depth)"
+        ),
+    )
     add("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
     add("--no-sequence-parallel", action="store_true", help="without enable_flashcomm1")
-    add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
-    long_steps = "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
+    add(
+        "--no-reference",
+        action="store_true",
+        help="check shapes, token ids and finiteness only; for large models",
+    )
+    long_steps = (
+        "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
+    )
     add("--long-steps", action="store_true", help=long_steps)
-    by_hand = "serve until Ctrl-C, and print a curl, a Python and an hsx generate command that use the server"
+    by_hand = (
+        "serve until Ctrl-C, and print a curl, a Python and an hsx generate command that use the "
+        "server"
+    )
     add("--serve", action="store_true", help=by_hand)
-    add("--port", type=whole(1, 65535), metavar="N", help="with --serve: the server's port (default: a free one)")
-    add("--loop", action="store_true", help="train a target, extract rows, train drafts on them and serve them")
-    add("--seeds", type=whole(1, 10), metavar="N", help="with --loop: drafts for each kind of rows; several: more kinds (default 1)")
-    add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
-    add("--output", type=Path, metavar="DIR", help="directory of log and hidden states (default: a new temporary directory)")
-    add("--start-timeout", type=seconds, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
-    add("--request-timeout", type=seconds, default=120.0, metavar="S", help="seconds for one request (default: 120)")
-    add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
-    parser.add_output("whether all is right; log, files and rows of each server, or with --loop the drafts")
+    add(
+        "--port",
+        type=whole(1, 65535),
+        metavar="N",
+        help="with --serve: the server's port (default: a free one)",
+    )
+    add(
+        "--loop",
+        action="store_true",
+        help="train a target, extract rows, train drafts on them and serve them",
+    )
+    add(
+        "--seeds",
+        type=whole(1, 10),
+        metavar="N",
+        help="with --loop: drafts for each kind of rows; several: more kinds (default 1)",
+    )
+    add(
+        "--late",
+        action="store_true",
+        help="emulated NPUs run work on other streams as late as allowed",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="directory of log and hidden states (default: a new temporary directory)",
+    )
+    add(
+        "--start-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds for the server's start (default: 600, npu: 1800)",
+    )
+    add(
+        "--request-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="seconds for one request (default: 120)",
+    )
+    add(
+        "serve_options",
+        nargs="*",
+        metavar="-- VLLM_OPTION",
+        help="more options for `vllm serve`, after --",
+    )
+    parser.add_output(
+        "whether all is right; log, files and rows of each server, or with --loop the drafts"
+    )
     options = parser.parse_args(argv)
     command.check(options, parser)
     if options.serve and (options.long_steps or options.no_reference or options.loop):
-        parser.error("--serve sends and compares nothing: leave out --long-steps, --no-reference and --loop")
+        parser.error(
+            "--serve sends and compares nothing: leave out --long-steps, --no-reference and --loop"
+        )
     if options.port is not None and not options.serve:
         parser.error("--port is for --serve; leave it out")
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
-    if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
-        parser.error("--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, --device npu and --no-expert-parallel")
+    if options.quantized and (
+        options.model is not None or options.device == "npu" or options.no_expert_parallel
+    ):
+        parser.error(
+            "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, "
+            "--device npu and --no-expert-parallel"
+        )
     if options.quantized and options.long_steps:
         parser.error(
-            "--long-steps runs graphs, which no test has seen with --quantized: leave out one of them"
+            "--long-steps runs graphs, which no test has seen with --quantized: leave out one of "
+            "them"
         )
     dp, tp = options.data_parallel_size, options.tensor_parallel_size
     if options.device == "emulated" and dp * tp > MAX_NPUS:
@@ -118,14 +200,22 @@ def run(options: argparse.Namespace, out: Output) -> int:
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"cannot be a directory: {error.strerror}"
-            raise UserError("--output", str(options.output), problem, "Name a new or existing directory that can be written.") from error
+            raise UserError(
+                "--output",
+                str(options.output),
+                problem,
+                "Name a new or existing directory that can be written.",
+            ) from error
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
         raise DemoError(
-            f"not installed here: {', '.join(missing)}. On a machine with NPUs install vllm-ascend; for emulated ones use `make demo`"
+            f"not installed here: {', '.join(missing)}. On a machine with NPUs install "
+            "vllm-ascend; for emulated ones use `make demo`"
         )
     # No download must be attempted. transformers reads these variables once, when it is imported.
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
+    )
     if options.loop:
         _compile_emulator(console)
         return command.run(options, out.progress, out.give)
@@ -134,8 +224,14 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.quantized:
         model = _quantised(model, work, console)
     config = text_config(read_config(str(model))[1])
-    num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
-    layers = default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
+    num_layers, vocab_size = (
+        whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size")
+    )
+    layers = (
+        default_layers(num_layers)
+        if options.layers is None
+        else layer_ids(options.layers, num_layers)
+    )
     if options.serve:
         return _serve_by_hand(options, out, work.absolute(), model, layers)
     reference = None if options.no_reference else reference_for(model, options.quantized)
@@ -152,7 +248,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options, console, work.absolute(), model, layers, extra=_device_options(options.device)
     )
     title = _title(options)
-    served, good = serve_and_show(Consoles(out.result, console), server, title, demo_prompts(vocab_size), check)
+    served, good = serve_and_show(
+        Consoles(out.result, console), server, title, demo_prompts(vocab_size), check
+    )
     out.give({"ok": good, "servers": [_facts(title, server, served)]}, lambda console: None)
     return 0 if good else 1
 
@@ -168,7 +266,9 @@ def _serve_by_hand(
     name = "tiny-minimax-m2" if options.model is None else model.name
     extra = (*_device_options(options.device), "--served-model-name", name)
     chosen_names = {PATH_OPTION: True}  # by `hsx generate`
-    server = _server(options, out.progress, work, model, layers, extra=extra, connector_options=chosen_names)
+    server = _server(
+        options, out.progress, work, model, layers, extra=extra, connector_options=chosen_names
+    )
     found = commands(server.url, name, work)
 
     def announce() -> None:
@@ -182,7 +282,12 @@ def _serve_by_hand(
 def _facts(title: str, server: Server, served: Served) -> dict[str, Any]:
     """Return the facts about one server, for --json."""
     files = server.log.parent / "hidden_states"
-    return {"title": title, "log": str(server.log), "files": str(files), "rows": [row._asdict() for row in served.rows]}
+    return {
+        "title": title,
+        "log": str(server.log),
+        "files": str(files),
+        "rows": [row._asdict() for row in served.rows],
+    }
 
 
 def _long_steps(
@@ -219,9 +324,7 @@ def _long_steps(
         facts.append(_facts(title, server, served))
         good &= right
     agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], check.layer_ids)
-    out.result.tell(
-        f"eager and with graphs: {agreement}", "green" if agreement.holds else "red"
-    )
+    out.result.tell(f"eager and with graphs: {agreement}", "green" if agreement.holds else "red")
     out.give({"ok": good and agreement.holds, "servers": facts}, lambda console: None)
     return 0 if good and agreement.holds else 1
 
@@ -287,7 +390,9 @@ def _server(
         log=work / "server.log",
         environment={**_environment(options), **environment},
     )
-    console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
+    console.print(
+        f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True
+    )
     return server
 
 
@@ -317,7 +422,10 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
         npus = options.data_parallel_size * options.tensor_parallel_size
         # One thread per emulated NPU: all of them share the cores.
-        environment |= {"OMP_NUM_THREADS": "1", **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late, soc=_soc(options))}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late, soc=_soc(options)),
+        }
     return environment
 
 
@@ -341,7 +449,9 @@ def _model_directory(model: str | None, console: Console) -> Path:
     if model is not None:
         path = Path(model).expanduser().absolute()
         if not (path / "config.json").is_file():
-            raise UserError("--model", model, "has no config.json", "Give the directory of a downloaded model.")
+            raise UserError(
+                "--model", model, "has no config.json", "Give the directory of a downloaded model."
+            )
         return path
     from vllm_ascend_hsx.demo.tiny_models import cached_minimax_m2
 
@@ -354,4 +464,6 @@ def _quantised(source: Path, work: Path, console: Console) -> Path:
     from vllm_ascend_hsx.demo.quantised.modelslim import write_modelslim
 
     with console.status("quantising and rotating it"):
-        return write_modelslim(source, tempfile.mkdtemp(prefix="tiny-minimax-m2-w8a8-", dir=work), rotated=True)
+        return write_modelslim(
+            source, tempfile.mkdtemp(prefix="tiny-minimax-m2-w8a8-", dir=work), rotated=True
+        )

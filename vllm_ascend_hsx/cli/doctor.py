@@ -30,19 +30,47 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx doctor`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx doctor",
-        description="Checks whether extraction of hidden states will work on this machine, and shows what to do if not: versions, NPUs, "
-        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: invalid options.",
+        description="Checks whether extraction of hidden states will work on this machine, and shows "
+        "what to do if not: versions, NPUs, "
+        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no "
+        "problems; 1: problems; 2: invalid options.",
     )
-    parser.add_argument("--out", type=non_empty_path, metavar="DIR", help="storage directory: use it like a server, writing 256 MiB to it")
-    parser.add_argument("--io", choices=("buffered", "direct"), default="buffered", help="of the files in --out (default: buffered)")
-    parser.add_argument("--durability", choices=("none", "fdatasync"), default="none", help="of the files in --out (default: none)")
-    parser.add_argument("--no-lock", action="store_true", help="as with use_synchronization_lock false")
+    parser.add_argument(
+        "--out",
+        type=non_empty_path,
+        metavar="DIR",
+        help="storage directory: use it like a server, writing 256 MiB to it",
+    )
+    parser.add_argument(
+        "--io",
+        choices=("buffered", "direct"),
+        default="buffered",
+        help="of the files in --out (default: buffered)",
+    )
+    parser.add_argument(
+        "--durability",
+        choices=("none", "fdatasync"),
+        default="none",
+        help="of the files in --out (default: none)",
+    )
+    parser.add_argument(
+        "--no-lock", action="store_true", help="as with use_synchronization_lock false"
+    )
     presets = ", ".join(PRESETS)
-    parser.add_argument("--model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {presets}")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"a directory with config.json, that file, or one of: {presets}",
+    )
     parser.add_output("whether all is well, and the findings")
     options = parser.parse_args(argv)
-    if options.out is None and (options.io != "buffered" or options.durability != "none" or options.no_lock):
-        parser.error("--io, --durability and --no-lock say how files in --out are written; give --out DIR too")
+    if options.out is None and (
+        options.io != "buffered" or options.durability != "none" or options.no_lock
+    ):
+        parser.error(
+            "--io, --durability and --no-lock say how files in --out are written; give --out DIR "
+            "too"
+        )
     return options
 
 
@@ -56,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"hsx doctor: {error}", error=True)
         return 2
     healthy = all(each.verdict != "problem" for each in found)
-    out.give({"ok": healthy, "findings": [asdict(each) for each in found]}, lambda console: show(console, found))
+    out.give(
+        {"ok": healthy, "findings": [asdict(each) for each in found]},
+        lambda console: show(console, found),
+    )
     return 0 if healthy else 1
 
 
@@ -70,8 +101,12 @@ def findings(options: argparse.Namespace, progress: OneConsole) -> Iterator[Find
     yield from patch_points.check_patch_points(all(each.verdict != "problem" for each in software))
     if options.out is not None:
         _announce(progress, f"writing {storage.WRITTEN >> 20} MiB to {options.out}")
-        files = FileOptions(use_lock=not options.no_lock, io=options.io, durability=options.durability)
-        yield from storage.check_storage(options.out.absolute(), files, stored_format(options.model))
+        files = FileOptions(
+            use_lock=not options.no_lock, io=options.io, durability=options.durability
+        )
+        yield from storage.check_storage(
+            options.out.absolute(), files, stored_format(options.model)
+        )
 
 
 def _announce(progress: OneConsole, what: str) -> None:
@@ -87,16 +122,37 @@ def show(console: Console, found: Sequence[Finding]) -> None:
     shown = [each for each in found if each not in holding]
     if holding:
         # The others are listed below, in one line if they have one cause.
-        number = f"{len(holding)} hold" if any(each.topic == patch_points.TOPIC for each in shown) else f"all {len(holding)} hold"
-        place = next((index for index, each in enumerate(shown) if each.topic in (patch_points.TOPIC, storage.TOPIC)), len(shown))
+        number = (
+            f"{len(holding)} hold"
+            if any(each.topic == patch_points.TOPIC for each in shown)
+            else f"all {len(holding)} hold"
+        )
+        place = next(
+            (
+                index
+                for index, each in enumerate(shown)
+                if each.topic in (patch_points.TOPIC, storage.TOPIC)
+            ),
+            len(shown),
+        )
         shown.insert(place, Finding(patch_points.TOPIC, "vllm, vllm-ascend", "ok", number))
     for each in shown:
         verdict = Text(each.verdict, style=_STYLES[each.verdict])
-        table.add_row(each.topic, Text(printable(each.name)), verdict, Text(printable(each.found)), Text(printable(each.what_to_do)))
+        table.add_row(
+            each.topic,
+            Text(printable(each.name)),
+            verdict,
+            Text(printable(each.found)),
+            Text(printable(each.what_to_do)),
+        )
     console.print(table)
     count = Counter(each.verdict for each in found)
     if problems := count["problem"]:
         number = "1 problem" if problems == 1 else f"{problems} problems"
-        console.print(f"{number}: extraction will not work, or not as it should", style="bold red", highlight=False)
+        console.print(
+            f"{number}: extraction will not work, or not as it should",
+            style="bold red",
+            highlight=False,
+        )
     else:
         console.print("no problems", style="green")

@@ -11,7 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty, non_empty_path, number_from, positive, seconds, whole
+from vllm_ascend_hsx.cli.arguments import (
+    Parser,
+    json_object,
+    non_empty,
+    non_empty_path,
+    number_from,
+    positive,
+    seconds,
+    whole,
+)
 from vllm_ascend_hsx.cli.output import INTERRUPTED, Output, say
 from vllm_ascend_hsx.generate.errors import InputError, UnreachedError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
@@ -42,79 +51,193 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="hsx generate",
         allow_abbrev=False,
-        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
-        "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
-        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input, an unusable server, "
-        "or none that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
+        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), "
+        "which write each row's file, "
+        "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file "
+        "are not sent again.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input, an unusable "
+        "server, "
+        "or none that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its "
+        "output.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:
         bounds = BOUNDS.get(name)
-        return {"type": whole(*bounds) if bounds else seconds, "default": getattr(DEFAULTS, name), "metavar": metavar}
+        return {
+            "type": whole(*bounds) if bounds else seconds,
+            "default": getattr(DEFAULTS, name),
+            "metavar": metavar,
+        }
 
     add = parser.add_argument_group("the dataset").add_argument
-    formats = "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV, or one of `datasets`' save_to_disk; "
+    formats = (
+        "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV, or one "
+        "of `datasets`' save_to_disk; "
+    )
     others = "the id of a dataset on a hub; - for stdin"
-    add("--data", "--preprocessed-data", type=non_empty, required=True, metavar="PATH|ID|-", help=formats + others)
+    add(
+        "--data",
+        "--preprocessed-data",
+        type=non_empty,
+        required=True,
+        metavar="PATH|ID|-",
+        help=formats + others,
+    )
     add("--split", metavar="NAME", help="of a dataset that has several")
     columns = "token_ids, input_ids, messages, conversations, prompt"
-    add("--column", metavar="NAME", help=f"the content of a row (default: the first that exists of {columns})")
+    add(
+        "--column",
+        metavar="NAME",
+        help=f"the content of a row (default: the first that exists of {columns})",
+    )
     ignored = "leave out a column that the run would refuse; may be repeated"
     add("--ignore-column", action="append", default=[], metavar="NAME", help=ignored)
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
-    add("--skip-invalid", action="store_true", help="leave out rows that cannot be sent, and name them")
+    add(
+        "--skip-invalid",
+        action="store_true",
+        help="leave out rows that cannot be sent, and name them",
+    )
     launched = "(default: of srun's step, Kubernetes' indexed job or torchrun; else"
     size = f"divide the rows between N runs, as on N machines {launched} 1)"
     add("--world-size", **numbers("world_size") | {"default": None}, help=size)
     rank = f"this run does every N-th run of {RANK_ROWS} rows, from the R-th {launched} 0)"
     add("--rank", **numbers("rank", "R") | {"default": None}, help=rank)
-    order = "prefix: send rows with a common prefix one after the other, so that servers compute it once; given: as they are "
+    order = (
+        "prefix: send rows with a common prefix one after the other, so that servers compute it "
+        "once; given: as they are "
+    )
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add = parser.add_argument_group("prompts").add_argument
-    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of every chat; the arguments of a row come first")
+    add(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="of every chat; the arguments of a row come first",
+    )
     special = "texts have been rendered by a chat template: add no BOS token"
     add("--no-special-tokens", action="store_false", dest="add_special_tokens", help=special)
-    show = "show N rows as tokens with their loss mask before the run (default: 1 for a new --output)"
+    show = (
+        "show N rows as tokens with their loss mask before the run (default: 1 for a new --output)"
+    )
     add("--show", **numbers("show"), help=show)
     add = parser.add_argument_group("answers of the target").add_argument
-    included = "generate answers, and store their text, token ids and rows (all but the last token's)"
+    included = (
+        "generate answers, and store their text, token ids and rows (all but the last token's)"
+    )
     add("--include-output", "--include-output-tokens", action="store_true", help=included)
-    add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output only, like the following")
+    add(
+        "--max-tokens",
+        **numbers("max_tokens"),
+        help="tokens to generate; with --include-output only, like the following",
+    )
     for name in (each.name for each in fields(Sampling)):
         kind = whole(1, 2**31 - 1) if name == "top_k" else number_from(*SAMPLING_BOUNDS[name])
-        default = "default: 0, the likeliest token" if name == "temperature" else "default: the server's"
-        add(f"--{name.replace('_', '-')}", type=kind, default=getattr(DEFAULTS.sampling, name), metavar="N", help=default)
-    add("--seed", **numbers("seed"), help="of sampling; each row has its own, made of this one and its content")
+        default = (
+            "default: 0, the likeliest token" if name == "temperature" else "default: the server's"
+        )
+        add(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=getattr(DEFAULTS.sampling, name),
+            metavar="N",
+            help=default,
+        )
+    add(
+        "--seed",
+        **numbers("seed"),
+        help="of sampling; each row has its own, made of this one and its content",
+    )
     add = parser.add_argument_group("servers").add_argument
-    endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000); "
+    endpoints = (
+        "of `vllm serve`; repeat, or separate by commas, for several servers (default: "
+        "http://localhost:8000); "
+    )
     file = "@FILE: a file with one in each line, which is read again during the run"
     add("--endpoint", action="append", metavar="URL|@FILE", help=endpoints + file)
-    add("--model", metavar="NAME", help="name of the model on the servers (default: the first that each server names)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="name of the model on the servers (default: the first that each server names)",
+    )
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
-    add("--concurrency", **numbers("concurrency"), help="concurrent requests, over all servers (default: %(default)s)")
-    add("--request-timeout", **numbers("request_timeout", "S"), help="seconds for an answer (default: %(default)g)")
-    add("--max-retries", **numbers("max_retries"), help="most repeated requests for a row (default: %(default)s)")
+    add(
+        "--concurrency",
+        **numbers("concurrency"),
+        help="concurrent requests, over all servers (default: %(default)s)",
+    )
+    add(
+        "--request-timeout",
+        **numbers("request_timeout", "S"),
+        help="seconds for an answer (default: %(default)g)",
+    )
+    add(
+        "--max-retries",
+        **numbers("max_retries"),
+        help="most repeated requests for a row (default: %(default)s)",
+    )
     delay = "seconds before the first retry, doubled each time (default: %(default)g)"
     add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
-    add("--allow-failures", **numbers("allow_failures"), help="succeed if at most N rows have no file (default: %(default)s)")
-    errors = "stop after N errors with no row finished in between, not counting refused rows (default: --concurrency)"
+    add(
+        "--allow-failures",
+        **numbers("allow_failures"),
+        help="succeed if at most N rows have no file (default: %(default)s)",
+    )
+    errors = (
+        "stop after N errors with no row finished in between, not counting refused rows "
+        "(default: --concurrency)"
+    )
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
-    add = parser.add_argument_group("a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')").add_argument
-    add("--ray", metavar="ADDRESS", help="of the cluster's head, such as head:6379, or auto; this command runs on a node of it")
-    add("--ray-label", metavar="KEY=VALUE", help="only on nodes with this label (`ray start --labels`), such as those that see the storage")
-    tasks = f"divide the rows between N tasks, which Ray repeats if their node dies (default: {RayCluster.tasks})"
+    add = parser.add_argument_group(
+        "a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')"
+    ).add_argument
+    add(
+        "--ray",
+        metavar="ADDRESS",
+        help="of the cluster's head, such as head:6379, or auto; this command runs on a node of it",
+    )
+    add(
+        "--ray-label",
+        metavar="KEY=VALUE",
+        help=(
+            "only on nodes with this label (`ray start --labels`), such as those that see the "
+            "storage"
+        ),
+    )
+    tasks = (
+        "divide the rows between N tasks, which Ray repeats if their node dies (default: "
+        f"{RayCluster.tasks})"
+    )
     add("--ray-tasks", type=whole(*RAY_TASKS), metavar="N", help=tasks)
     add = parser.add_argument_group("files").add_argument
-    output = "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the files and the ledger"
+    output = (
+        "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the "
+        "files and the ledger"
+    )
     add("--output", type=non_empty_path, required=True, metavar="DIR", help=output)
     paths = "a directory that has another path on the servers' machines; may be repeated"
     add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
-    validate = "read every file once, existing ones too: all numbers are finite, the checksum is right"
+    validate = (
+        "read every file once, existing ones too: all numbers are finite, the checksum is right"
+    )
     add("--validate", "--validate-outputs", action="store_true", help=validate)
     add = parser.add_argument_group("sizes").add_argument
-    add("--dry-run", action="store_true", help="show rows, tokens, bytes, free space and hours, and send no row")
-    add("--rate", type=positive(1e12), metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
-    known = "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: of finished rows)"
+    add(
+        "--dry-run",
+        action="store_true",
+        help="show rows, tokens, bytes, free space and hours, and send no row",
+    )
+    add(
+        "--rate",
+        type=positive(1e12),
+        metavar="TOKENS/S",
+        help="for the hours of --dry-run (default: that of the last run)",
+    )
+    known = (
+        "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: "
+        "of finished rows)"
+    )
     add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
     parser.add_output("the outcome of the rows, or with --dry-run the sizes")
     return parser
@@ -147,10 +270,14 @@ def _cluster(address: str | None, label: str | None, tasks: int | None) -> RayCl
             raise InputError("--ray-label and --ray-tasks are of a cluster; name it with --ray")
         return None
     if not address:
-        raise InputError("--ray: it is empty; give the address of the cluster's head, such as head:6379, or auto")
+        raise InputError(
+            "--ray: it is empty; give the address of the cluster's head, such as head:6379, or auto"
+        )
     key, equals, value = (label or "").partition("=")
     if label is not None and not (key and equals and value):
-        raise InputError(f"--ray-label {label}: give KEY=VALUE, a label that `ray start --labels` gave to nodes")
+        raise InputError(
+            f"--ray-label {label}: give KEY=VALUE, a label that `ray start --labels` gave to nodes"
+        )
     cluster = RayCluster(address, (key, value) if label else None)
     return cluster if tasks is None else replace(cluster, tasks=tasks)
 
@@ -158,9 +285,15 @@ def _cluster(address: str | None, label: str | None, tasks: int | None) -> RayCl
 def _endpoints(named: Sequence[str]) -> dict[str, Any]:
     """Return the options for the servers. Raises InputError."""
     if not any(each.startswith("@") for each in named):
-        return {"endpoints": tuple(base_url(url) for each in named for url in each.split(",") if url.strip())}
+        return {
+            "endpoints": tuple(
+                base_url(url) for each in named for url in each.split(",") if url.strip()
+            )
+        }
     if len(named) > 1:
-        raise InputError("--endpoint @FILE: other servers are named beside it; write them into the file")
+        raise InputError(
+            "--endpoint @FILE: other servers are named beside it; write them into the file"
+        )
     path = Path(named[0][1:])
     return {"endpoints": read_endpoints(path), "endpoint_file": path}
 
@@ -192,7 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             from vllm_ascend_hsx.generate.machines.ray_run import do_on_ray
         except ModuleNotFoundError as error:
-            raise InputError(f"--ray needs {error.name}: pip install 'vllm-ascend-hsx[ray]', here and on all nodes") from error
+            raise InputError(
+                f"--ray needs {error.name}: pip install 'vllm-ascend-hsx[ray]', here and on all "
+                "nodes"
+            ) from error
         return generate(options, out.progress, give, do_on_ray)
     except (InputError, UnreachedError, UserError) as error:
         for line in f"hsx generate: {error}".split("\n"):

@@ -20,7 +20,10 @@ from vllm_ascend_hsx.report.context import Context
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Result
 from vllm_ascend_hsx.report.steps import STEPS, Step
 
-NO_NPUS = "this machine has no NPUs (/dev/davinci0 or the like); to see the report without: hsx emulate -- hsx hardware-report"
+NO_NPUS = (
+    "this machine has no NPUs (/dev/davinci0 or the like); to see the report without: hsx "
+    "emulate -- hsx hardware-report"
+)
 _STYLES = {HELD: "green", MEASURED: "green", BROKE: "bold red", NOT_RUN: "yellow"}
 _NAMES = tuple(step.name for step in STEPS)
 
@@ -29,19 +32,56 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx hardware-report",
-        description="Runs the hardware checklist on this machine's NPUs as far as they go, and writes what held, what did not and what it "
+        description="Runs the hardware checklist on this machine's NPUs as far as they go, and writes "
+        "what held, what did not and what it "
         "costs to one Markdown and one JSON file, ready to paste into an issue. Downloads nothing. "
         "Exit code 0: nothing failed; 1: something did not hold; 2: invalid options, or no NPUs.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", help="directory of the target (default: a tiny MiniMax-M2 with random weights, built here)")
+    add(
+        "--model",
+        metavar="DIR",
+        help="directory of the target (default: a tiny MiniMax-M2 with random weights, built here)",
+    )
     output = "new or empty directory of report, logs and files (default: %(default)s)"
-    add("--output", type=non_empty_path, default=Path("hsx-hardware-report"), metavar="DIR", help=output)
-    add("--tensor-parallel-size", type=whole(1, 4096), metavar="N", help="default: the least that fits, at least 2 of several NPUs")
-    add("--data-parallel-size", type=whole(1, 4096), metavar="N", help="default: 2 where NPUs are left, else 1")
-    add("--steps", type=_steps, default=_NAMES, metavar="NAMES", help=f"comma-separated, of: {', '.join(_NAMES)} (default: all)")
-    add("--step-timeout", type=seconds, metavar="S", help="seconds for each step (default: 1 to 90 minutes, by step)")
-    add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for each `vllm serve`, after --")
+    add(
+        "--output",
+        type=non_empty_path,
+        default=Path("hsx-hardware-report"),
+        metavar="DIR",
+        help=output,
+    )
+    add(
+        "--tensor-parallel-size",
+        type=whole(1, 4096),
+        metavar="N",
+        help="default: the least that fits, at least 2 of several NPUs",
+    )
+    add(
+        "--data-parallel-size",
+        type=whole(1, 4096),
+        metavar="N",
+        help="default: 2 where NPUs are left, else 1",
+    )
+    add(
+        "--steps",
+        type=_steps,
+        default=_NAMES,
+        metavar="NAMES",
+        help=f"comma-separated, of: {', '.join(_NAMES)} (default: all)",
+    )
+    add(
+        "--step-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds for each step (default: 1 to 90 minutes, by step)",
+    )
+    add(
+        "serve_options",
+        nargs="*",
+        metavar="-- VLLM_OPTION",
+        help="more options for each `vllm serve`, after --",
+    )
     parser.add_output("whether nothing failed, the report's files, and the results")
     return parser.parse_args(argv)
 
@@ -49,7 +89,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _steps(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in _NAMES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a step; choose from {', '.join(_NAMES)}")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a step; choose from {', '.join(_NAMES)}"
+        )
     return names
 
 
@@ -70,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ended_by_sigterm("hsx hardware-report"):
             return _run(options, context, out)
     except KeyboardInterrupt:
-        out.errors.tell(f"hsx hardware-report: interrupted; {context.output / document.NAME}.md has the lines so far")
+        out.errors.tell(
+            f"hsx hardware-report: interrupted; {context.output / document.NAME}.md has the "
+            "lines so far"
+        )
         return INTERRUPTED
 
 
@@ -80,16 +125,31 @@ def _context(options: argparse.Namespace, emulated: bool) -> Context:
     if options.model is not None:
         model = Path(options.model).expanduser().absolute()
         if not (model / "config.json").is_file():
-            raise UserError("--model", options.model, "has no config.json", "Give the directory of a downloaded model.")
+            raise UserError(
+                "--model",
+                options.model,
+                "has no config.json",
+                "Give the directory of a downloaded model.",
+            )
         read_config(str(model))
     try:
         output.mkdir(parents=True, exist_ok=True)
         used = any(output.iterdir())
     except OSError as error:
         problem = f"cannot be a directory: {error.strerror}"
-        raise UserError("--output", str(options.output), problem, "Name a new or existing directory that can be written.") from error
+        raise UserError(
+            "--output",
+            str(options.output),
+            problem,
+            "Name a new or existing directory that can be written.",
+        ) from error
     if used:
-        raise UserError("--output", str(options.output), "is not empty", "Name a new directory, or remove the earlier report.")
+        raise UserError(
+            "--output",
+            str(options.output),
+            "is not empty",
+            "Name a new directory, or remove the earlier report.",
+        )
     if options.model is None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
         from vllm_ascend_hsx.demo.tiny_models import cached_minimax_m2
@@ -109,7 +169,10 @@ def _run(options: argparse.Namespace, context: Context, out: Output) -> int:
 
     def show(step: Step, results: Sequence[Result]) -> None:
         for result in results:
-            out.progress.tell(f"  {document.LINES[result.line].what}: {result.outcome}: {result.found}", _STYLES[result.outcome])
+            out.progress.tell(
+                f"  {document.LINES[result.line].what}: {result.outcome}: {result.found}",
+                _STYLES[result.outcome],
+            )
 
     def run(step: Step, context: Context) -> list[Result]:
         return run_process(step, context, options.step_timeout)
@@ -121,7 +184,9 @@ def _run(options: argparse.Namespace, context: Context, out: Output) -> int:
     facts = {"ok": not count[BROKE], **files, "results": [asdict(each) for each in results]}
 
     def show_counts(console: OneConsole) -> None:
-        console.tell(", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN)))
+        console.tell(
+            ", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN))
+        )
         console.tell(f"written: {path}.md and .json; paste the first into an issue")
 
     out.give(facts, show_counts)

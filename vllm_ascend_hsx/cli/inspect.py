@@ -27,11 +27,19 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx inspect`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx inspect",
-        description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of hidden states, or of all files and "
-        "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: nothing could be read.",
+        description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of "
+        "hidden states, or of all files and "
+        "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: "
+        "nothing could be read.",
     )
     parser.add_argument("path", type=non_empty_path, metavar="FILE|DIR")
-    parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
+    parser.add_argument(
+        "--limit",
+        type=whole(1, 10**9),
+        default=50,
+        metavar="N",
+        help="files of a directory to show (default: 50)",
+    )
     plot = "draw the norms of a file's rows, by layer and by token; needs matplotlib"
     parser.add_argument("--plot", type=non_empty_path, metavar="PNG", help=plot)
     parser.add_output("the files, and the number of files that are left out")
@@ -52,7 +60,11 @@ def _no_picture(target: Path) -> str | None:
     if os.path.isdir(target):
         return "is a directory: name a file in it"
     formats = FigureCanvasBase.get_supported_filetypes()
-    return None if target.suffix[1:].lower() in formats else f"is of no known format: let its name end with one of .{', .'.join(formats)}"
+    return (
+        None
+        if target.suffix[1:].lower() in formats
+        else f"is of no known format: let its name end with one of .{', .'.join(formats)}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,17 +80,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in unreadable:
         say(f"hsx inspect: {problem.filename} cannot be read: {problem.strerror}", error=True)
     if not paths and not unreadable:
-        say(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", error=True)
+        say(
+            f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", error=True
+        )
         return 2
     is_directory = os.path.isdir(options.path)
     found = [examine(path, listed=is_directory, norms=True) for path in paths[: options.limit]]
     facts = {"files": [_facts(each) for each in found], "left_out": len(paths) - len(found)}
-    out.give(facts, lambda console: _show_all(console, options.path, found, len(paths)) if is_directory else _show(console, found[0]))
+    out.give(
+        facts,
+        lambda console: (
+            _show_all(console, options.path, found, len(paths))
+            if is_directory
+            else _show(console, found[0])
+        ),
+    )
     if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
         draw(found[0], options.plot)
         out.progress.tell(f"drawn: {options.plot}")
     # Of a directory in use, files that were removed meanwhile or are being written are not bad.
-    return 1 if unreadable or any(each.problem is not None and (each.is_there or not is_directory) for each in found) else 0
+    return (
+        1
+        if unreadable
+        or any(each.problem is not None and (each.is_there or not is_directory) for each in found)
+        else 0
+    )
 
 
 def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
@@ -89,22 +115,36 @@ def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
     if os.path.isdir(path):
         return [each for each in files_in(path, on_error) if not each.name.endswith(ERROR_SUFFIX)]
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
-    there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or is_decided(Path(name))
+    there = any(
+        os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)
+    ) or is_decided(Path(name))
     return [Path(name)] if there else []
 
 
 def _facts(found: Examination) -> dict[str, Any]:
     """Return the facts about a file, for --json."""
-    counts = {name: getattr(found, name) for name in ("tokens", "prompt_tokens", "num_bytes", "file_bytes")}
+    counts = {
+        name: getattr(found, name)
+        for name in ("tokens", "prompt_tokens", "num_bytes", "file_bytes")
+    }
     verdict = {"verdict": found.verdict, "problem": found.problem}
-    return {"path": str(found.path), **verdict, **counts, **found.kind._asdict(), "norms": list(found.norms), "metadata": found.metadata}
+    return {
+        "path": str(found.path),
+        **verdict,
+        **counts,
+        **found.kind._asdict(),
+        "norms": list(found.norms),
+        "metadata": found.metadata,
+    }
 
 
 def _show_all(console: Console, directory: Path, found: Sequence[Examination], number: int) -> None:
     """Show the first files of a directory that has `number` of them."""
     console.print(_table(directory, found))
     if number > len(found):
-        console.print(f"... and {number - len(found)} more; --limit {number} shows them", highlight=False)
+        console.print(
+            f"... and {number - len(found)} more; --limit {number} shows them", highlight=False
+        )
 
 
 def _table(directory: Path, found: Sequence[Examination]) -> Table:
@@ -113,20 +153,39 @@ def _table(directory: Path, found: Sequence[Examination]) -> Table:
         prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
         tokens = str(prompt) if prompt == each.tokens else f"{prompt} + {each.tokens - prompt}"
         layers = f"{list(each.kind.layer_ids or range(each.kind.layers))} x {each.kind.hidden_size}"
-        verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red" if each.is_there else "")
+        verdict = (
+            Text(each.verdict)
+            if each.problem is None
+            else _plain(f"{each.verdict}: {each.problem}", "red" if each.is_there else "")
+        )
         norms = " ".join(f"{norm:.3g}" for norm in each.norms)
-        table.add_row(_plain(str(each.path.relative_to(directory))), tokens, Text(layers), each.kind.dtype, norms, verdict)
+        table.add_row(
+            _plain(str(each.path.relative_to(directory))),
+            tokens,
+            Text(layers),
+            each.kind.dtype,
+            norms,
+            verdict,
+        )
     return table
 
 
 def _show(console: Console, found: Examination) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("file", _plain(str(found.path)))
-    table.add_row("verdict", found.verdict if found.problem is None else _plain(found.problem, "red"))
+    table.add_row(
+        "verdict", found.verdict if found.problem is None else _plain(found.problem, "red")
+    )
     if found.kind.layers:
         prompt = "" if found.prompt_tokens is None else f" ({found.prompt_tokens} of the prompt)"
         table.add_row("tokens", f"{found.tokens}{prompt}")
-        table.add_row("rows", f"{found.kind.layers} layers x {found.kind.hidden_size} {found.kind.dtype}, {found.num_bytes / 1e6:.1f} MB")
+        table.add_row(
+            "rows",
+            (
+                f"{found.kind.layers} layers x {found.kind.hidden_size} {found.kind.dtype}, "
+                f"{found.num_bytes / 1e6:.1f} MB"
+            ),
+        )
         for name, norm in zip(_layer_names(found.kind), found.norms, strict=False):
             table.add_row(f"layer {name}", f"mean norm {norm:.4g}")
     for key, value in found.metadata.items():

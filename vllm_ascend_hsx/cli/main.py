@@ -43,7 +43,9 @@ def _command(name: str, summary: str, at_work: str) -> Command:
     return Command(summary, f"vllm_ascend_hsx.cli.{name}:main", at_work)
 
 
-_CLEAN = "remove locks without data, old errors and orphans of dead servers from a storage directory"
+_CLEAN = (
+    "remove locks without data, old errors and orphans of dead servers from a storage directory"
+)
 _DEMO = "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states"
 _DOCTOR = "check whether extraction will work on this machine, and what to do if not"
 _GENERATE = "send a dataset to servers that extract, and write a file of hidden states for each row"
@@ -54,15 +56,26 @@ COMMANDS: dict[str, Command] = {
     "clean": _command("clean", _CLEAN, "scanning the directory"),
     "demo": _command("demo", _DEMO, "reading the model"),
     "doctor": _command("doctor", _DOCTOR, "checking vllm, vllm-ascend and this machine"),
-    "emulate": Command("run a command with emulated Ascend NPUs on the CPU", "vllm_ascend_hsx.emulator.launch:emulate"),
+    "emulate": Command(
+        "run a command with emulated Ascend NPUs on the CPU",
+        "vllm_ascend_hsx.emulator.launch:emulate",
+    ),
     "generate": _command("generate", _GENERATE, "reading the dataset and asking the servers"),
-    "hardware-report": Command(_HARDWARE, "vllm_ascend_hsx.cli.hardware_report:main", "reading the model"),
+    "hardware-report": Command(
+        _HARDWARE, "vllm_ascend_hsx.cli.hardware_report:main", "reading the model"
+    ),
     "inspect": _command("inspect", _INSPECT, "reading files"),
     "plan": _command("plan", "show what extraction costs: memory, disk and bandwidth", _READING),
     "serve": _command("serve", "start vllm serve with extraction", _READING),
-    "status": _command("status", "show how far runs of hsx generate have come, over all ranks", "reading ledgers"),
-    "speculators": _command("speculators", "run a command of speculators with the backend hsx", "starting speculators"),
-    "verify": _command("verify", "check every file of hidden states below a directory", "reading files"),
+    "status": _command(
+        "status", "show how far runs of hsx generate have come, over all ranks", "reading ledgers"
+    ),
+    "speculators": _command(
+        "speculators", "run a command of speculators with the backend hsx", "starting speculators"
+    ),
+    "verify": _command(
+        "verify", "check every file of hidden states below a directory", "reading files"
+    ),
 }
 
 
@@ -70,7 +83,15 @@ def usage() -> str:
     """Return the text of `hsx --help`, one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: hsx COMMAND [OPTIONS]", "", *lines, "", "`hsx COMMAND --help` shows the options of a command."])
+    return "\n".join(
+        [
+            "usage: hsx COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "`hsx COMMAND --help` shows the options of a command.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

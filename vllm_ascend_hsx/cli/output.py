@@ -168,7 +168,9 @@ def ended_by_sigterm(name: str) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only that one may handle signals
         yield
         return
     before = signal.signal(signal.SIGTERM, end)

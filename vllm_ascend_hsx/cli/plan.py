@@ -21,7 +21,9 @@ from vllm_ascend_hsx.target import layer_ids
 
 speed = positive(1e12)
 count = whole(1, 10**9)
-DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "quantization")}
+DEFAULTS = {
+    name: HsxConfig.model_fields[name].default for name in ("staging_slots", "quantization")
+}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -29,29 +31,89 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="hsx plan",
         description="Shows the cost of extraction: bytes per token, staging, remaining memory of "
-        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",
+        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's "
+        "config.json; needs no NPU, no vLLM and no torch.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
-    layers = "as for hsx serve: comma-separated ids, eagle3, dflash, mtp, or the directory of a draft (default: %(default)s)"
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}",
+    )
+    layers = (
+        "as for hsx serve: comma-separated ids, eagle3, dflash, mtp, or the directory of a draft "
+        "(default: %(default)s)"
+    )
     parser.add_argument("--layers", default="eagle3", metavar="IDS", help=layers)
-    parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
-    parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
-    parser.add_argument("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="default: 2048, as vllm serve's")
-    memory = "of an NPU, without extraction; a server logs it as 'Available KV cache memory' (default: 30GiB)"
+    parser.add_argument(
+        "--tp",
+        type=whole(1, 4096),
+        default=4,
+        metavar="N",
+        help="tensor-parallel size (default: 4)",
+    )
+    parser.add_argument(
+        "--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="as for vllm serve",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=count,
+        default=2048,
+        metavar="N",
+        help="default: 2048, as vllm serve's",
+    )
+    memory = (
+        "of an NPU, without extraction; a server logs it as 'Available KV cache memory' "
+        "(default: 30GiB)"
+    )
     parser.add_argument("--kv-memory", type=size, default="30GiB", metavar="SIZE", help=memory)
     ours = parser.add_argument_group("the connector's options")
-    ours.add_argument("--staging-slots", type=whole(1, 8), default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
-    ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
+    ours.add_argument(
+        "--staging-slots",
+        type=whole(1, 8),
+        default=DEFAULTS["staging_slots"],
+        metavar="N",
+        help="default: %(default)s",
+    )
+    ours.add_argument(
+        "--quantization",
+        choices=("none", "fp8"),
+        default=DEFAULTS["quantization"],
+        help="default: %(default)s",
+    )
     rotated = "the weights are rotated (QuaRot), and rows are turned back"
     ours.add_argument("--rotated", action="store_true", help=rotated)
-    ring = "pinned_ring_bytes, a power of two (default: 256MiB, or with --tp what the slots would hold without and 32MiB)"
+    ring = (
+        "pinned_ring_bytes, a power of two (default: 256MiB, or with --tp what the slots would "
+        "hold without and 32MiB)"
+    )
     ours.add_argument("--ring", type=size, metavar="SIZE", help=ring)
     files = parser.add_argument_group("files")
-    files.add_argument("--prompts", type=count, default=1000, metavar="N", help="number of prompts (default: 1000)")
+    files.add_argument(
+        "--prompts", type=count, default=1000, metavar="N", help="number of prompts (default: 1000)"
+    )
     tokens = "mean length of a prompt (default: 2048)"
-    files.add_argument("--tokens", "--prompt-tokens", type=count, default=2048, dest="prompt_tokens", metavar="N", help=tokens)
-    files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
+    files.add_argument(
+        "--tokens",
+        "--prompt-tokens",
+        type=count,
+        default=2048,
+        dest="prompt_tokens",
+        metavar="N",
+        help=tokens,
+    )
+    files.add_argument(
+        "--prefill-speed",
+        type=speed,
+        default=10_000.0,
+        metavar="N",
+        help="tokens/s of the whole server (default: 10000)",
+    )
     parser.add_output("the plan, with sizes in bytes")
     return parser.parse_args(argv)
 
@@ -101,28 +163,72 @@ def show(console: OneConsole, result: Plan) -> None:
     )
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
     rate, speed_text = result.write_bytes_per_second / 2**20, f"{request.prefill_speed:,.0f}"
-    turning_back = ("turning rows back", _mib(result.turn_back_bytes), f"per NPU; {result.turn_back_flops / 1e6:,.0f} MFLOP per token")
-    waiting = ("... of a long prompt", _mib(result.waiting_bytes), "more are copied to the host before a step ends that one prompt fills")
+    turning_back = (
+        "turning rows back",
+        _mib(result.turn_back_bytes),
+        f"per NPU; {result.turn_back_flops / 1e6:,.0f} MFLOP per token",
+    )
+    waiting = (
+        "... of a long prompt",
+        _mib(result.waiting_bytes),
+        "more are copied to the host before a step ends that one prompt fills",
+    )
     taken = "staging and rotation are" if request.rotated else "staging is"
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
-        ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
-        ("... in a file", f"{result.stored_bytes:,} bytes", f"with the token's id{stored}; `hsx generate --bytes-per-token`"),
-        ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {result.slot_rows:,} tokens"),
+        (
+            "hidden states of a token",
+            f"{result.row_bytes:,} bytes",
+            f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements",
+        ),
+        (
+            "... in a file",
+            f"{result.stored_bytes:,} bytes",
+            f"with the token's id{stored}; `hsx generate --bytes-per-token`",
+        ),
+        (
+            "staging",
+            _mib(result.staging_bytes),
+            f"per NPU: {request.staging_slots} slots of {result.slot_rows:,} tokens",
+        ),
         *([waiting] if result.waiting_bytes else ()),
         *([turning_back] if request.rotated else ()),
-        ("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction method"),
-        ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it"),
-        ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
+        (
+            "collected layers",
+            _mib(result.collected_bytes),
+            "per NPU, at most: held by the target in a step, with any extraction method",
+        ),
+        (
+            "KV cache that is kept",
+            _percent(result.kept),
+            f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it",
+        ),
+        (
+            "... at least",
+            _percent(result.kept_at_least),
+            "if the collected layers are taken from it, too",
+        ),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
-        ("... for batches", _mib(result.ring_bytes // 4), "of it, at most: rows of generated tokens that are written together"),
+        (
+            "... for batches",
+            _mib(result.ring_bytes // 4),
+            "of it, at most: rows of generated tokens that are written together",
+        ),
         (
             f"files of {request.prompts:,} prompts",
             f"{result.prompts_bytes / 2**30:,.2f} GiB",
             f"of {request.prompt_tokens:,} tokens each{stored}",
         ),
-        ("their prefill", f"{result.prompts_seconds / 3600:,.1f} hours", f"at {speed_text} tokens/s of prefill"),
-        ("write bandwidth", f"{rate:,.1f} MiB/s", f"at {speed_text} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU"),
+        (
+            "their prefill",
+            f"{result.prompts_seconds / 3600:,.1f} hours",
+            f"at {speed_text} tokens/s of prefill",
+        ),
+        (
+            "write bandwidth",
+            f"{rate:,.1f} MiB/s",
+            f"at {speed_text} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU",
+        ),
     ):
         costs.add_row(*row)
     console.print(costs, highlight=False)

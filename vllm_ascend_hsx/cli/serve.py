@@ -34,7 +34,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser(
         prog="hsx serve",
-        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [--json] [--quiet] [VLLM OPTIONS]",
+        usage=(
+            "hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] "
+            "[--json] [--quiet] [VLLM OPTIONS]"
+        ),
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "
         "enable extraction, and prints the whole command. The server refuses unsupported "
         "settings with the reason, before it loads weights.",
@@ -46,15 +49,28 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="eagle3",
         metavar="IDS",
         help="comma-separated ids in the order of the files: i is the residual stream after i "
-        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L); or the directory of "
+        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L); or the "
+        "directory of "
         "a draft, for the layers that it reads and L (default: eagle3)",
     )
     out = "directory of the files (default: %(default)s)"
-    parser.add_argument("--out", type=non_empty_path, default=Path("hidden_states"), metavar="DIR", help=out)
-    option = "a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be repeated"
-    parser.add_argument("--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option)
-    parser.add_argument("--dry-run", action="store_true", help="print the command and do not start it")
-    parser.add_output("arguments, environ and notes of the command; the server's log follows without --dry-run", ("--quiet",))
+    parser.add_argument(
+        "--out", type=non_empty_path, default=Path("hidden_states"), metavar="DIR", help=out
+    )
+    option = (
+        "a further key of kv_connector_extra_config, such as io=direct or "
+        "include_output_tokens=true; may be repeated"
+    )
+    parser.add_argument(
+        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and do not start it"
+    )
+    parser.add_output(
+        "arguments, environ and notes of the command; the server's log follows without --dry-run",
+        ("--quiet",),
+    )
     own, vllm = _split(argv, parser)
     options = parser.parse_args(own)
     keys = [key for key, _ in options.option]
@@ -83,8 +99,14 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             own.append(word)
             has_model = True
         else:
-            near = [each for each in (*_OURS, *_LONG_FLAGS) if each.startswith(name) or name.startswith(each)]
-            if near := near or difflib.get_close_matches(name, (*_OURS, *_LONG_FLAGS), n=1, cutoff=_NEAR):
+            near = [
+                each
+                for each in (*_OURS, *_LONG_FLAGS)
+                if each.startswith(name) or name.startswith(each)
+            ]
+            if near := near or difflib.get_close_matches(
+                name, (*_OURS, *_LONG_FLAGS), n=1, cutoff=_NEAR
+            ):
                 parser.error(f"{name}: did you mean {near[0]}? Options of vllm serve go after --")
             if not has_model:
                 parser.error(f"name MODEL first, before {word}")
@@ -101,13 +123,17 @@ def _option(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and a value, such as io=direct")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KEY=VALUE; give an option and a value, such as io=direct"
+        )
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return key, value
     field = HsxConfig.model_fields.get(key)
-    return key, value if field is not None and field.annotation is str and not isinstance(parsed, str) else parsed
+    return key, value if field is not None and field.annotation is str and not isinstance(
+        parsed, str
+    ) else parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        command = build(options.model, options.layers, options.out, dict(options.option), options.vllm, os.environ)
+        command = build(
+            options.model,
+            options.layers,
+            options.out,
+            dict(options.option),
+            options.vllm,
+            os.environ,
+        )
         if not options.dry_run:
             check_machine(command.config, command.given)
     except UserError as error:
@@ -134,7 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         return 0
     beside = Path(sys.executable).parent
-    program = shutil.which(command.arguments[0], path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))))
+    program = shutil.which(
+        command.arguments[0],
+        path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))),
+    )
     if program is None:
         say("hsx serve: vllm is not installed here; install vllm and vllm-ascend", error=True)
         return 1

@@ -29,7 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     script = arguments[0].endswith(".py")
     if script and not Path(arguments[0]).is_file():
-        say(f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' repository", error=True)
+        say(
+            (
+                f"hsx speculators: {arguments[0]}: there is no such script; name one of "
+                "speculators' "
+                "repository"
+            ),
+            error=True,
+        )
         return 2
     try:
         import vllm_ascend_hsx.integrations.speculators  # noqa: F401 - registers the backend
@@ -39,7 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("hs_connectors", "speculators"):
             raise
-        say(f"hsx speculators: {error.name} is not installed; install {error.name.replace('_', '-')}", error=True)
+        say(
+            (
+                f"hsx speculators: {error.name} is not installed; install "
+                f"{error.name.replace('_', '-')}"
+            ),
+            error=True,
+        )
         return 1
     if script:
         sys.argv = arguments

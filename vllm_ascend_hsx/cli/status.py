@@ -24,13 +24,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx status`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx status",
-        description="Shows how far runs of `hsx generate` have come, by rank and in total: whether they run, wait, were stopped or have "
-        "finished, and rows done, made by this run, failed, invalid and remaining, with the rows per second of the last "
+        description="Shows how far runs of `hsx generate` have come, by rank and in total: whether they "
+        "run, wait, were stopped or have "
+        "finished, and rows done, made by this run, failed, invalid and remaining, with the rows "
+        "per second of the last "
         f"{WINDOW_S:.0f} seconds. It reads ledgers alone, and disturbs no run. "
         "Exit code: 0 all ledgers were read, 1 some were not, 2 none was.",
     )
     add = parser.add_argument
-    add("directories", nargs="+", type=non_empty_path, metavar="DIR", help="that is --output of `hsx generate`")
+    add(
+        "directories",
+        nargs="+",
+        type=non_empty_path,
+        metavar="DIR",
+        help="that is --output of `hsx generate`",
+    )
     parser.add_output("runs with their ranks, problems and the total")
     return parser.parse_args(argv)
 
@@ -51,10 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(console: OneConsole, runs: Sequence[Progress], total: Progress) -> None:
     for run in runs:
         console.tell(f"{run.name}: {run.state}, {_line(run)}")
-        table = Table("ledger", "state", "done", "by this run", "failed", "invalid", "remaining", "rows/s")
+        table = Table(
+            "ledger", "state", "done", "by this run", "failed", "invalid", "remaining", "rows/s"
+        )
         for each in run.ranks:
             numbers = (each.done, each.made, each.failed, each.invalid, each.remaining)
-            table.add_row(printable(each.name), each.state, *(f"{number:,}" for number in numbers), f"{each.rows_per_s:,.1f}")
+            table.add_row(
+                printable(each.name),
+                each.state,
+                *(f"{number:,}" for number in numbers),
+                f"{each.rows_per_s:,.1f}",
+            )
         console.print(table, highlight=False)
         for each in run.ranks:
             if each.reason:
@@ -67,7 +82,14 @@ def _line(run: Progress) -> str:
     facts = [
         f"{run.done:,} of {run.rows:,} rows done ({run.done / (run.rows or 1):.1%})",
         f"{run.made:,} by this run",
-        *(f"{number:,} {name}" for number, name in ((run.failed, "failed"), (run.invalid, "invalid"), (run.remaining, "remaining"))),
+        *(
+            f"{number:,} {name}"
+            for number, name in (
+                (run.failed, "failed"),
+                (run.invalid, "invalid"),
+                (run.remaining, "remaining"),
+            )
+        ),
         f"{run.rows_per_s:,.1f} rows/s",
     ]
     if run.rows_per_s and run.remaining and State.RUNNING.value in run.state:

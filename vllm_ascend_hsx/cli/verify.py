@@ -68,7 +68,9 @@ class Tally:
         """Record a data file."""
         self.unseen -= 1
         if found.problem is not None:
-            (self.bad if found.is_there else self.absent).append({"path": str(found.path), "problem": found.problem})
+            (self.bad if found.is_there else self.absent).append(
+                {"path": str(found.path), "problem": found.problem}
+            )
             return
         self.good += 1
         self.without_checksum += not names_checksum(found.metadata)
@@ -98,23 +100,38 @@ class Tally:
         self.failed.append({"path": str(path), "reason": reason})
 
     def facts(self) -> dict[str, Any]:
-        return {**vars(self), "kinds": [{**kind._asdict(), "files": count} for kind, count in self.kinds.items()]}
+        return {
+            **vars(self),
+            "kinds": [{**kind._asdict(), "files": count} for kind, count in self.kinds.items()],
+        }
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx verify`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx verify",
-        description="Checks every file of hidden states and member of a shard below a directory: it is complete and finite, matches its "
+        description="Checks every file of hidden states and member of a shard below a directory: it is "
+        "complete and finite, matches its "
         "checksum, and all are of one kind. Index, tar file and manifest of each shard agree. "
         "Files that are removed meanwhile, or that a server is writing, are not checked. "
-        "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be checked.",
+        "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be "
+        "checked.",
     )
     parser.add_argument("directory", type=non_empty_path)
     processors = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=whole(1, 1024), default=processors, metavar="N", help="processes (default: one per processor)")
+    parser.add_argument(
+        "--jobs",
+        type=whole(1, 1024),
+        default=processors,
+        metavar="N",
+        help="processes (default: one per processor)",
+    )
     parser.add_argument("--no-checksum", action="store_true", help="do not compare checksums")
-    parser.add_argument("--allow-errors", action="store_true", help="exit with 0 although requests failed and left error files")
+    parser.add_argument(
+        "--allow-errors",
+        action="store_true",
+        help="exit with 0 although requests failed and left error files",
+    )
     parser.add_output("counts, and the files of each kind of problem")
     return parser.parse_args(argv)
 
@@ -128,7 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = files_in(options.directory, tally.add_unreadable)
         tally.orphaned_locks = [str(path) for path in orphaned_locks(options.directory)]
     except OSError as error:
-        remedy = "Call it as a user who may read it" if isinstance(error, PermissionError) else "Name the directory that holds the files"
+        remedy = (
+            "Call it as a user who may read it"
+            if isinstance(error, PermissionError)
+            else "Name the directory that holds the files"
+        )
         say(f"hsx verify: {error}. {remedy}.", error=True)
         return 2
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
@@ -146,16 +167,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     examinations = _examinations(data, options.jobs, not options.no_checksum)
     with ended_by_sigterm("hsx verify"):
         hidden = options.quiet or not out.progress.is_terminal
-        for found in track(examinations, "files", len(data), console=out.progress, transient=True, disable=hidden):
+        for found in track(
+            examinations, "files", len(data), console=out.progress, transient=True, disable=hidden
+        ):
             tally.add(found)
     out.give(tally.facts(), lambda console: _show(console, tally, options.directory))
     if tally.unseen:
-        killed = f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files have no verdict"
+        killed = (
+            f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files "
+            "have no verdict"
+        )
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)
     if tally.absent and not (tally.good or tally.bad or tally.failed or tally.unseen):
         return 2
     one_kind = len(tally.kinds) <= 1
-    return 0 if not tally.bad and not tally.unseen and one_kind and (options.allow_errors or not tally.failed) else 1
+    return (
+        0
+        if not tally.bad
+        and not tally.unseen
+        and one_kind
+        and (options.allow_errors or not tally.failed)
+        else 1
+    )
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
@@ -165,7 +198,9 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
         yield from map(look, paths)
         return
     # Not forked: libraries have threads, and a fork of them may hang.
-    with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process) as pool:
+    with ProcessPoolExecutor(
+        min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process
+    ) as pool:
         futures = []
         # A terminal interrupts the other processes, too. They must leave it to this one.
         with deferred_interrupt(), suppress(BrokenProcessPool):  # the futures have the exception
@@ -204,15 +239,35 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
     for kind, count in tally.kinds.most_common():
         console.tell(f"{count} files of {kind}")
     if len(tally.weights) > 1:
-        counts = ", ".join(f"{count} of {weights}" for weights, count in tally.weights.most_common(_SHOWN))
-        console.tell(f"note: these are files of {len(tally.weights)} checkpoints, by their weights: {counts}", "yellow")
+        counts = ", ".join(
+            f"{count} of {weights}" for weights, count in tally.weights.most_common(_SHOWN)
+        )
+        console.tell(
+            (
+                f"note: these are files of {len(tally.weights)} checkpoints, by their weights: "
+                f"{counts}"
+            ),
+            "yellow",
+        )
     if tally.tiny_tokens:
         some = f"{tally.tiny_tokens:,} tokens in {tally.tiny_files:,} files"
-        console.tell(f"warning: {some} have rows below 4.5e-10, of which fp8 keeps little or nothing: docs/quantization.md", "yellow")
+        console.tell(
+            (
+                f"warning: {some} have rows below 4.5e-10, of which fp8 keeps little or nothing: "
+                "docs/quantization.md"
+            ),
+            "yellow",
+        )
     if len(tally.kinds) > 1:
-        console.tell("these are files of different kinds: one training run cannot use them together", "red")
-    unchecked = f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
-    counts = f"{tally.good} good{unchecked}, {len(tally.bad)} bad, {len(tally.failed)} failed requests"
+        console.tell(
+            "these are files of different kinds: one training run cannot use them together", "red"
+        )
+    unchecked = (
+        f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
+    )
+    counts = (
+        f"{tally.good} good{unchecked}, {len(tally.bad)} bad, {len(tally.failed)} failed requests"
+    )
     counts += f", {len(tally.absent)} not checked" if tally.absent else ""
     console.tell(f"{counts}; {tally.tokens:,} tokens, {tally.bytes / 1e9:.3f} GB")
     if tally.orphaned_locks:

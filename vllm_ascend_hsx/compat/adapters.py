@@ -23,7 +23,9 @@ _WHY = "files name the weights of their adapter"
 # In vLLM's order of preference (lora/lora_model.py:212 in 0.23.0).
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _DESCRIPTION = "adapter_config.json"
-_loaded: dict[int, str] = {}  # fingerprint of each adapter that this worker has loaded, by its id in vLLM
+_loaded: dict[
+    int, str
+] = {}  # fingerprint of each adapter that this worker has loaded, by its id in vLLM
 
 uses(UTILS, "get_adapter_absolute_path", V0_23, takes="lora_path", why=_WHY)
 
@@ -50,7 +52,11 @@ def _fingerprint(lora_path: str) -> str:
         weights = next((place / name for name in _WEIGHTS if (place / name).exists()), None)
         return "" if weights is None else fingerprint(Checkpoint([weights], [place / _DESCRIPTION]))
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
-        logger.warning("files will not name the weights of the adapter %s, which cannot be read: %s", lora_path, error)
+        logger.warning(
+            "files will not name the weights of the adapter %s, which cannot be read: %s",
+            lora_path,
+            error,
+        )
         return ""
 
 
@@ -74,9 +80,16 @@ def refuse_wrong_products(vllm_config: Any) -> None:
         return
     problem = f"makes vllm-ascend compute adapters wrong with tensor_parallel_size={ranks}"
     if not lora.fully_sharded_loras:
-        raise UserError("fully_sharded_loras", False, problem, f"Set it, and max_lora_rank to {8 * ranks} or more.")
+        raise UserError(
+            "fully_sharded_loras",
+            False,
+            problem,
+            f"Set it, and max_lora_rank to {8 * ranks} or more.",
+        )
     if lora.max_lora_rank < 8 * ranks:
-        raise UserError("max_lora_rank", lora.max_lora_rank, problem, f"Set it to {8 * ranks} or more.")
+        raise UserError(
+            "max_lora_rank", lora.max_lora_rank, problem, f"Set it to {8 * ranks} or more."
+        )
 
 
 def loaded_weights() -> Mapping[int, str]:

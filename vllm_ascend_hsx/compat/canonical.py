@@ -91,7 +91,9 @@ def recognise(served: type[torch.nn.Module]) -> Decoder:
     """
     owner = attribute_of_self(passed_on(served))
     if owner is None:
-        raise NotCanonicalError(f"{served.__name__}.forward does not return the output of a decoder as it is")
+        raise NotCanonicalError(
+            f"{served.__name__}.forward does not return the output of a decoder as it is"
+        )
     decoder = class_of(served, owner)
     if "_maybe_add_hidden_state" in inspect.getsource(decoder.forward):
         return Decoder(owner, decoder, None, None)
@@ -102,7 +104,13 @@ def recognise(served: type[torch.nn.Module]) -> Decoder:
     return Decoder(owner, decoder, layer, _with_collection(loop, decoder, adds))
 
 
-def collect(self: Any, states: list[torch.Tensor], index: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> list[torch.Tensor]:
+def collect(
+    self: Any,
+    states: list[torch.Tensor],
+    index: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> list[torch.Tensor]:
     """Add the stream after `index` layers to `states` if it is wanted, and return `states`.
 
     Args:
@@ -127,23 +135,37 @@ def passed_on(served: type[torch.nn.Module]) -> ast.expr:
     has no model state of its own: one may call the forward several times (block diffusion).
     """
     for each in ("__new__", "get_model_state_cls"):
-        if any(each in vars(base) for base in served.__mro__ if base.__module__ not in (object.__module__, INTERFACES)):
-            raise NotCanonicalError(f"{served.__name__} has {each}, so that its forward is not the whole of it")
+        if any(
+            each in vars(base)
+            for base in served.__mro__
+            if base.__module__ not in (object.__module__, INTERFACES)
+        ):
+            raise NotCanonicalError(
+                f"{served.__name__} has {each}, so that its forward is not the whole of it"
+            )
     tree = _parse(_plain_function(served))
     last = tree.body[-1]
     returned = last.value if isinstance(last, ast.Return) else None
     if isinstance(returned, ast.Name):
         name = returned.id
-        made = [each.value for each in tree.body if isinstance(each, ast.Assign) and _assigns(each, name)]
+        made = [
+            each.value
+            for each in tree.body
+            if isinstance(each, ast.Assign) and _assigns(each, name)
+        ]
         named = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == name]
         returned = made[0] if len(made) == 1 and len(named) == 2 else None
     returns = [each for each in ast.walk(tree) if isinstance(each, ast.Return)]
     if len(returns) == 1 and isinstance(returned, ast.Call):
         return returned.func
-    raise NotCanonicalError(f"{served.__name__}.forward does not return the output of a decoder as it is")
+    raise NotCanonicalError(
+        f"{served.__name__}.forward does not return the output of a decoder as it is"
+    )
 
 
-def assignment(served: type[torch.nn.Module], attribute: str) -> tuple[type, ast.FunctionDef, ast.expr]:
+def assignment(
+    served: type[torch.nn.Module], attribute: str
+) -> tuple[type, ast.FunctionDef, ast.expr]:
     """Return the class and the constructor that make an attribute, and the assigned value."""
     for owner, constructor in _constructors(served):
         for node in ast.walk(constructor):
@@ -160,7 +182,11 @@ def class_of(served: type[torch.nn.Module], attribute: str) -> type[torch.nn.Mod
     owner, constructor, value = assignment(served, attribute)
     made = value.func if isinstance(value, ast.Call) else value
     method = getattr(served, attribute_of_self(made) or "", None)
-    found = _returned_by(method) if isinstance(method, FunctionType) else _resolved(made, owner, constructor, owner is served)
+    found = (
+        _returned_by(method)
+        if isinstance(method, FunctionType)
+        else _resolved(made, owner, constructor, owner is served)
+    )
     if _is_module(found):
         return found
     raise NotCanonicalError(f"{owner.__name__} makes its {attribute} by {ast.unparse(made)}")
@@ -187,31 +213,57 @@ def _class_of_layers(decoder: type[torch.nn.Module]) -> type[torch.nn.Module]:
                     if _is_module(found):
                         return found
                 raise NotCanonicalError(f"{owner.__name__} makes layers of more than one class")
-    raise NotCanonicalError(f"{decoder.__name__} makes its layers in another way than by make_layers")
+    raise NotCanonicalError(
+        f"{decoder.__name__} makes its layers in another way than by make_layers"
+    )
 
 
 def _loop_of(function: Callable[..., Any], decoder: type[torch.nn.Module]) -> _Loop:
     """Return the only loop of a forward. It must call a layer and do nothing else."""
     tree = _parse(function)
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.comprehension)]
+    loops = [
+        node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.comprehension)
+    ]
     loop = loops[0] if len(loops) == 1 else None
-    if not isinstance(loop, ast.For) or loop not in tree.body or not (layer := _layer_variable(loop)):
+    if (
+        not isinstance(loop, ast.For)
+        or loop not in tree.body
+        or not (layer := _layer_variable(loop))
+    ):
         raise NotCanonicalError(f"{decoder.__name__}.forward has no loop over its layers alone")
     body = loop.body[0]
     if len(loop.body) == 1 and isinstance(body, ast.Assign) and isinstance(body.value, ast.Call):
-        names, given = _names(body.targets[0]), [*body.value.args, *(each.value for each in body.value.keywords)]
+        names, given = (
+            _names(body.targets[0]),
+            [*body.value.args, *(each.value for each in body.value.keywords)],
+        )
         read = [each.id for each in given if isinstance(each, ast.Name)]
-        if ast.unparse(body.value.func) == layer and 1 <= len(names) <= 2 and all(read.count(name) == 1 for name in names):
+        if (
+            ast.unparse(body.value.func) == layer
+            and 1 <= len(names) <= 2
+            and all(read.count(name) == 1 for name in names)
+        ):
             return _Loop(tree, loop, body.value, names[0], names[1] if len(names) == 2 else None)
-    raise NotCanonicalError(f"the loop of {decoder.__name__}.forward does more than `hidden, residual = layer(..., hidden, residual)`")
+    raise NotCanonicalError(
+        f"the loop of {decoder.__name__}.forward does more than `hidden, residual = layer(..., "
+        "hidden, residual)`"
+    )
 
 
 def _layer_variable(loop: ast.For) -> str | None:
     """Return the loop's variable for a layer if the loop goes over all layers in order."""
     over, target = loop.iter, loop.target
-    if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and isinstance(target, ast.Tuple):
+    if (
+        isinstance(over, ast.Call)
+        and ast.unparse(over.func) == "enumerate"
+        and isinstance(target, ast.Tuple)
+    ):
         over, target = over.args[0], target.elts[1]
-    whole = ("self.layers", "islice(self.layers, self.start_layer, self.end_layer)", "self.layers[self.start_layer:self.end_layer]")
+    whole = (
+        "self.layers",
+        "islice(self.layers, self.start_layer, self.end_layer)",
+        "self.layers[self.start_layer:self.end_layer]",
+    )
     return target.id if isinstance(target, ast.Name) and ast.unparse(over) in whole else None
 
 
@@ -219,24 +271,52 @@ def _adds_residual(loop: _Loop, layer: type[torch.nn.Module]) -> bool:
     """Return whether a layer adds the residual that it is given; False if it overwrites it."""
     function = _plain_function(layer)
     parameters = list(inspect.signature(function).parameters)[1:]
-    names = {each.id: name for each, name in zip(loop.call.args, parameters, strict=False) if isinstance(each, ast.Name)}
-    names |= {each.value.id: each.arg for each in loop.call.keywords if isinstance(each.value, ast.Name) and each.arg}
+    names = {
+        each.id: name
+        for each, name in zip(loop.call.args, parameters, strict=False)
+        if isinstance(each, ast.Name)
+    }
+    names |= {
+        each.value.id: each.arg
+        for each in loop.call.keywords
+        if isinstance(each.value, ast.Name) and each.arg
+    }
     hidden, residual = names[loop.hidden], names[loop.residual or ""]
-    first = next((each for each in _body(_parse(function)) if residual in _read_or_written(each)), None)
-    if isinstance(first, ast.Assign) and _assigns(first, residual) and residual not in _read_or_written(first.value):
+    first = next(
+        (each for each in _body(_parse(function)) if residual in _read_or_written(each)), None
+    )
+    if (
+        isinstance(first, ast.Assign)
+        and _assigns(first, residual)
+        and residual not in _read_or_written(first.value)
+    ):
         return False
-    if isinstance(first, ast.If) and (norm := _norm_that_adds(first, hidden, residual)) and _is_adding(layer, norm):
+    if (
+        isinstance(first, ast.If)
+        and (norm := _norm_that_adds(first, hidden, residual))
+        and _is_adding(layer, norm)
+    ):
         return True
-    raise NotCanonicalError(f"{layer.__name__}.forward does not begin with a norm that adds the residual")
+    raise NotCanonicalError(
+        f"{layer.__name__}.forward does not begin with a norm that adds the residual"
+    )
 
 
 def _norm_that_adds(branch: ast.If, hidden: str, residual: str) -> str | None:
     """Return N of `if residual is None: ... else: hidden, residual = N(hidden, residual)`."""
-    if ast.unparse(branch.test) != f"{residual} is None" or len(branch.body) != 2 or len(branch.orelse) != 1:
+    if (
+        ast.unparse(branch.test) != f"{residual} is None"
+        or len(branch.body) != 2
+        or len(branch.orelse) != 1
+    ):
         return None
     kept, normed = map(ast.unparse, branch.body)
     added = branch.orelse[0]
-    norm = attribute_of_self(added.value.func) if isinstance(added, ast.Assign) and isinstance(added.value, ast.Call) else None
+    norm = (
+        attribute_of_self(added.value.func)
+        if isinstance(added, ast.Assign) and isinstance(added.value, ast.Call)
+        else None
+    )
     is_canonical = (
         kept in (f"{residual} = {hidden}", f"{residual} = {hidden}.clone()")
         and normed == f"{hidden} = self.{norm}({hidden})"
@@ -253,27 +333,46 @@ def _check_end(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) -> None:
     """
     hidden, residual = loop.hidden, loop.residual
     summed = (f"{hidden} = {hidden} + {residual}", f"{residual} = {hidden}")
-    end = [each for each in loop.function.body[loop.function.body.index(loop.statement) + 1 :] if not _ends_a_stage(each)]
+    end = [
+        each
+        for each in loop.function.body[loop.function.body.index(loop.statement) + 1 :]
+        if not _ends_a_stage(each)
+    ]
     texts = [ast.unparse(each) for each in end]
     is_summed = adds and tuple(texts[: len(summed)]) == summed
     if is_summed:
         end, texts = end[len(summed) :], texts[len(summed) :]
     norm = _last_norm(end[0]) if len(end) == 2 and texts[-1] == f"return {hidden}" else None
-    alone, added = f"{hidden} = self.{norm}({hidden})", f"{hidden}, _ = self.{norm}({hidden}, {residual})"
+    alone, added = (
+        f"{hidden} = self.{norm}({hidden})",
+        f"{hidden}, _ = self.{norm}({hidden}, {residual})",
+    )
     either = (
         f"if {residual} is None:\n    {alone}\nelse:\n    {added}",
         f"if {residual} is not None:\n    {added}\nelse:\n    {alone}",
     )
-    if norm and adds and not is_summed and texts[0] in (added, *either) and _is_adding(decoder, norm):
+    if (
+        norm
+        and adds
+        and not is_summed
+        and texts[0] in (added, *either)
+        and _is_adding(decoder, norm)
+    ):
         return
     if norm and (is_summed or not adds) and texts[0] == alone:
         return
-    raise NotCanonicalError(f"{decoder.__name__}.forward does not end with the norm of what its layers return")
+    raise NotCanonicalError(
+        f"{decoder.__name__}.forward does not end with the norm of what its layers return"
+    )
 
 
 def _ends_a_stage(statement: ast.stmt) -> bool:
     """Return whether a statement is for pipeline stages. Extraction has one stage."""
-    return isinstance(statement, ast.If) and ast.unparse(statement.test) == "not get_pp_group().is_last_rank" and not statement.orelse
+    return (
+        isinstance(statement, ast.If)
+        and ast.unparse(statement.test) == "not get_pp_group().is_last_rank"
+        and not statement.orelse
+    )
 
 
 def _last_norm(statement: ast.stmt) -> str | None:
@@ -292,21 +391,38 @@ def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) ->
     """Compile a decoder's forward with the calls of `collect`."""
     original = _plain_function(decoder)
     residual = loop.residual if adds else "None"
-    begin = f"{INDEX} = 0\n{STATES} = self.{collect.__name__}([], {INDEX}, {loop.hidden}, {residual})"
+    begin = (
+        f"{INDEX} = 0\n{STATES} = self.{collect.__name__}([], {INDEX}, {loop.hidden}, {residual})"
+    )
     step = f"{INDEX} += 1\nself.{collect.__name__}({STATES}, {INDEX}, {loop.hidden}, {residual})"
     tree = loop.function
     tree.decorator_list, tree.returns = [], None
-    for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, tree.args.vararg, tree.args.kwarg):
+    for argument in (
+        *tree.args.posonlyargs,
+        *tree.args.args,
+        *tree.args.kwonlyargs,
+        tree.args.vararg,
+        tree.args.kwarg,
+    ):
         if argument is not None:
             argument.annotation = None
     loop.statement.body += ast.parse(step).body
     at = tree.body.index(loop.statement)
     tree.body[at:at] = ast.parse(begin).body
-    tree.body[-1:] = ast.parse(f"return ({loop.hidden}, {STATES}) if {STATES} else {loop.hidden}").body
+    tree.body[-1:] = ast.parse(
+        f"return ({loop.hidden}, {STATES}) if {STATES} else {loop.hidden}"
+    ).body
     # In the places of the original, for tracebacks and for who asks for the source.
-    module = ast.increment_lineno(ast.fix_missing_locations(ast.Module([tree], [])), original.__code__.co_firstlineno - tree.lineno)
+    module = ast.increment_lineno(
+        ast.fix_missing_locations(ast.Module([tree], [])),
+        original.__code__.co_firstlineno - tree.lineno,
+    )
     made: dict[str, Callable[..., Any]] = {}
-    exec(compile(module, inspect.getfile(original), "exec", dont_inherit=True), original.__globals__, made)
+    exec(
+        compile(module, inspect.getfile(original), "exec", dont_inherit=True),
+        original.__globals__,
+        made,
+    )
     function = made[tree.name]
     function.__qualname__, function.__module__ = original.__qualname__, original.__module__
     return function
@@ -318,14 +434,22 @@ def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) ->
 def _plain_function(owner: type[torch.nn.Module]) -> FunctionType:
     """Return the forward of a class if the source can stand alone."""
     function: Any = owner.forward
-    if isinstance(function, FunctionType) and function.__closure__ is None and not hasattr(function, "__wrapped__"):
+    if (
+        isinstance(function, FunctionType)
+        and function.__closure__ is None
+        and not hasattr(function, "__wrapped__")
+    ):
         return function
     raise NotCanonicalError(f"{owner.__name__}.forward is wrapped")
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
     """Parse a method as the only statement of a class, since the source is indented."""
-    ((tree,),) = (each.body for each in ast.parse(f"class _:\n{inspect.getsource(function)}").body if isinstance(each, ast.ClassDef))
+    ((tree,),) = (
+        each.body
+        for each in ast.parse(f"class _:\n{inspect.getsource(function)}").body
+        if isinstance(each, ast.ClassDef)
+    )
     assert isinstance(tree, ast.FunctionDef)
     return tree
 
@@ -339,10 +463,16 @@ def _constructors(owner: type[torch.nn.Module]) -> Iterator[tuple[type, ast.Func
         if each.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
             (tree,) = ast.parse(inspect.getsource(each)).body
             assert isinstance(tree, ast.ClassDef)
-            yield from ((each, node) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+            yield from (
+                (each, node)
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+            )
 
 
-def _resolved(expression: ast.expr, owner: type, constructor: ast.FunctionDef, with_defaults: bool) -> object:
+def _resolved(
+    expression: ast.expr, owner: type, constructor: ast.FunctionDef, with_defaults: bool
+) -> object:
     """Return the object of a name in a constructor: of the module, or the default of a parameter.
 
     Args:
@@ -353,13 +483,21 @@ def _resolved(expression: ast.expr, owner: type, constructor: ast.FunctionDef, w
     """
     arguments = constructor.args
     parameters = (*arguments.posonlyargs, *arguments.args)
-    defaults = dict(zip((each.arg for each in parameters[::-1]), arguments.defaults[::-1], strict=False))
-    defaults |= {each.arg: value for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is not None}
+    defaults = dict(
+        zip((each.arg for each in parameters[::-1]), arguments.defaults[::-1], strict=False)
+    )
+    defaults |= {
+        each.arg: value
+        for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if value is not None
+    }
     name = ast.unparse(expression)
     default = defaults.get(name)
     if default is not None and not with_defaults:
         return None
-    return vars(sys.modules[owner.__module__]).get(name if default is None else ast.unparse(default))
+    return vars(sys.modules[owner.__module__]).get(
+        name if default is None else ast.unparse(default)
+    )
 
 
 def _is_module(found: object) -> TypeGuard[type[torch.nn.Module]]:
@@ -374,19 +512,29 @@ def _body(tree: ast.FunctionDef) -> Sequence[Any]:
 
 
 def attribute_of_self(expression: ast.AST) -> str | None:
-    if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name) and expression.value.id == "self":
+    if (
+        isinstance(expression, ast.Attribute)
+        and isinstance(expression.value, ast.Name)
+        and expression.value.id == "self"
+    ):
         return expression.attr
     return None
 
 
 def _assigns(statement: ast.stmt, name: str) -> bool:
-    return isinstance(statement, ast.Assign) and [ast.unparse(each) for each in statement.targets] == [name]
+    return isinstance(statement, ast.Assign) and [
+        ast.unparse(each) for each in statement.targets
+    ] == [name]
 
 
 def _names(target: ast.expr) -> list[str]:
     """Return the names of an assignment's target, or none if there is anything else."""
     parts = target.elts if isinstance(target, ast.Tuple) else [target]
-    return [each.id for each in parts if isinstance(each, ast.Name)] if all(isinstance(each, ast.Name) for each in parts) else []
+    return (
+        [each.id for each in parts if isinstance(each, ast.Name)]
+        if all(isinstance(each, ast.Name) for each in parts)
+        else []
+    )
 
 
 def _read_or_written(node: ast.AST) -> set[str]:

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 BACKEND = "vllm.model_executor.models.transformers"
 _WHY = "targets without SupportsEagle3 are collected"
-uses(INTERFACES, "supports_eagle3", SINCE_0_23, takes="model", why="the runner asks whether a target collects")
+uses(
+    INTERFACES,
+    "supports_eagle3",
+    SINCE_0_23,
+    takes="model",
+    why="the runner asks whether a target collects",
+)
 uses(INTERFACES, "SupportsEagle3", SINCE_0_23, why=_WHY)
 
 
@@ -73,7 +79,9 @@ def make_collecting(served: type[torch.nn.Module], resolve: Resolve) -> Collecti
         return collection
     language_model = _language_model(wrapper, resolve)
     if language_model is None:
-        raise NotCanonicalError(f"the configuration of {served.__name__} does not name the class of its language model")
+        raise NotCanonicalError(
+            f"the configuration of {served.__name__} does not name the class of its language model"
+        )
     make_collecting(language_model, resolve)
     _delegate(served, wrapper.owner, language_model)
     return collection
@@ -83,26 +91,40 @@ def _language_model(wrapper: Wrapper, resolve: Resolve) -> type[torch.nn.Module]
     return resolve(wrapper.made) if isinstance(wrapper.made, tuple) else wrapper.made
 
 
-def _check_language_model(wrapper: Wrapper, language_model: type[torch.nn.Module], resolve: Resolve) -> None:
+def _check_language_model(
+    wrapper: Wrapper, language_model: type[torch.nn.Module], resolve: Resolve
+) -> None:
     """Check that the callee of a wrapper returns hidden states. Raises NotCanonicalError if not."""
     collection = collection_of(language_model, resolve)
     if collection is Collection.ITSELF:
         check_part(wrapper, language_model)
     elif collection is not Collection.OURS or wrapper_of(language_model) is not None:
-        raise NotCanonicalError(f"the language model {language_model.__name__} has a language model of its own, or is vLLM's backend")
+        raise NotCanonicalError(
+            f"the language model {language_model.__name__} has a language model of its own, or "
+            "is vLLM's backend"
+        )
     elif wrapper.part not in (None, recognise(language_model).owner):
-        raise NotCanonicalError(f"the {wrapper.part} of {language_model.__name__} is not its decoder")
+        raise NotCanonicalError(
+            f"the {wrapper.part} of {language_model.__name__} is not its decoder"
+        )
 
 
 def _make_decoder_collecting(served: type[torch.nn.Module]) -> None:
     found = recognise(served)
     if found.forward is not None:
         decoder: Any = found.decoder
-        decoder.forward, decoder.collect, decoder.aux_hidden_state_layers = found.forward, collect, ()
+        decoder.forward, decoder.collect, decoder.aux_hidden_state_layers = (
+            found.forward,
+            collect,
+            (),
+        )
 
     def set_aux_hidden_state_layers(self: Any, layers: tuple[int, ...]) -> None:
         decoder = getattr(self, found.owner)
-        found_there = {type(decoder), *(type(each) for each in decoder.layers if found.layer is not None)}
+        found_there = {
+            type(decoder),
+            *(type(each) for each in decoder.layers if found.layer is not None),
+        }
         if other := found_there - {found.decoder, found.layer}:
             names = ", ".join(sorted(each.__name__ for each in other))
             raise NotCanonicalError(f"{type(self).__name__} has {names}, and others were checked")
@@ -115,17 +137,24 @@ def _delegate(served: type[torch.nn.Module], owner: str, language_model: Any) ->
     def set_aux_hidden_state_layers(self: Any, layers: tuple[int, ...]) -> None:
         found = getattr(self, owner)
         if type(found) is not language_model:
-            raise NotCanonicalError(f"{type(self).__name__} has {type(found).__name__}, and {language_model.__name__} was checked")
+            raise NotCanonicalError(
+                f"{type(self).__name__} has {type(found).__name__}, and "
+                f"{language_model.__name__} was checked"
+            )
         found.set_aux_hidden_state_layers(layers)
 
     _add_interface(served, set_aux_hidden_state_layers)
 
 
-def _add_interface(served: Any, set_aux_hidden_state_layers: Callable[[Any, tuple[int, ...]], None]) -> None:
+def _add_interface(
+    served: Any, set_aux_hidden_state_layers: Callable[[Any, tuple[int, ...]], None]
+) -> None:
     """Give a class vLLM's interface SupportsEagle3 (models/interfaces.py:1317, 0.23.0)."""
     from vllm.model_executor.models.interfaces import SupportsEagle3
 
     served.supports_eagle3 = True
     served.has_own_lm_head = served.has_own_embed_tokens = False
     served.set_aux_hidden_state_layers = set_aux_hidden_state_layers
-    served.get_eagle3_default_aux_hidden_state_layers = SupportsEagle3.get_eagle3_default_aux_hidden_state_layers
+    served.get_eagle3_default_aux_hidden_state_layers = (
+        SupportsEagle3.get_eagle3_default_aux_hidden_state_layers
+    )

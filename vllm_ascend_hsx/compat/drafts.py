@@ -68,7 +68,9 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
         remember_engines(self.parallel_config)
         refuse_balance_scheduling(self.additional_config or {}, self.kv_transfer_config.kv_role)
         target = self.model_config
-        refuse_architecture(target.architecture, _layer_ids(speculative), language_architectures(target.hf_config))
+        refuse_architecture(
+            target.architecture, _layer_ids(speculative), language_architectures(target.hf_config)
+        )
     original(self)
     if extracts(speculative):
         read_options(self.kv_transfer_config)
@@ -91,8 +93,14 @@ def require_no_drafts(vllm_config: Any) -> None:
         raise UserError(
             "speculative_config.num_speculative_tokens",
             number,
-            "would be scheduled as draft tokens: this configuration was made before our plugin was loaded",
-            "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in VLLM_PLUGINS if that is set.",
+            (
+                "would be scheduled as draft tokens: this configuration was made before our plugin "
+                "was loaded"
+            ),
+            (
+                "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in "
+                "VLLM_PLUGINS if that is set."
+            ),
         )
 
 
@@ -113,7 +121,9 @@ def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
         original(self, vllm_config, *args, **kwargs)
 
 
-@patch(RUNNER, "NPUModelRunner._set_up_drafter", SINCE_0_23, why="the runner sets up without drafts")
+@patch(
+    RUNNER, "NPUModelRunner._set_up_drafter", SINCE_0_23, why="the runner sets up without drafts"
+)
 def set_up_drafter(original: Any, self: Any) -> None:
     """Let the runner set its drafter up although no draft tokens are scheduled.
 
@@ -129,10 +139,21 @@ def set_up_drafter(original: Any, self: Any) -> None:
     self.decode_token_per_req = 1
 
 
-uses("vllm.v1.outputs", "DraftTokenIds", SINCE_0_23, takes="req_ids draft_token_ids", why="structured outputs with asynchronous scheduling")
+uses(
+    "vllm.v1.outputs",
+    "DraftTokenIds",
+    SINCE_0_23,
+    takes="req_ids draft_token_ids",
+    why="structured outputs with asynchronous scheduling",
+)
 
 
-@patch(RUNNER, "NPUModelRunner.take_draft_token_ids", SINCE_0_23, why="structured outputs with asynchronous scheduling")
+@patch(
+    RUNNER,
+    "NPUModelRunner.take_draft_token_ids",
+    SINCE_0_23,
+    why="structured outputs with asynchronous scheduling",
+)
 def take_no_drafts(original: Any, self: Any) -> Any:
     """Let the runner answer, when the engine asks for draft tokens, that there are none.
 
@@ -147,7 +168,12 @@ def take_no_drafts(original: Any, self: Any) -> Any:
     return DraftTokenIds([], [])
 
 
-@patch(RUNNER, "NPUModelRunner._update_states_after_model_execute", SINCE_0_23, why="states of hybrid targets")
+@patch(
+    RUNNER,
+    "NPUModelRunner._update_states_after_model_execute",
+    SINCE_0_23,
+    why="states of hybrid targets",
+)
 @patch(RUNNER, "NPUModelRunner._get_mamba_bufs", SINCE_0_23, why="states of hybrid targets")
 def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a hybrid target's Mamba states handled as on a server without a speculative method.
@@ -190,7 +216,12 @@ def count_without_speculator(original: Any, self: Any, scheduler_output: Any, re
         original(self, scheduler_output, req_ids)
 
 
-@patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", SINCE_0_23, why="min_p and logit_bias are taken")
+@patch(
+    "vllm.sampling_params",
+    "SamplingParams._validate_spec_decode",
+    SINCE_0_23,
+    why="min_p and logit_bias are taken",
+)
 def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) -> None:
     """Let requests use `min_p` and `logit_bias`.
 

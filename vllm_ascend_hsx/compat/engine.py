@@ -59,7 +59,9 @@ def methods(connector: Any, name: str) -> Iterator[Any]:
             yield method
 
 
-@patch(BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts")
+@patch(
+    BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts"
+)
 def keep_preemption(original: Any, vllm_config: Any) -> bool:
     """Let vLLM's scheduler preempt requests although `kv_role` is `kv_producer`.
 
@@ -75,7 +77,12 @@ def keep_preemption(original: Any, vllm_config: Any) -> bool:
     return not ours and bool(original(vllm_config))
 
 
-@patch(KV_C8, "AscendC8KVCacheAttentionMethod.create_weights", V0_23, why="targets with an int8 KV cache compute with it")
+@patch(
+    KV_C8,
+    "AscendC8KVCacheAttentionMethod.create_weights",
+    V0_23,
+    why="targets with an int8 KV cache compute with it",
+)
 def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
     """Let a target with an int8 KV cache (C8) compute with it although `kv_role` is `kv_producer`.
 
@@ -95,7 +102,12 @@ def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
         config.kv_transfer_config = None  # what the layer asks for when it computes
 
 
-@patch(MULTI_CONNECTOR, "MultiConnector.__init__", SINCE_0_23, why="misspelt parameters of requests are refused")
+@patch(
+    MULTI_CONNECTOR,
+    "MultiConnector.__init__",
+    SINCE_0_23,
+    why="misspelt parameters of requests are refused",
+)
 def name_other_connectors(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Have our connector know that others read the parameters of requests, too.
 
@@ -113,7 +125,9 @@ def name_other_connectors(original: Any, self: Any, *args: Any, **kwargs: Any) -
     SINCE_0_23,
     why="extracted tokens are computed beside other connectors",
 )
-def compute_extracted_tokens(original: Any, self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+def compute_extracted_tokens(
+    original: Any, self: Any, request: Any, num_computed_tokens: int
+) -> tuple[int | None, bool]:
     """Beside us in MultiConnector, let no connector load KV for a request that is extracted.
 
     Reason: loaded tokens are not computed, and have no rows. `skip_reading_prefix_cache` keeps
@@ -171,7 +185,9 @@ def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
     if reusable_rows is None or not self.enable_caching or request.skip_reading_prefix_cache:
         return original(self, request)
     num_tokens = reusable_rows(request, self.block_pool.hash_block_size)
-    return original(self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens))
+    return original(
+        self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens)
+    )
 
 
 @patch(SCHEDULER, "Scheduler.reset_prefix_cache", SINCE_0_23, why=_FORGETS)
@@ -195,7 +211,9 @@ def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -
 @patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why=_NAMES_FAILURE)
 @patch(KV_DELIVERY, "KVDeliveryScheduler.update_from_output", V0_26, why=_NAMES_FAILURE)
 @patch(RECOMPUTE, "RecomputeScheduler.update_from_output", BEFORE_0_30, why=_NAMES_FAILURE)
-def report_before_answers(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+def report_before_answers(
+    original: Any, self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
     """Give our connector the workers' report of a step before requests that end in it are answered.
 
     Reason: `Scheduler.update_from_output` ends requests, and asks the connector for their answers,
@@ -211,15 +229,26 @@ def report_before_answers(original: Any, self: Any, scheduler_output: Any, model
     if meta is not None:
         # MultiConnector's report has one of each of its children.
         children = getattr(self.connector, "_connectors", None)
-        pairs = [(self.connector, meta)] if children is None else zip(children, meta.metadata, strict=True)
+        pairs = (
+            [(self.connector, meta)]
+            if children is None
+            else zip(children, meta.metadata, strict=True)
+        )
         for connector, report in pairs:
             if take_report := getattr(connector, "take_report", None):
                 take_report(report)
     return original(self, scheduler_output, model_runner_output)
 
 
-@patch(SCHEDULER, "Scheduler._connector_finished", SINCE_0_23, why="a file is named beside another connector")
-def answer_beside_others(original: Any, self: Any, request: Any) -> tuple[bool, dict[str, Any] | None]:
+@patch(
+    SCHEDULER,
+    "Scheduler._connector_finished",
+    SINCE_0_23,
+    why="a file is named beside another connector",
+)
+def answer_beside_others(
+    original: Any, self: Any, request: Any
+) -> tuple[bool, dict[str, Any] | None]:
     """Have a response name our file when another connector in MultiConnector answers too.
 
     Reason: a connector that hands KV on to a decoding server answers with its place, and
@@ -236,7 +265,12 @@ def answer_beside_others(original: Any, self: Any, request: Any) -> tuple[bool, 
     return delays_free, {**ours, **(theirs or {})} if ours else theirs
 
 
-@patch(OUTPUTS, "RequestState.make_request_output", SINCE_0_23, why="a response names the errors of all its samples")
+@patch(
+    OUTPUTS,
+    "RequestState.make_request_output",
+    SINCE_0_23,
+    why="a response names the errors of all its samples",
+)
 def name_errors_of_samples(
     original: Any,
     self: Any,
@@ -259,7 +293,16 @@ def name_errors_of_samples(
         errors.setdefault(answer[ERROR_KEY], []).append(self.request_index)
     if finish_reason is not None and (errors := getattr(parent, "_hsx_errors", {})):
         kv_transfer_params = {**answer, ERROR_KEY: _counted(errors, f"of {parent.n} samples")}
-    return original(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs)
+    return original(
+        self,
+        new_token_ids,
+        pooling_output,
+        finish_reason,
+        stop_reason,
+        kv_transfer_params,
+        *args,
+        **kwargs,
+    )
 
 
 @patch(
@@ -268,7 +311,9 @@ def name_errors_of_samples(
     SINCE_0_23,
     why="a response names the errors of all its prompts",
 )
-def name_errors_of_prompts(original: Any, self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+def name_errors_of_prompts(
+    original: Any, self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Have the response to several prompts name the errors of all of them.
 
     Reason: it has the kv_transfer_params of the first one
@@ -280,13 +325,18 @@ def name_errors_of_prompts(original: Any, self: Any, final_res_batch: list[Any],
             errors.setdefault(error, []).append(index)
     if errors and len(final_res_batch) > 1:
         first = final_res_batch[0]
-        first.kv_transfer_params = {**(first.kv_transfer_params or {}), ERROR_KEY: _counted(errors, f"of {len(final_res_batch)} prompts")}
+        first.kv_transfer_params = {
+            **(first.kv_transfer_params or {}),
+            ERROR_KEY: _counted(errors, f"of {len(final_res_batch)} prompts"),
+        }
     return original(self, final_res_batch, *args, **kwargs)
 
 
 def _counted(errors: dict[str, list[int]], of_all: str) -> str:
     """Return the errors, each with how many have it, of how many, and which is the first."""
-    return "; ".join(f"{len(which)} {of_all} (first: {min(which)}): {error}" for error, which in errors.items())
+    return "; ".join(
+        f"{len(which)} {of_all} (first: {min(which)}): {error}" for error, which in errors.items()
+    )
 
 
 _SLEEP = "rows and the matrix of a rotated target outlast sleep"
@@ -322,4 +372,8 @@ def stopped_by_string(request: Any) -> bool:
     published that no client waits for. The alternative would discard files that clients do wait
     for.
     """
-    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)
+    return bool(
+        request.num_output_tokens
+        and request.sampling_params is not None
+        and request.sampling_params.stop
+    )

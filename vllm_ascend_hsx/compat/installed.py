@@ -25,14 +25,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.compat.patch_points import MARK, POINTS, PatchPoint, Use, problem_of
-from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionError, Pair, installed_pair
+from vllm_ascend_hsx.compat.versions import (
+    CHECKED_PAIRS,
+    IncompatibleVersionError,
+    Pair,
+    installed_pair,
+)
 from vllm_ascend_hsx.config import EXTRA_CONFIG
 
 logger = logging.getLogger(__name__)
 
 OPTION = "allow_unchecked_versions"
 # The plugin imports all declarations.
-EXAMINE = (sys.executable, "-c", "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.examine()")
+EXAMINE = (
+    sys.executable,
+    "-c",
+    "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.examine()",
+)
 _FIRST = "vllm_ascend.ops"  # imported before other modules of vllm_ascend, which import in circles
 _DONE = "HSX_CHECKED_VERSIONS"  # in the environment: processes that this one starts need not check again
 _TIMEOUT_S = 300.0  # an import of vLLM takes half a minute from a cold disk
@@ -90,22 +99,37 @@ def require_checked(allow_unchecked: bool) -> None:
 
 def _files_are_those_of(pair: Pair) -> bool:
     known = recorded().get(pair.vllm_ascend)
-    return known is not None and all(_digest_of_file(name) == digest for name, digest in known.files.items())
+    return known is not None and all(
+        _digest_of_file(name) == digest for name, digest in known.files.items()
+    )
 
 
 def _examine_installed(pair: Pair, allow_unchecked: bool) -> None:
     what = f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}"
     found = [(point, difference) for point in examined() if (difference := difference_of(point))]
-    differences = [f"{point.name}: {difference}; {point.use} so that: {point.why}" for point, difference in found]
+    differences = [
+        f"{point.name}: {difference}; {point.use} so that: {point.why}"
+        for point, difference in found
+    ]
     if not differences:
         why = "files of it were changed" if pair in CHECKED_PAIRS else "it was not checked"
-        logger.warning("%s: %s, but all that vllm-ascend-hsx relies on is as in a checked release", what, why)
+        logger.warning(
+            "%s: %s, but all that vllm-ascend-hsx relies on is as in a checked release", what, why
+        )
     elif allow_unchecked:
-        logger.warning("%s differs from what was checked, and %s is set: %s", what, OPTION, "; ".join(differences))
+        logger.warning(
+            "%s differs from what was checked, and %s is set: %s",
+            what,
+            OPTION,
+            "; ".join(differences),
+        )
     else:
         listed = "".join(f"\n  {each}" for each in differences)
         reason = f"{what} differs from what was checked:{listed}"
-        remedy = f'To start all the same, at the risk of wrong or missing rows, set "{OPTION}": true in {EXTRA_CONFIG}.'
+        remedy = (
+            f'To start all the same, at the risk of wrong or missing rows, set "{OPTION}": true '
+            f"in {EXTRA_CONFIG}."
+        )
         raise IncompatibleVersionError(reason, remedy)
 
 
@@ -140,13 +164,26 @@ def examined(command: tuple[str, ...] = EXAMINE, timeout: float = _TIMEOUT_S) ->
     environ = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
-            list(command), env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+            list(command),
+            env=environ,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise IncompatibleVersionError(f"vllm and vllm_ascend could not be imported in {timeout:g} seconds") from None
-    line = next((each for each in reversed(done.stdout.splitlines()) if each.startswith(MARK)), None)
+        raise IncompatibleVersionError(
+            f"vllm and vllm_ascend could not be imported in {timeout:g} seconds"
+        ) from None
+    line = next(
+        (each for each in reversed(done.stdout.splitlines()) if each.startswith(MARK)), None
+    )
     if line is None:
-        last = ([each.strip() for each in done.stderr.splitlines() if each.strip()] or [f"exit code {done.returncode}"])[-1]
+        last = (
+            [each.strip() for each in done.stderr.splitlines() if each.strip()]
+            or [f"exit code {done.returncode}"]
+        )[-1]
         raise IncompatibleVersionError(f"vllm and vllm_ascend could not be imported: {last}")
     return [Examined(*each) for each in json.loads(line.removeprefix(MARK))]
 
@@ -160,7 +197,9 @@ def examine() -> None:
 def _examined(point: PatchPoint) -> Examined:
     problem = problem_of(point)
     if problem is not None:
-        return Examined(point.name, point.use.value, point.why, problem.text, problem.not_imported, None, None)
+        return Examined(
+            point.name, point.use.value, point.why, problem.text, problem.not_imported, None, None
+        )
     module = importlib.import_module(point.module)
     named: Any = functools.reduce(getattr, point.path, module)
     found = inspect.unwrap(named)
@@ -168,14 +207,19 @@ def _examined(point: PatchPoint) -> Examined:
     if inspect.isfunction(found) or inspect.isclass(found):
         file = Path(inspect.getsourcefile(found) or file)
         body = digest_of_body(inspect.getsource(found)) if inspect.isfunction(found) else None
-    return Examined(point.name, point.use.value, point.why, None, False, body, _below_site_packages(file))
+    return Examined(
+        point.name, point.use.value, point.why, None, False, body, _below_site_packages(file)
+    )
 
 
 def digest_of_body(source: str) -> str:
     """Return the digest of a function's code without comments and docstring, in hex digits."""
     tree = ast.parse(textwrap.dedent(source))
     function = tree.body[0]
-    if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(function, clean=False) is not None:
+    if (
+        isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(function, clean=False) is not None
+    ):
         function.body = function.body[1:] or [ast.Pass()]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
@@ -200,7 +244,11 @@ def _digest_of_file(name: str) -> str | None:
 @functools.cache
 def _folder_of(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
-    return None if spec is None or not spec.submodule_search_locations else Path(spec.submodule_search_locations[0])
+    return (
+        None
+        if spec is None or not spec.submodule_search_locations
+        else Path(spec.submodule_search_locations[0])
+    )
 
 
 def sources_of(found: list[Examined]) -> Sources:
@@ -208,8 +256,12 @@ def sources_of(found: list[Examined]) -> Sources:
 
     Raises IncompatibleVersionError: a patch point does not hold.
     """
-    if problems := [f"{point.name}: {point.problem}" for point in found if point.problem is not None]:
+    if problems := [
+        f"{point.name}: {point.problem}" for point in found if point.problem is not None
+    ]:
         raise IncompatibleVersionError("; ".join(problems))
     files = sorted({point.file for point in found if point.file is not None})
     digests = {name: digest for name in files if (digest := _digest_of_file(name)) is not None}
-    return Sources(digests, {point.name: point.body for point in sorted(found) if point.body is not None})
+    return Sources(
+        digests, {point.name: point.body for point in sorted(found) if point.body is not None}
+    )

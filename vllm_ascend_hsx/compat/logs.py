@@ -25,5 +25,7 @@ def log_as_vllm_does() -> None:
     ours, vllms, root = logging.getLogger(OURS), init_logger(VLLMS), logging.getLogger()
     if ours.level == logging.NOTSET:
         ours.setLevel(vllms.level)
-    if ours.propagate and not any(handler.level <= logging.WARNING for handler in (*ours.handlers, *root.handlers)):
+    if ours.propagate and not any(
+        handler.level <= logging.WARNING for handler in (*ours.handlers, *root.handlers)
+    ):
         ours.handlers, ours.propagate = [*ours.handlers, *vllms.handlers], not vllms.handlers

@@ -97,7 +97,9 @@ class PatchPoint(NamedTuple):
         for name in self.path:
             owner, original = original, getattr(original, name, None)
             if original is None:
-                logger.warning("%s is not there; extraction needs it so that: %s", self.name, self.why)
+                logger.warning(
+                    "%s is not there; extraction needs it so that: %s", self.name, self.why
+                )
                 return
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,9 @@ class PatchPoint(NamedTuple):
 POINTS: list[PatchPoint] = []
 
 
-def patch(module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = "") -> Callable[[F], F]:
+def patch(
+    module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = ""
+) -> Callable[[F], F]:
     """Declare that the decorated function replaces an attribute of vLLM or vllm-ascend.
 
     The function is called with the original first and then as the original was. Its own parameters
@@ -135,14 +139,25 @@ def patch(module: str, path: str, versions: str, *, why: str, takes: str | None 
         own = [each.name for each in parameters if each.kind not in _VARIABLE]
         use = Use.REPLACED if len(own) == len(parameters) else Use.PASSED_ON
         names = own if takes is None else takes.split()
-        point = PatchPoint(module, _parts(path), use, tuple(names), tuple(keywords.split()), why, versions, function)
+        point = PatchPoint(
+            module,
+            _parts(path),
+            use,
+            tuple(names),
+            tuple(keywords.split()),
+            why,
+            versions,
+            function,
+        )
         POINTS.append(point)
         return function
 
     return declare
 
 
-def uses(module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = "") -> None:
+def uses(
+    module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = ""
+) -> None:
     """Declare that we call or name an attribute of vLLM or vllm-ascend without replacing it.
 
     Args:
@@ -152,14 +167,18 @@ def uses(module: str, path: str, versions: str, *, why: str, takes: str | None =
     """
     use = Use.NAMED if takes is None else Use.CALLED
     names = tuple((takes or "").split())
-    POINTS.append(PatchPoint(module, _parts(path), use, names, tuple(keywords.split()), why, versions))
+    POINTS.append(
+        PatchPoint(module, _parts(path), use, names, tuple(keywords.split()), why, versions)
+    )
 
 
 def _parts(path: str) -> tuple[str, ...]:
     return tuple(path.split("."))
 
 
-def problem_of(point: PatchPoint, load: Callable[[str], Any] = importlib.import_module) -> Problem | None:
+def problem_of(
+    point: PatchPoint, load: Callable[[str], Any] = importlib.import_module
+) -> Problem | None:
     """Return what differs from the declaration; None if the patch point holds.
 
     Args:
@@ -196,7 +215,10 @@ def mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None:
     if point.use is Use.REPLACED:
         wrong = wrong or bool(others)
     elif point.use is Use.CALLED:
-        wrong = wrong or any(each.default is inspect.Parameter.empty and each.kind not in _VARIABLE for each in others)
+        wrong = wrong or any(
+            each.default is inspect.Parameter.empty and each.kind not in _VARIABLE
+            for each in others
+        )
     if not wrong:
         return None
     rest = {Use.REPLACED: "", Use.PASSED_ON: ", ...", Use.CALLED: ", optional ones"}[point.use]

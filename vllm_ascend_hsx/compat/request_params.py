@@ -105,7 +105,10 @@ def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 # ---- beam search, which vLLM runs as ordinary requests without the client's parameters ----
 
-NOT_EXTRACTED = "beam search is not extracted; send the text that it found as a prompt to have its hidden states"
+NOT_EXTRACTED = (
+    "beam search is not extracted; send the text that it found as a prompt to have its hidden "
+    "states"
+)
 _CLIENT_PARAMS = "_hsx_kv_transfer_params"
 
 _OPT_OUT = {"kv_transfer_params": {EXTRACT_KEY: False}}
@@ -146,8 +149,18 @@ async def search_online(
         yield output
 
 
-@patch(COMPLETION, "CompletionRequest.to_beam_search_params", SINCE_0_23, why="a beam search says why it has no rows")
-@patch(CHAT, "ChatCompletionRequest.to_beam_search_params", SINCE_0_23, why="a beam search says why it has no rows")
+@patch(
+    COMPLETION,
+    "CompletionRequest.to_beam_search_params",
+    SINCE_0_23,
+    why="a beam search says why it has no rows",
+)
+@patch(
+    CHAT,
+    "ChatCompletionRequest.to_beam_search_params",
+    SINCE_0_23,
+    why="a beam search says why it has no rows",
+)
 def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep the client's kv_transfer_params with the parameters of its beam search, for the answer.
 
@@ -162,7 +175,9 @@ def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 def _answer(config: HsxConfig, client_params: Any) -> dict[str, Any] | None:
     """Return why there are no hidden states, if there would be some without beam search."""
     try:
-        extract = read_params(client_params, ServerParams(None, extract_all=config.extract == "all")).extract
+        extract = read_params(
+            client_params, ServerParams(None, extract_all=config.extract == "all")
+        ).extract
     except ParamsError:
         extract = True  # the client asked for something
     return {ERROR_KEY: NOT_EXTRACTED} if extract else None

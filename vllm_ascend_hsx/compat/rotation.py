@@ -39,16 +39,29 @@ FILES = "vllm_ascend.quantization.utils"
 DESCRIPTION = "quant_model_description.json"
 USUAL = "optional/quarot.safetensors"
 MATRIX = "global_rotation"  # name of the tensor, and key of its file
-_ORTHOGONAL = 0.01  # largest deviation of Q @ Q.T from the identity; that of a Q in bfloat16 is 0.004
+_ORTHOGONAL = (
+    0.01  # largest deviation of Q @ Q.T from the identity; that of a Q in bfloat16 is 0.004
+)
 _ROWS_AT_ONCE = 512
 _KEEP = "store rows as they are with kv_connector_extra_config.rotation='keep'."
 _REMEDY = f"Complete the checkpoint with the file that its description names, or {_KEEP}"
-_UNDECLARED = "is rotated (QuaRot) and does not say so: all weights of its final norm are equal, as they are when they are in the head"
-_REMEDY_IF_UNDECLARED = f"Put the rotation into {USUAL} (msmodelslim writes it with export_extra_info), or {_KEEP}"
+_UNDECLARED = (
+    "is rotated (QuaRot) and does not say so: all weights of its final norm are equal, as they "
+    "are when they are in the head"
+)
+_REMEDY_IF_UNDECLARED = (
+    f"Put the rotation into {USUAL} (msmodelslim writes it with export_extra_info), or {_KEEP}"
+)
 # In checkpoints and in models of vLLM; the language model may be a part of a multimodal model.
 _FINAL_NORM = re.compile(r"((model|language_model)\.)*norm\.weight")
 
-uses(FILES, "get_model_file", SINCE_0_23, takes="model filename revision", why="rows are in the model's own basis")
+uses(
+    FILES,
+    "get_model_file",
+    SINCE_0_23,
+    takes="model filename revision",
+    why="rows are in the model's own basis",
+)
 
 
 def rotation_of(vllm_config: Any, wish: str) -> Path | None:
@@ -74,7 +87,12 @@ def rotation_of(vllm_config: Any, wish: str) -> Path | None:
     try:
         description = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError("model", model_config.model, f"has a {DESCRIPTION} that cannot be read: {error}", "Repair it.") from error
+        raise UserError(
+            "model",
+            model_config.model,
+            f"has a {DESCRIPTION} that cannot be read: {error}",
+            "Repair it.",
+        ) from error
     name = _file_of(description)
     if name is None:
         says_so = isinstance(description, Mapping) and description.get("is_rot_used") is True
@@ -86,7 +104,12 @@ def rotation_of(vllm_config: Any, wish: str) -> Path | None:
         name = USUAL
     found: Path | None = find(model_config.model, name, revision=model_config.revision)
     if found is None and wish == "undo":
-        raise UserError("model", model_config.model, f"is rotated (QuaRot), and its matrix {name} is not there", _REMEDY)
+        raise UserError(
+            "model",
+            model_config.model,
+            f"is rotated (QuaRot), and its matrix {name} is not there",
+            _REMEDY,
+        )
     return found or Path(model_config.model, name)
 
 
@@ -128,9 +151,14 @@ def _final_norms_of_checkpoint(vllm_config: Any) -> Iterator[torch.Tensor]:
         for path in reversed(checkpoint.weights if checkpoint else ()):
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:
-                    yield from (file.get_tensor(name) for name in file.keys() if _FINAL_NORM.fullmatch(name))  # noqa: SIM118
+                    names = filter(_FINAL_NORM.fullmatch, file.keys())
+                    yield from map(file.get_tensor, names)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        logger.warning("whether %s is rotated is seen when it is loaded: %s", vllm_config.model_config.model, error)
+        logger.warning(
+            "whether %s is rotated is seen when it is loaded: %s",
+            vllm_config.model_config.model,
+            error,
+        )
 
 
 def _file_of(description: Any) -> str | None:
@@ -159,13 +187,20 @@ def read_rotation(path: Path, hidden_size: int, device: torch.device) -> torch.T
     try:
         matrix = load_file(path)[MATRIX].to(torch.float32)
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError("model", str(path), f"is not a rotation: {type(error).__name__}: {error}", _REMEDY) from error
+        raise UserError(
+            "model", str(path), f"is not a rotation: {type(error).__name__}: {error}", _REMEDY
+        ) from error
     if matrix.shape != (hidden_size, hidden_size):
         problem = f"is a rotation of {tuple(matrix.shape)}, and rows have {hidden_size} elements"
         raise UserError("model", str(path), problem, _REMEDY)
     deviation = _deviation(matrix.to(device))
     if not deviation <= _ORTHOGONAL:
-        raise UserError("model", str(path), f"is not orthogonal: Q @ Q.T deviates by {deviation:.3g} from the identity", _REMEDY)
+        raise UserError(
+            "model",
+            str(path),
+            f"is not orthogonal: Q @ Q.T deviates by {deviation:.3g} from the identity",
+            _REMEDY,
+        )
     return matrix
 
 

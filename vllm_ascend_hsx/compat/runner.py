@@ -15,9 +15,22 @@ RUNNER = "vllm_ascend.worker.model_runner_v1"
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
 
 _PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
-uses(RUNNER, _PAD, SINCE_0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
+uses(
+    RUNNER,
+    _PAD,
+    SINCE_0_23,
+    takes="self num_scheduled_tokens",
+    why="rows with sequence parallelism",
+)
 _KEYWORDS = "num_tokens is_draft_model cudagraph_mode"
-uses(RUNNER, _SYNC, SINCE_0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
+uses(
+    RUNNER,
+    _SYNC,
+    SINCE_0_23,
+    takes="self",
+    keywords=_KEYWORDS,
+    why="data-parallel ranks stay in step",
+)
 _RANK = "get_tensor_model_parallel_rank"
 uses("vllm.distributed", _RANK, SINCE_0_23, takes="", why="one rank writes each row")
 
@@ -38,7 +51,8 @@ def require_runner_hooks(runner: Any) -> None:
     if missing:
         raise IncompatibleVersionError(
             f"the model runner {type(runner).__name__} has no {' and no '.join(missing)} "
-            "(model runner V2 is supported from vllm-ascend 0.30 on: unset VLLM_USE_V2_MODEL_RUNNER)"
+            "(model runner V2 is supported from vllm-ascend 0.30 on: unset "
+            "VLLM_USE_V2_MODEL_RUNNER)"
         )
 
 
@@ -64,7 +78,9 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
         query_start_loc: int32 [requests + 1] on the host; row at which each request begins.
     """
     input_batch = runner.input_batch
-    positions = input_batch.num_computed_tokens_cpu[: len(input_batch.req_ids)]  # int32 [most requests]
+    positions = input_batch.num_computed_tokens_cpu[
+        : len(input_batch.req_ids)
+    ]  # int32 [most requests]
     return _batch_rows(input_batch.req_ids, positions.tolist(), query_start_loc.tolist())
 
 
@@ -76,15 +92,23 @@ def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
     Args:
         input_batch: vllm.v1.worker.gpu.input_batch.InputBatch (input_batch.py:44, 0.30).
     """
-    return _batch_rows(input_batch.req_ids, input_batch.num_computed_tokens_np.tolist(), input_batch.query_start_loc_np.tolist())
+    return _batch_rows(
+        input_batch.req_ids,
+        input_batch.num_computed_tokens_np.tolist(),
+        input_batch.query_start_loc_np.tolist(),
+    )
 
 
-def _batch_rows(request_ids: Sequence[str], positions: Sequence[int], starts: Sequence[int]) -> list[BatchRow]:
+def _batch_rows(
+    request_ids: Sequence[str], positions: Sequence[int], starts: Sequence[int]
+) -> list[BatchRow]:
     """Return the requests; `positions` are those of each one's first token, `starts` its rows."""
     count = len(request_ids)  # the runners' arrays may be padded
     return [
         BatchRow(request_id, first, end - start, start)
-        for request_id, first, start, end in zip(request_ids, positions[:count], starts[:count], starts[1 : count + 1], strict=True)
+        for request_id, first, start, end in zip(
+            request_ids, positions[:count], starts[:count], starts[1 : count + 1], strict=True
+        )
     ]
 
 
@@ -102,7 +126,10 @@ def connector_hand_over() -> Callable[[str, torch.Tensor, Any], None]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     def hand_over(layer_name: str, kv_cache: torch.Tensor, metadata: Any) -> None:
-        if has_kv_transfer_group() and (connector := get_kv_transfer_group()).has_connector_metadata():
+        if (
+            has_kv_transfer_group()
+            and (connector := get_kv_transfer_group()).has_connector_metadata()
+        ):
             connector.save_kv_layer(layer_name, kv_cache, metadata)
 
     return hand_over

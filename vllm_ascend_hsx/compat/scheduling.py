@@ -15,7 +15,11 @@ _KEY = "enable_balance_scheduling"
 _VARIABLE = "VLLM_ASCEND_BALANCE_SCHEDULING"
 
 
-def refuse_balance_scheduling(additional_config: Mapping[str, Any], kv_role: str | None, environ: Mapping[str, str] = os.environ) -> None:
+def refuse_balance_scheduling(
+    additional_config: Mapping[str, Any],
+    kv_role: str | None,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
     """Refuse balance scheduling unless the server's role is `kv_both`.
 
     Reason: vllm-ascend takes any other role for one half of a disaggregated pair, and refuses the
@@ -38,5 +42,13 @@ def refuse_balance_scheduling(additional_config: Mapping[str, Any], kv_role: str
         option, value = _VARIABLE, environ.get(_VARIABLE, "0")
     if kv_role == "kv_both" or value in (None, False, 0, "0"):
         return
-    remedy = 'Leave it out, or make this connector a child of a MultiConnector with "kv_role": "kv_both".'
-    raise UserError(option, value, f"is taken by vllm-ascend with kv_role='kv_both' alone, and this server has {kv_role!r}", remedy)
+    remedy = (
+        'Leave it out, or make this connector a child of a MultiConnector with "kv_role": '
+        '"kv_both".'
+    )
+    raise UserError(
+        option,
+        value,
+        f"is taken by vllm-ascend with kv_role='kv_both' alone, and this server has {kv_role!r}",
+        remedy,
+    )

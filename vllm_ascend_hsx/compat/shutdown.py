@@ -38,7 +38,9 @@ ANSWERED = "an API server that stops leaves no request unanswered"
 
 # Process.join calls poll(), which takes milliseconds in 31 bits; this leaves room for additions.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
-_VLLM_GRACE_S = 13.0  # the executor's 4 + 4 for its workers, and 5 for an engine core (v1/utils.py:581)
+_VLLM_GRACE_S = (
+    13.0  # the executor's 4 + 4 for its workers, and 5 for an engine core (v1/utils.py:581)
+)
 
 
 def stop_timeout(vllm_config: Any) -> float:
@@ -91,12 +93,25 @@ def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> 
     original(self, timeout=timeout)
 
 
-uses("vllm.v1.engine.exceptions", "EngineDeadError", SINCE_0_23, takes="", keywords="suppress_context", why=ANSWERED)
+uses(
+    "vllm.v1.engine.exceptions",
+    "EngineDeadError",
+    SINCE_0_23,
+    takes="",
+    keywords="suppress_context",
+    why=ANSWERED,
+)
 
 
-@patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, takes="self timeout", why=ANSWERED)
+@patch(
+    "vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, takes="self timeout", why=ANSWERED
+)
 def fail_unanswered_requests(
-    original: Any, self: Any, timeout: float | None = None, *, at_exit: Callable[[], bool] = sys.is_finalizing
+    original: Any,
+    self: Any,
+    timeout: float | None = None,
+    *,
+    at_exit: Callable[[], bool] = sys.is_finalizing,
 ) -> None:
     """Have an API server that stops refuse new requests, and fail those without an answer.
 
@@ -184,7 +199,12 @@ def trigger_once(original: Any, self: Any) -> None:
 uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", SINCE_0_23, why=WRITTEN)
 
 
-@patch(ENGINE_CORE, "EngineCoreProc._handle_shutdown", SINCE_0_23, why="a file tells that the server was stopped")
+@patch(
+    ENGINE_CORE,
+    "EngineCoreProc._handle_shutdown",
+    SINCE_0_23,
+    why="a file tells that the server was stopped",
+)
 def stop_in_order(original: Any, self: Any) -> bool:
     """Have an engine core that stops tell our connector, end its requests in time, and shut down.
 

@@ -22,17 +22,22 @@ ASCEND_DEEPSEEK = "vllm_ascend.patch.worker.patch_deepseek_v2"  # replaces vLLM'
 MODEL_CONFIGS = "vllm.transformers_utils.config"
 
 _NEMOTRON_H = (
-    "its Mamba-2 layers cannot generate: NPUModelRunner.initialize_kv_cache of vllm-ascend 0.23.0 and 0.26.0rc1 "
-    "(worker/model_runner_v1.py) never initialises vLLM's state update, as vLLM's own runner does, so that the second token of a text "
-    "stops the engine; and experts without a gate, which some of these models have, are for GPUs only "
+    "its Mamba-2 layers cannot generate: NPUModelRunner.initialize_kv_cache of vllm-ascend "
+    "0.23.0 and 0.26.0rc1 "
+    "(worker/model_runner_v1.py) never initialises vLLM's state update, as vLLM's own runner "
+    "does, so that the second token of a text "
+    "stops the engine; and experts without a gate, which some of these models have, are for GPUs "
+    "only "
     "(vllm/model_executor/layers/fused_moe)"
 )
 _MINIMAX_M3 = (
-    "vllm-ascend 0.30.0rc2 has the model return hidden states to the method eagle3 alone (models/minimax_m3/minimax_m3.py:1243), so that "
+    "vllm-ascend 0.30.0rc2 has the model return hidden states to the method eagle3 alone "
+    "(models/minimax_m3/minimax_m3.py:1243), so that "
     "a server would stop when all weights are loaded"
 )
 _KIMI_K3 = (
-    "a layer's output is the sum of two tensors or one of them, by the model's configuration (vllm_ascend/models/kimi_k3.py:865-948 in "
+    "a layer's output is the sum of two tensors or one of them, by the model's configuration "
+    "(vllm_ascend/models/kimi_k3.py:865-948 in "
     "0.30.0rc2), and nothing has shown that rows are right"
 )
 # Targets that collect hidden states but cannot be served, or not with right rows.
@@ -48,7 +53,11 @@ UNSERVABLE = {
 # Targets with several streams per token (hyper-connections). Their class returns the mean of the
 # streams after a layer, and never the embedding output: vllm_ascend/models/deepseek_v4/model.py:960
 # and deepseek_v41/model.py:1560, 0.30.0rc2.
-OF_STREAMS = ("DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")
+OF_STREAMS = (
+    "DeepseekV41ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration",
+)
 MEAN_OF_STREAMS = "mean over the residual streams of a token after i layers, before they are joined"
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
@@ -109,7 +118,12 @@ uses(DEEPSEEK, "_get_llama_4_scaling", V0_23, takes=_SCALING, why=_BOTH_ENDS)
 
 @patch(DEEPSEEK, "DeepseekV2Model.forward", V0_23, why=_BOTH_ENDS)
 def collect_both_ends(
-    original: Any, self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
+    original: Any,
+    self: Any,
+    input_ids: Any,
+    positions: Any,
+    intermediate_tensors: Any,
+    inputs_embeds: Any = None,
 ) -> Any:
     """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output and the last state on request.
 
@@ -142,7 +156,12 @@ def collect_both_ends(
 
 @patch(ASCEND_DEEPSEEK, "DeepseekV2Model.forward", SINCE_0_26, why=_BOTH_ENDS)
 def collect_embedding(
-    original: Any, self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
+    original: Any,
+    self: Any,
+    input_ids: Any,
+    positions: Any,
+    intermediate_tensors: Any,
+    inputs_embeds: Any = None,
 ) -> Any:
     """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output on request.
 
@@ -169,10 +188,18 @@ _KEYWORDS = "trust_remote_code revision"
 uses(MODEL_CONFIGS, "get_config", SINCE_0_23, takes="model", keywords=_KEYWORDS, why=_LAYERS)
 uses(MODEL_CONFIGS, "get_hf_text_config", SINCE_0_23, takes="config", why=_LAYERS)
 _WRAPPERS = "the text config of a multimodal target names its language model"
-uses("vllm.config.vllm", "VllmConfig.with_hf_config", SINCE_0_23, takes="self hf_config", why=_WRAPPERS)
+uses(
+    "vllm.config.vllm",
+    "VllmConfig.with_hf_config",
+    SINCE_0_23,
+    takes="self hf_config",
+    why=_WRAPPERS,
+)
 
 
-def published_config(model: str, *, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def published_config(
+    model: str, *, trust_remote_code: bool, revision: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's config.json as vLLM reads it, from Hugging Face or ModelScope.
 
     Reason: vLLM decides where a model comes from, and which part of its config is the language
@@ -215,23 +242,33 @@ def recorded_architectures() -> Architectures:
     """Return the architectures of the checked release that fits the installed one best."""
     releases = json.loads(resources.files(__package__).joinpath("architectures.json").read_text())
     release = releases[str(release_to_patch("vllm"))]
-    collected = {name: Collection[group] for group, names in release["collected"].items() for name in names}
+    collected = {
+        name: Collection[group] for group, names in release["collected"].items() for name in names
+    }
     return Architectures(collected, release["refused"])
 
 
 def shown() -> tuple[str, ...]:
     """Return the targets of SHOWN that a class of the installed release serves."""
     collected = recorded_architectures().collected
-    return tuple(name for name in SHOWN if collected.get(name, Collection.BACKEND) is not Collection.BACKEND)
+    return tuple(
+        name for name in SHOWN if collected.get(name, Collection.BACKEND) is not Collection.BACKEND
+    )
 
 
 def is_registered(architecture: str) -> bool:
     """Return whether vLLM or vllm-ascend registers an architecture, whatever we do with it."""
     known = recorded_architectures()
-    return architecture in UNSERVABLE or architecture in known.collected or architecture in known.refused
+    return (
+        architecture in UNSERVABLE
+        or architecture in known.collected
+        or architecture in known.refused
+    )
 
 
-def refuse_architecture(architecture: str, layer_ids: Sequence[int], named: Sequence[str] = ()) -> None:
+def refuse_architecture(
+    architecture: str, layer_ids: Sequence[int], named: Sequence[str] = ()
+) -> None:
     """Refuse a target that cannot be extracted, by the name of its architecture.
 
     Reason: the runner refuses it too, but only when all weights are loaded (MR:3758). A server of
@@ -250,14 +287,24 @@ def refuse_architecture(architecture: str, layer_ids: Sequence[int], named: Sequ
     """
     known = recorded_architectures()
     if reason := UNSERVABLE.get(architecture):
-        raise UserError("model", architecture, f"cannot be served: {reason}", "Choose another target.")
+        raise UserError(
+            "model", architecture, f"cannot be served: {reason}", "Choose another target."
+        )
     if reason := known.refused.get(architecture):
         raise _refusal(architecture, reason)
     collection = known.collected.get(architecture)
-    if collection is Collection.LANGUAGE_MODEL and (language_model := next(filter(is_registered, named), None)):
+    if collection is Collection.LANGUAGE_MODEL and (
+        language_model := next(filter(is_registered, named), None)
+    ):
         refuse_architecture(language_model, ())
         if known.collected[language_model] not in (Collection.ITSELF, Collection.OURS):
-            raise _refusal(architecture, f"its language model {language_model} is collected by {known.collected[language_model].value}")
+            raise _refusal(
+                architecture,
+                (
+                    f"its language model {language_model} is collected by "
+                    f"{known.collected[language_model].value}"
+                ),
+            )
         try:
             shown_inside((language_model,))
         except NotCanonicalError as error:
@@ -282,11 +329,17 @@ def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> No
     Raises:
         UserError: nobody collects its hidden states, or not those of `layer_ids`.
     """
-    model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    model_class, architecture = model_config.registry.resolve_model_cls(
+        model_config.architectures, model_config=model_config
+    )
 
     def resolve(architectures: Sequence[str]) -> type | None:
         named = shown_inside(architectures or language_architectures(model_config.hf_config))
-        return model_config.registry.resolve_model_cls(named, model_config=model_config)[0] if named else None
+        return (
+            model_config.registry.resolve_model_cls(named, model_config=model_config)[0]
+            if named
+            else None
+        )
 
     try:
         collection = make_collecting(model_class, resolve)
@@ -301,8 +354,13 @@ def shown_inside(architectures: Sequence[str]) -> list[str]:
     Raises:
         NotCanonicalError: they cannot.
     """
-    if refused := next((each for each in architectures if each in UNSERVABLE or each in OF_STREAMS), None):
-        raise NotCanonicalError(f"its language model {refused} cannot be in it: {UNSERVABLE.get(refused, MEAN_OF_STREAMS)}")
+    if refused := next(
+        (each for each in architectures if each in UNSERVABLE or each in OF_STREAMS), None
+    ):
+        raise NotCanonicalError(
+            f"its language model {refused} cannot be in it: "
+            f"{UNSERVABLE.get(refused, MEAN_OF_STREAMS)}"
+        )
     return list(architectures)
 
 
@@ -333,11 +391,20 @@ def layer_id_meaning(architecture: str) -> str:
 
 
 def _refusal(architecture: str, reason: str) -> UserError:
-    problem = f"collects no hidden states: its class lacks the interface SupportsEagle3, and {reason}"
-    return UserError("model", architecture, problem, f"Targets that our tests have served are {', '.join(shown())}.")
+    problem = (
+        f"collects no hidden states: its class lacks the interface SupportsEagle3, and {reason}"
+    )
+    return UserError(
+        "model",
+        architecture,
+        problem,
+        f"Targets that our tests have served are {', '.join(shown())}.",
+    )
 
 
-def _check_embedding(architecture: str, layer_ids: Sequence[int], collection: Collection | None) -> None:
+def _check_embedding(
+    architecture: str, layer_ids: Sequence[int], collection: Collection | None
+) -> None:
     """Refuse layer id 0 of a class that does not return the embedding output."""
     if 0 in layer_ids and not returns_embedding(architecture, collection):
         option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"

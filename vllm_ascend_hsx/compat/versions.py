@@ -41,9 +41,14 @@ class IncompatibleVersionError(RuntimeError):
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         self.reason = reason
-        checked = " or ".join(f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS)
+        checked = " or ".join(
+            f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS
+        )
         remedy = f"Install one of these. {remedy}".rstrip()
-        super().__init__(f"vllm-ascend-hsx cannot work here: {reason}\nIt was checked against {checked}. {remedy}")
+        super().__init__(
+            f"vllm-ascend-hsx cannot work here: {reason}\nIt was checked against {checked}. "
+            f"{remedy}"
+        )
 
 
 def installed_pair() -> Pair:

@@ -15,12 +15,19 @@ SET_VERSION = "set_weight_version"
 _FOLLOWS = "rows of earlier weights are not reused, and files name the weights of their rows"
 _NAMES = "files have the name that a user gives the weights"
 # Calls of vLLM itself that change no weights: of the start, of LLM.__repr__, before updates.
-_HARMLESS_CALLS = frozenset({"update_max_model_len", "get_model_inspection", "init_weight_transfer_engine"})
+_HARMLESS_CALLS = frozenset(
+    {"update_max_model_len", "get_model_inspection", "init_weight_transfer_engine"}
+)
 
 
 @patch(ENGINE_CORE, "EngineCore.collective_rpc", SINCE_0_23, why=_FOLLOWS)
 def follow_weights(
-    original: Any, self: Any, method: Any, timeout: Any = None, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    original: Any,
+    self: Any,
+    method: Any,
+    timeout: Any = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Begin a version of the weights when a client calls the workers.
 
@@ -49,7 +56,9 @@ def follow_weights(
     return result
 
 
-def _directory(weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True) -> str | None:
+def _directory(
+    weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True
+) -> str | None:
     """Return the directory that `reload_weights` has read; None if the weights are from elsewhere.
 
     The parameters are those of vLLM (v1/worker/gpu_model_runner.py:5320 in 0.23.0).

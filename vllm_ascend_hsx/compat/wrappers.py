@@ -16,7 +16,14 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.compat.canonical import NotCanonicalError, assignment, attribute_of_self, class_of, collect, passed_on
+from vllm_ascend_hsx.compat.canonical import (
+    NotCanonicalError,
+    assignment,
+    attribute_of_self,
+    class_of,
+    collect,
+    passed_on,
+)
 from vllm_ascend_hsx.compat.patch_points import uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23
 
@@ -25,7 +32,14 @@ if TYPE_CHECKING:
 
 MAKER = "init_vllm_registered_model"
 _WHY = "multimodal targets without SupportsEagle3 are collected"
-uses("vllm.model_executor.models.utils", MAKER, SINCE_0_23, takes="vllm_config", keywords="hf_config architectures", why=_WHY)
+uses(
+    "vllm.model_executor.models.utils",
+    MAKER,
+    SINCE_0_23,
+    takes="vllm_config",
+    keywords="hf_config architectures",
+    why=_WHY,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,10 @@ def wrapper_of(served: type[torch.nn.Module]) -> Wrapper | None:
         part, callee = callee.attr, callee.value
     owner = attribute_of_self(callee)
     if owner is None:
-        raise NotCanonicalError(f"{served.__name__}.forward calls {ast.unparse(callee)}, which is not made by a constructor")
+        raise NotCanonicalError(
+            f"{served.__name__}.forward calls {ast.unparse(callee)}, which is not made by a "
+            "constructor"
+        )
     maker, constructor, value = assignment(served, owner)
     if isinstance(value, ast.Call) and ast.unparse(value.func) == MAKER:
         return Wrapper(owner, part, _architectures(value, maker, constructor))
@@ -63,11 +80,16 @@ def wrapper_of(served: type[torch.nn.Module]) -> Wrapper | None:
     if hasattr(found, "compute_logits"):
         # vLLM decides by the name in the config, for example which weights and caches there are.
         if not _named_in(value) <= {found.__name__}:
-            raise NotCanonicalError(f"{maker.__name__} gives its {owner} a config that names another class than {found.__name__}")
+            raise NotCanonicalError(
+                f"{maker.__name__} gives its {owner} a config that names another class than "
+                f"{found.__name__}"
+            )
         return Wrapper(owner, part, found)
     if part is None:
         return None
-    raise NotCanonicalError(f"{served.__name__}.forward calls a part of {found.__name__}, which is no language model")
+    raise NotCanonicalError(
+        f"{served.__name__}.forward calls a part of {found.__name__}, which is no language model"
+    )
 
 
 def check_part(wrapper: Wrapper, language_model: type[torch.nn.Module]) -> None:
@@ -77,7 +99,11 @@ def check_part(wrapper: Wrapper, language_model: type[torch.nn.Module]) -> None:
         NotCanonicalError: it does not.
     """
     decoder = class_of(language_model, wrapper.part) if wrapper.part else None
-    if decoder and not hasattr(decoder, collect.__name__) and "aux_hidden_state" not in inspect.getsource(decoder.forward):
+    if (
+        decoder
+        and not hasattr(decoder, collect.__name__)
+        and "aux_hidden_state" not in inspect.getsource(decoder.forward)
+    ):
         raise NotCanonicalError(f"the {wrapper.part} of {language_model.__name__} does not collect")
 
 
@@ -85,20 +111,44 @@ def _architectures(call: ast.Call, maker: type, constructor: ast.FunctionDef) ->
     """Return the architectures that a call of MAKER names; none if the text config names them."""
     given = {each.arg: each.value for each in call.keywords}
     inner = given.get("vllm_config")
-    if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "vllm_config.with_hf_config" and inner.args:
+    if (
+        isinstance(inner, ast.Call)
+        and ast.unparse(inner.func) == "vllm_config.with_hf_config"
+        and inner.args
+    ):
         given = {"hf_config": inner.args[0], **{each.arg: each.value for each in inner.keywords}}
     named, config = given.get("architectures"), given.get("hf_config")
-    if isinstance(named, ast.List) and named.elts and all(isinstance(each, ast.Constant) for each in named.elts):
+    if (
+        isinstance(named, ast.List)
+        and named.elts
+        and all(isinstance(each, ast.Constant) for each in named.elts)
+    ):
         return tuple(ast.literal_eval(named))
-    if named is None and config is not None and _traced(config, constructor) == "vllm_config.model_config.hf_config.text_config":
+    if (
+        named is None
+        and config is not None
+        and _traced(config, constructor) == "vllm_config.model_config.hf_config.text_config"
+    ):
         return ()
-    raise NotCanonicalError(f"{maker.__name__} names the class of its language model neither in its code nor in text_config")
+    raise NotCanonicalError(
+        f"{maker.__name__} names the class of its language model neither in its code nor in "
+        "text_config"
+    )
 
 
 def _named_in(call: ast.expr) -> set[str]:
     """Return the architectures that a call gives by a literal list."""
-    lists = [each.value for each in ast.walk(call) if isinstance(each, ast.keyword) and each.arg == "architectures"]
-    return {node.value for each in lists for node in ast.walk(each) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    lists = [
+        each.value
+        for each in ast.walk(call)
+        if isinstance(each, ast.keyword) and each.arg == "architectures"
+    ]
+    return {
+        node.value
+        for each in lists
+        for node in ast.walk(each)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def _traced(expression: ast.expr, constructor: ast.FunctionDef) -> str:

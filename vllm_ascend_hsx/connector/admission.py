@@ -107,7 +107,9 @@ class RankLoad:
             return False
         share = self._unwritten_share(state.prompt_rate)
         if cost.output and self._generating and self.unfinished + sum(cost) > self._ring_bytes:
-            row_rate = state.step_rate and state.step_rate * self._row_bytes * (self._generating + 1)
+            row_rate = state.step_rate and state.step_rate * self._row_bytes * (
+                self._generating + 1
+            )
             if self._unwritten_share(row_rate or state.prompt_rate):
                 return False
         own = share * cost.prompt
@@ -132,7 +134,14 @@ class Admission:
         loads: load of each rank.
     """
 
-    def __init__(self, num_ranks: int, ring_bytes: int, row_bytes: int, description: str, recorder: SchedulerRecorder) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        ring_bytes: int,
+        row_bytes: int,
+        description: str,
+        recorder: SchedulerRecorder,
+    ) -> None:
         self.loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
         self._description = description
         self._recorder = recorder
@@ -217,7 +226,9 @@ class Admission:
 
     def least_loaded(self) -> int:
         """Return the rank with least unfinished bytes. Prefer ranks with responsive storage."""
-        keys = [(load.state.unresponsive, load.state.paused, load.unfinished) for load in self.loads]
+        keys = [
+            (load.state.unresponsive, load.state.paused, load.unfinished) for load in self.loads
+        ]
         return keys.index(min(keys))
 
     def _warn(self) -> None:
@@ -322,6 +333,10 @@ class RefusalLog:
             self._unlogged += 1
             return
         self._quiet_until = now + _LOG_SECONDS
-        others = f" ({self._unlogged} others were refused since the last log line)" if self._unlogged else ""
+        others = (
+            f" ({self._unlogged} others were refused since the last log line)"
+            if self._unlogged
+            else ""
+        )
         self._unlogged = 0
         logger.warning("request %s is not extracted: %s%s", shown(request_id), reason, others)

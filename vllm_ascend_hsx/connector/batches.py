@@ -116,7 +116,9 @@ class Batches:
         num_rows: rows that wait to be written together.
     """
 
-    def __init__(self, progress: RankProgress, ring: PinnedRing, enter: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, progress: RankProgress, ring: PinnedRing, enter: Callable[[Batch], None]
+    ) -> None:
         self._progress = progress
         self._ring = ring
         self._most_rows = ring.num_rows // _PART

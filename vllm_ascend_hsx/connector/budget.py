@@ -74,7 +74,13 @@ class DirectoryBudget:
             looked once may have files of earlier servers.
     """
 
-    def __init__(self, num_bytes: int, num_engines: int, row_format: RowFormat, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        num_engines: int,
+        row_format: RowFormat,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_bytes = num_bytes
         self._share = num_bytes // num_engines
         self._row_format = row_format
@@ -132,11 +138,19 @@ class DirectoryBudget:
         """Return the reason for a request that has no room."""
         size, used = room.num_bytes, self._stored(ranks) + self._promised
         whose = "" if self._share == self._num_bytes else ", the share of this data-parallel rank,"
-        problem = f"the storage directory has no room for a file of up to {size} bytes: {used} of {self._share} bytes{whose} are used"
+        problem = (
+            f"the storage directory has no room for a file of up to {size} bytes: {used} of "
+            f"{self._share} bytes{whose} are used"
+        )
         if size > self._share:
-            return f"{problem}; raise {OPTION}, which is {self._num_bytes}, or send a shorter prompt or a smaller max_tokens"
+            return (
+                f"{problem}; raise {OPTION}, which is {self._num_bytes}, or send a shorter "
+                "prompt or a smaller max_tokens"
+            )
         if any(state.looked < self.look for state in ranks):
-            return f"{problem}, and the storage does not answer whether consumers have removed files"
+            return (
+                f"{problem}, and the storage does not answer whether consumers have removed files"
+            )
         return f"{problem} ({OPTION} is {self._num_bytes}); {_REMEDY}"
 
     def _stored(self, ranks: Sequence[RankState]) -> int:
@@ -171,8 +185,16 @@ class StoredFiles:
                 if owner == share.number:
                     found._files[path] = (size,)
         except OSError as error:
-            problem = f"has files that cannot be counted for directory_budget_bytes: {describe(str(error.filename), error)}"
-            raise UserError(DIRECTORY, directory, problem, "Let the server read its folders, or leave the budget out.") from error
+            problem = (
+                "has files that cannot be counted for directory_budget_bytes: "
+                f"{describe(str(error.filename), error)}"
+            )
+            raise UserError(
+                DIRECTORY,
+                directory,
+                problem,
+                "Let the server read its folders, or leave the budget out.",
+            ) from error
         found.num_bytes = -(-sum(parts) // share.of)
         return found
 
@@ -217,6 +239,8 @@ def _files_below(directory: str) -> Iterator[tuple[str, int]]:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-                elif entry.name.endswith((DATA_SUFFIX, TAR)) and entry.is_file(follow_symlinks=False):
+                elif entry.name.endswith((DATA_SUFFIX, TAR)) and entry.is_file(
+                    follow_symlinks=False
+                ):
                     with suppress(FileNotFoundError):
                         yield entry.path, entry.stat(follow_symlinks=False).st_size

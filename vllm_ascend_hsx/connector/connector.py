@@ -57,8 +57,16 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             config = settings.config
             stored_row_bytes = settings.row_format.stored_row_bytes
-            reuses = config.prefix_reuse_bytes and config.prefix_reuse_files and config.sink != "mooncake"
-            prefixes = PrefixIndex(config.prefix_reuse_files, config.prefix_reuse_bytes, stored_row_bytes) if reuses else None
+            reuses = (
+                config.prefix_reuse_bytes
+                and config.prefix_reuse_files
+                and config.sink != "mooncake"
+            )
+            prefixes = (
+                PrefixIndex(config.prefix_reuse_files, config.prefix_reuse_bytes, stored_row_bytes)
+                if reuses
+                else None
+            )
             self._scheduler = ExtractionScheduler(
                 settings.destination,
                 settings.row_format.row_bytes,
@@ -68,12 +76,20 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
                 sample_rate=config.sample_rate,
-                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes),
+                limits=RequestLimits(
+                    config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes
+                ),
                 prefixes=prefixes,
-                fingerprint=weights_of(vllm_config),  # the target is loaded: the checkpoint is on this machine
+                fingerprint=weights_of(
+                    vllm_config
+                ),  # the target is loaded: the checkpoint is on this machine
                 budget=None
                 if config.directory_budget_bytes is None
-                else DirectoryBudget(config.directory_budget_bytes, engine_of(vllm_config.parallel_config).of, settings.row_format),
+                else DirectoryBudget(
+                    config.directory_budget_bytes,
+                    engine_of(vllm_config.parallel_config).of,
+                    settings.row_format,
+                ),
             )
         else:
             self._worker = self._build_worker(settings)
@@ -96,7 +112,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             share = Share(engine.number * tp_size + tensor_parallel_rank(), engine.of * tp_size)
             files = StoredFiles.found_in(str(directory), share)
         ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
-        logger.info("the ring pins %.1f MiB of host memory for %d rows", ring.pinned_bytes / 2**20, ring.num_rows)
+        logger.info(
+            "the ring pins %.1f MiB of host memory for %d rows",
+            ring.pinned_bytes / 2**20,
+            ring.num_rows,
+        )
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,
@@ -104,7 +124,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             stored_row_bytes=row_format.stored_row_bytes,
             sink=settings.destination.make_sink(row_format, ring.data),
             device=layer.staging.rows.device,
-            num_writers=settings.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
+            num_writers=settings.num_writers(
+                parallel.tensor_parallel_size * parallel.data_parallel_size_local
+            ),
             storage_timeout=config.storage_timeout_s,
             slow_storage=config.slow_storage,
             description=settings.destination.description,
@@ -131,9 +153,13 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Return whether the request is extracted; see compat.engine.compute_extracted_tokens."""
         return self._scheduler.extracts(request.request_id)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return 0, because nothing is loaded, or None while the request must wait."""
-        return (None, False) if self._scheduler.must_wait(request, num_computed_tokens) else (0, False)
+        return (
+            (None, False) if self._scheduler.must_wait(request, num_computed_tokens) else (0, False)
+        )
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
         """Return the request's `kv_transfer_params`; see compat.engine.answer_beside_others."""
@@ -177,10 +203,14 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request)
 
     # Stats are recorded on both sides. vLLM asks the scheduler's side only if workers sent stats.
@@ -222,7 +252,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Pass the filled slot on. Ignore the target's layers: vLLM calls this for every layer."""
         if layer_name == self._layer_name:
             assert self._worker is not None

@@ -16,7 +16,13 @@ from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.lane import Lane
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.open_sources import OpenSources
-from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
+from vllm_ascend_hsx.connector.stats import (
+    MISSING_ROWS,
+    NOT_FINITE,
+    RELOADED,
+    StatsRecorder,
+    failure_kind,
+)
 from vllm_ascend_hsx.connector.threads import Job, SpanSet, ThreadPool, describe_missing
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.protocol.rows import TokenIds
@@ -123,7 +129,9 @@ class Extraction:
             self._on_ended(self)
             return
         try:
-            file = sink.open(self.request_id, self.path, len(self._prompt), self._arrived_ns, self._adapter)
+            file = sink.open(
+                self.request_id, self.path, len(self._prompt), self._arrived_ns, self._adapter
+            )
         except Exception as error:  # noqa: BLE001 - any error fails this request alone
             if self._set_failed(_reason_of(error)):
                 self._report(_reason_of(error), failure_kind(error))
@@ -159,7 +167,9 @@ class Extraction:
         """Enter the job that ends the file. Return True if the caller may run it now."""
         return self._lane.enter(job, alone=True)
 
-    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> tuple[int, list[Job]]:
+    def write(
+        self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None
+    ) -> tuple[int, list[Job]]:
         """Write rows, and leave the lane.
 
         Args:
@@ -188,7 +198,9 @@ class Extraction:
         """Copy the first rows from another request's file, as `write` does."""
         return self._store(lambda file: file.copy(source, num_rows))[1]
 
-    def _store(self, write: Callable[[SinkFile], None], landed_at: float = 0.0) -> tuple[bool, list[Job]]:
+    def _store(
+        self, write: Callable[[SinkFile], None], landed_at: float = 0.0
+    ) -> tuple[bool, list[Job]]:
         with self._mutex:
             self._landed_at = max(self._landed_at, landed_at)
             file = self._file if self._state is State.OPEN else None
@@ -216,7 +228,10 @@ class Extraction:
             token_ids = np.concatenate([self._prompt, end.output_token_ids])
             missing = self._entered.missing(len(token_ids))
             if end.aborted:
-                self._end_aborted(file, token_ids[: min(end.most_kept, missing[0][0] if missing else len(token_ids))])
+                self._end_aborted(
+                    file,
+                    token_ids[: min(end.most_kept, missing[0][0] if missing else len(token_ids))],
+                )
             elif missing:
                 spans = describe_missing(missing, len(token_ids))
                 reason = f"the request ended without rows of token positions {spans}"
@@ -245,7 +260,13 @@ class Extraction:
     def fail_if_reloaded(self) -> None:
         """Fail the request if its adapter was reloaded with other weights before the last row."""
         if adapter_of(self._lora) != self._adapter:
-            self.fail(f"its adapter {self._adapter.name!r} was loaded again, with other weights, before its last row", RELOADED)
+            self.fail(
+                (
+                    f"its adapter {self._adapter.name!r} was loaded again, with other weights, "
+                    "before its last row"
+                ),
+                RELOADED,
+            )
 
     def give_up(self) -> bool:
         """Fail the request because the server stops. Return False if it was already decided."""
@@ -340,7 +361,12 @@ def leave_reason(sink: Sink, request_id: str, path: str, reason: str) -> None:
     try:
         sink.open(request_id, path).fail(reason)
     except Exception as error:  # noqa: BLE001 - any error fails this request alone
-        logger.error("request %r, %s: the reason of its failure could not be left there: %s", request_id, path, error)
+        logger.error(
+            "request %r, %s: the reason of its failure could not be left there: %s",
+            request_id,
+            path,
+            error,
+        )
 
 
 def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
@@ -354,4 +380,7 @@ def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
     if torch.isfinite(low) and torch.isfinite(high):
         return None
     row, layer = (~torch.isfinite(rows).all(dim=-1)).nonzero()[0].tolist()
-    return f"the row of token position {first + row} is not finite in layer {layer} of the {rows.shape[1]} that are stored"
+    return (
+        f"the row of token position {first + row} is not finite in layer {layer} of the "
+        f"{rows.shape[1]} that are stored"
+    )

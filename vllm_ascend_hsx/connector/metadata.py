@@ -71,7 +71,12 @@ def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
         request: vllm.v1.request.Request; `mm_features` describes the images.
     """
     places = [(item.modality, item.mm_position) for item in request.mm_features]
-    return tuple(sorted((Placeholder(modality, place.offset, place.length) for modality, place in places), key=lambda each: each.start))
+    return tuple(
+        sorted(
+            (Placeholder(modality, place.offset, place.length) for modality, place in places),
+            key=lambda each: each.start,
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -174,4 +179,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.outcomes | other.outcomes, self.ranks | other.ranks, self.sources | other.sources)
+        return WorkerReport(
+            self.outcomes | other.outcomes, self.ranks | other.ranks, self.sources | other.sources
+        )

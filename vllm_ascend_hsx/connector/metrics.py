@@ -29,32 +29,79 @@ class _Series(NamedTuple):
 
 
 COUNTERS = (
-    _Series("copied_bytes", "copied_bytes", "Bytes of hidden states copied from the device into pinned memory."),
-    _Series("written_bytes", "written_bytes", "Bytes of hidden states written to files, including files that failed later."),
-    _Series("published_bytes", "published_bytes", "Bytes of hidden states in files that were published."),
-    _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back for storage.", 1e9),
-    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers.", 1e9),
-    _Series("reused_tokens", "reused_tokens", "Prompt tokens whose rows were copied from an earlier request and not computed."),
+    _Series(
+        "copied_bytes",
+        "copied_bytes",
+        "Bytes of hidden states copied from the device into pinned memory.",
+    ),
+    _Series(
+        "written_bytes",
+        "written_bytes",
+        "Bytes of hidden states written to files, including files that failed later.",
+    ),
+    _Series(
+        "published_bytes", "published_bytes", "Bytes of hidden states in files that were published."
+    ),
+    _Series(
+        "backpressure_seconds",
+        "backpressure_ns",
+        "Time in which at least one new request was held back for storage.",
+        1e9,
+    ),
+    _Series(
+        "stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers.", 1e9
+    ),
+    _Series(
+        "reused_tokens",
+        "reused_tokens",
+        "Prompt tokens whose rows were copied from an earlier request and not computed.",
+    ),
 )
 FILES = _Series("files", "files", "Finished files of hidden states, by outcome.")
-FAILURES = _Series("failures", "failures", "Failed files of hidden states, by errno name or other reason.")
-REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back for storage.")
+FAILURES = _Series(
+    "failures", "failures", "Failed files of hidden states, by errno name or other reason."
+)
+REQUESTS_HELD = _Series(
+    "requests_held", "requests_held", "New requests that are held back for storage."
+)
 BY_RANK = (
-    _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),
-    _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
-    _Series("batch_bytes", "batch_bytes", "Of those bytes, rows that wait to be written together, by tensor-parallel rank."),
+    _Series(
+        "ring_fill_ratio",
+        "ring_fill",
+        "Largest share of the pinned ring in use between two steps, by tensor-parallel rank.",
+    ),
+    _Series(
+        "backlog_bytes",
+        "backlog_bytes",
+        "Bytes of hidden states computed but not yet written, by tensor-parallel rank.",
+    ),
+    _Series(
+        "batch_bytes",
+        "batch_bytes",
+        "Of those bytes, rows that wait to be written together, by tensor-parallel rank.",
+    ),
     _Series(
         "storage_bytes_per_second",
         "write_rate",
         "Bytes that storage takes per second while all writers are busy, by tensor-parallel rank.",
     ),
-    _Series("open_sources", "open_sources", "Files kept open for later requests with the same first tokens, by tensor-parallel rank."),
-    _Series("open_source_bytes", "open_source_bytes", "Bytes of those files that consumers have removed, by tensor-parallel rank."),
+    _Series(
+        "open_sources",
+        "open_sources",
+        "Files kept open for later requests with the same first tokens, by tensor-parallel rank.",
+    ),
+    _Series(
+        "open_source_bytes",
+        "open_source_bytes",
+        "Bytes of those files that consumers have removed, by tensor-parallel rank.",
+    ),
 )
 LATENCIES = (
     _Series("copy_seconds", "copy", "Time from the issue of a device copy to its completion."),
     _Series("write_seconds", "write", "Duration of one write of hidden states to a file."),
-    _Series("publish_seconds", "publish", "Time from a file's last row on the host to its publication."),
+    _Series(
+        "publish_seconds", "publish", "Time from a file's last row on the host to its publication."
+    ),
 )
 
 
@@ -122,10 +169,20 @@ class HsxPromMetrics(KVConnectorPromMetrics):
                     # The mean lies in the same bucket: both divisions are correctly rounded.
                     histogram.observe(sum_ns / count / 1e9)
 
-    def _register(self, metric_class: Callable[..., Any], series: _Series, label: str | None = None, values: Iterable[str] = ()) -> None:
+    def _register(
+        self,
+        metric_class: Callable[..., Any],
+        series: _Series,
+        label: str | None = None,
+        values: Iterable[str] = (),
+    ) -> None:
         """Make a metric with one child per engine, or per engine and value of `label`."""
         labelnames = self._labelnames if label is None else [*self._labelnames, label]
-        metric = metric_class(name=PREFIX + series.name, documentation=series.documentation, labelnames=labelnames)
+        metric = metric_class(
+            name=PREFIX + series.name, documentation=series.documentation, labelnames=labelnames
+        )
         self._metrics[series.of] = metric
-        for engine, extra in product(self.per_engine_labelvalues.values(), [()] if label is None else zip(values)):
+        for engine, extra in product(
+            self.per_engine_labelvalues.values(), [()] if label is None else zip(values)
+        ):
             metric.labels(*engine, *extra)

@@ -27,7 +27,9 @@ class OpenSources:
         clock: monotonic clock in seconds.
     """
 
-    def __init__(self, submit: Callable[[Job], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, submit: Callable[[Job], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._submit = submit
         self._clock = clock
         self._mutex = threading.Lock()  # guards everything below
@@ -90,7 +92,11 @@ class OpenSources:
         """
         with self._mutex:
             now = self._clock()
-            is_due = bool(self._sources) and not self._is_counting and now - self._counted_at >= _SPACE_IS_KNOWN_S
+            is_due = (
+                bool(self._sources)
+                and not self._is_counting
+                and now - self._counted_at >= _SPACE_IS_KNOWN_S
+            )
             if is_due:
                 self._is_counting, self._counted_at = True, now
             needed, self._needs_space = self._needs_space, False
@@ -103,7 +109,9 @@ class OpenSources:
             sources = list(self._sources.values())
             for source in sources:
                 source.retain()
-        removed: dict[tuple[int, int], int] = {}  # by device and inode: members of a shard share a file
+        removed: dict[
+            tuple[int, int], int
+        ] = {}  # by device and inode: members of a shard share a file
         free: dict[int, int] = {}
         for source in sources:
             with suppress(OSError):  # skip files of unknown size
@@ -114,4 +122,6 @@ class OpenSources:
             source.release()
         with self._mutex:
             self._removed_bytes, self._is_counting = sum(removed.values()), False
-            self._needs_space |= any(self._removed_bytes > each // _PART_OF_FREE for each in free.values())
+            self._needs_space |= any(
+                self._removed_bytes > each // _PART_OF_FREE for each in free.values()
+            )

@@ -131,7 +131,9 @@ class PrefixIndex:
         self._released.append(source.number)
 
 
-def _longest(entries: dict[BlockHash, Source], hashes: Sequence[BlockHash]) -> tuple[Source, int] | None:
+def _longest(
+    entries: dict[BlockHash, Source], hashes: Sequence[BlockHash]
+) -> tuple[Source, int] | None:
     for count in range(len(hashes), 0, -1):
         source = entries.get(hashes[count - 1])
         if source is not None:
@@ -185,7 +187,11 @@ class PrefixReuse:
     """
 
     def __init__(
-        self, index: PrefixIndex, loads: Sequence[RankLoad], row_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        index: PrefixIndex,
+        loads: Sequence[RankLoad],
+        row_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
         self._loads = loads
@@ -211,7 +217,9 @@ class PrefixReuse:
         """
         self._block_size = block_size
         reuse._request = request
-        hashes = reuse._hashes = [] if self._is_stale else request.block_hashes[: num_tokens // block_size]
+        hashes = reuse._hashes = (
+            [] if self._is_stale else request.block_hashes[: num_tokens // block_size]
+        )
         found = self._index.find(hashes)
         if found is not None and not self._answers(found[0].rank):
             found = None
@@ -219,7 +227,9 @@ class PrefixReuse:
         reuse.waits = self._is_sooner_at_hand(reuse, hashes)
         return reuse._num_blocks * block_size
 
-    def start(self, reuse: Reuse, owner: int, num_computed: int, include_output: bool) -> Prefix | None:
+    def start(
+        self, reuse: Reuse, owner: int, num_computed: int, include_output: bool
+    ) -> Prefix | None:
         """Record that a request starts. Return the rows to copy from another request.
 
         Args:
@@ -232,10 +242,16 @@ class PrefixReuse:
         reuse._generation = self._generation
         request, reuse._request = reuse._request, None
         if not include_output and reuse._hashes:
-            reuse._computing = Source(reuse.number, owner, reuse._hashes, request.num_prompt_tokens, request)
+            reuse._computing = Source(
+                reuse.number, owner, reuse._hashes, request.num_prompt_tokens, request
+            )
             self._index.begin(reuse._computing)
         source = reuse.source
-        if source is None or not num_computed or num_computed > reuse._num_blocks * self._block_size:
+        if (
+            source is None
+            or not num_computed
+            or num_computed > reuse._num_blocks * self._block_size
+        ):
             return None
         reuse.tokens = num_computed
         self._index.use(source)
@@ -293,7 +309,9 @@ class PrefixReuse:
         """Forget all rows, and reuse none before the prefix cache is empty. Log this once."""
         self.reset()
         if not self._is_stale:
-            logger.info("a client has called the workers, which may change weights: %s", _UNTIL_RESET)
+            logger.info(
+                "a client has called the workers, which may change weights: %s", _UNTIL_RESET
+            )
         self._is_stale = True
 
     def prefix_cache_is_empty(self) -> None:
@@ -316,10 +334,16 @@ class PrefixReuse:
         state, (source, num_blocks) = self._loads[twin[0].rank].state, twin
         tokens_per_s = (state.prompt_rate or 0.0) / self._row_bytes
         left = max(0, source.num_tokens - source.request.num_computed_tokens)
-        compute = (num_blocks - reuse._num_blocks) * self._block_size / tokens_per_s if tokens_per_s else _UNKNOWN_S
+        compute = (
+            (num_blocks - reuse._num_blocks) * self._block_size / tokens_per_s
+            if tokens_per_s
+            else _UNKNOWN_S
+        )
         wait = state.backlog / state.write_rate if state.write_rate else 0.0
         if left and tokens_per_s and state.step_rate:
-            wait += left / tokens_per_s + 2 / state.step_rate  # the next step reports that it is published
+            wait += (
+                left / tokens_per_s + 2 / state.step_rate
+            )  # the next step reports that it is published
         elif left:
             return False
         now = self._clock()

@@ -57,7 +57,11 @@ class WriteRate:
             return None
         usual = self._bytes / max(self._busy, 1e-9)
         now = self._clock()
-        running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
+        running = [
+            min(usual, size / max(now - since, 1e-9))
+            for since, size in self._running.values()
+            if size
+        ]
         return usual * (self.num_writers - len(running)) + sum(running)
 
 
@@ -231,7 +235,9 @@ class RankProgress:
 
     def stalled_for(self) -> float:
         """Return the seconds since storage last made progress, or 0 if it has nothing to do."""
-        return time.monotonic() - self._answered_at if self._landed_bytes or self._finishing else 0.0
+        return (
+            time.monotonic() - self._answered_at if self._landed_bytes or self._finishing else 0.0
+        )
 
     def _occupy(self) -> None:
         if not self._landed_bytes and not self._finishing:  # storage was idle

@@ -38,7 +38,9 @@ from vllm_ascend_hsx.protocol.weights import numbers_and_names
 from vllm_ascend_hsx.sinks.base import REFUSED
 from vllm_ascend_hsx.sinks.destination import Destination
 
-_NOT_ENDED = "an earlier request of this id or name has not ended, because the storage does not answer"
+_NOT_ENDED = (
+    "an earlier request of this id or name has not ended, because the storage does not answer"
+)
 
 
 @dataclass
@@ -98,7 +100,9 @@ class ExtractionScheduler:
         self.weights = WeightHistory(fingerprint)
         self._destination = destination
         self._row_bytes = row_bytes
-        self._params = ServerParams(destination.directory, include_output, allow_path, extract_all, sample_rate)
+        self._params = ServerParams(
+            destination.directory, include_output, allow_path, extract_all, sample_rate
+        )
         self._limits = limits
         self._budget = budget
         self._requests: dict[str, _Request] = {}
@@ -141,7 +145,11 @@ class ExtractionScheduler:
             self._refuse(request.request_id, reason)
         else:
             # Hashes of cached blocks have an adapter's name, but not the weights; see PrefixReuse.
-            reuse = None if self._reuse is None or request.lora_request is not None else self._reuse.new()
+            reuse = (
+                None
+                if self._reuse is None or request.lora_request is not None
+                else self._reuse.new()
+            )
             state = _Request(
                 path,
                 prompt_tokens,
@@ -154,7 +162,9 @@ class ExtractionScheduler:
                 num_rows=prompt_tokens,
             )
             if self._budget is not None:
-                state.room = self._budget.room(request, state.placeholders, prompt_tokens + output_rows)
+                state.room = self._budget.room(
+                    request, state.placeholders, prompt_tokens + output_rows
+                )
                 state.skips_cache = request.skip_reading_prefix_cache
                 if self._has_room(state) is False:
                     self._refuse_without_room(request, state)
@@ -186,7 +196,10 @@ class ExtractionScheduler:
         if request.prompt_token_ids is None:
             return "prompt_embeds have no token ids to store; send token ids or text"
         if others := {item.modality for item in request.mm_features} - {"image"}:
-            return f"a prompt with {' and '.join(sorted(others))} is not extracted; of media, only images are supported"
+            return (
+                f"a prompt with {' and '.join(sorted(others))} is not extracted; of media, only "
+                "images are supported"
+            )
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
         if params.path is not None and not set(split_id(request.request_id)[1]) <= {"", "0"}:
@@ -233,12 +246,19 @@ class ExtractionScheduler:
             num_computed_tokens: first tokens in the prefix cache; see `reusable_rows`.
         """
         state = self._requests.get(request.request_id)
-        if state is None or state.owner is not None or self._admission.is_promised(request.request_id):
+        if (
+            state is None
+            or state.owner is not None
+            or self._admission.is_promised(request.request_id)
+        ):
             return False
         # Workers report with steps, so a file may have been finished while the engine was idle. The
         # next step reports this. Until then, an outcome could be attributed to the wrong request of
         # this id, and a worker could refuse a name that is about to be free.
-        if (before := self._undecided.get(request.request_id) or self._undecided_paths.get(state.path)) is not None:
+        if (
+            before := self._undecided.get(request.request_id)
+            or self._undecided_paths.get(state.path)
+        ) is not None:
             assert before.owner is not None
             if not self._loads[before.owner].state.unresponsive:
                 return True
@@ -264,7 +284,11 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news, unresponsive=self._admission.unresponsive)
+        metadata = HsxConnectorMetadata(
+            ended=self._ended,
+            stats_wanted=self._recorder.has_news,
+            unresponsive=self._admission.unresponsive,
+        )
         self._ended = []
         if self._reuse is not None:
             metadata.released = self._reuse.take_released()
@@ -275,7 +299,11 @@ class ExtractionScheduler:
                 started.append((new, request))
                 if not self._admission.is_promised(new.req_id):
                     num_computed = new.num_computed_tokens
-                    self._admission.promise(new.req_id, self._rank_for(request, num_computed), self._cost(request, num_computed))
+                    self._admission.promise(
+                        new.req_id,
+                        self._rank_for(request, num_computed),
+                        self._cost(request, num_computed),
+                    )
         starts = self._admission.start([new.req_id for new, _ in started])
         for new, request in started:
             request.owner, request.cost = starts[new.req_id]
@@ -297,11 +325,15 @@ class ExtractionScheduler:
             request.arrived_ns,
             new.lora_request,
             request.placeholders,
-            weights=self.weights.start(new.req_id, None if request.include_output else request.prompt_tokens),
+            weights=self.weights.start(
+                new.req_id, None if request.include_output else request.prompt_tokens
+            ),
         )
         if self._reuse is None or request.reuse is None:
             return start
-        prefix = self._reuse.start(request.reuse, rank, new.num_computed_tokens, request.include_output)
+        prefix = self._reuse.start(
+            request.reuse, rank, new.num_computed_tokens, request.include_output
+        )
         if prefix is not None:
             self._recorder.reused(prefix.num_rows)
         keeps_source = self._reuse.keeps_source(request.reuse, request.include_output)
@@ -339,7 +371,9 @@ class ExtractionScheduler:
                 self._release(request)
                 if self._reuse is not None and request.reuse is not None:
                     has_open_source = request.reuse.number in report.sources
-                    self._reuse.decide(request.reuse, request.owner, request.num_rows, has_open_source)
+                    self._reuse.decide(
+                        request.reuse, request.owner, request.num_rows, has_open_source
+                    )
                     if error is not None:
                         self._reuse.fail(request.reuse)
 
@@ -382,7 +416,9 @@ class ExtractionScheduler:
         if end.aborted and state.keep_aborted:
             end = _keeping(end, request, state, computation)
         elif state.include_output and not end.aborted:
-            end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
+            end = replace(
+                end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64)
+            )
             state.num_rows += len(end.output_token_ids)
             if self._reuse is not None and state.reuse is not None:
                 self._reuse.end(state.reuse, request, state.num_rows)
@@ -412,13 +448,21 @@ class ExtractionScheduler:
     def _rank_for(self, request: _Request, num_computed_tokens: int) -> int:
         """Return the rank with the source of the first rows, else the least loaded rank."""
         source = None if request.reuse is None else request.reuse.source
-        return source.rank if source is not None and num_computed_tokens else self._admission.least_loaded()
+        return (
+            source.rank
+            if source is not None and num_computed_tokens
+            else self._admission.least_loaded()
+        )
 
     def _cost(self, request: _Request, num_computed_tokens: int) -> Cost:
-        return request.cost._replace(prompt=(request.prompt_tokens - num_computed_tokens) * self._row_bytes)
+        return request.cost._replace(
+            prompt=(request.prompt_tokens - num_computed_tokens) * self._row_bytes
+        )
 
 
-def _keeping(end: RequestEnd, request: Any, state: _Request, computation: Computation) -> RequestEnd:
+def _keeping(
+    end: RequestEnd, request: Any, state: _Request, computation: Computation
+) -> RequestEnd:
     """Return the end of an aborted request whose rows are kept.
 
     Args:
@@ -427,6 +471,12 @@ def _keeping(end: RequestEnd, request: Any, state: _Request, computation: Comput
         state: the request's state.
         computation: how the rows were computed.
     """
-    generated = np.asarray(request.output_token_ids[:] if state.include_output else [], dtype=np.int64)
-    most_kept = request.num_computed_tokens if computation.restarted else state.prompt_tokens + len(generated)
+    generated = np.asarray(
+        request.output_token_ids[:] if state.include_output else [], dtype=np.int64
+    )
+    most_kept = (
+        request.num_computed_tokens
+        if computation.restarted
+        else state.prompt_tokens + len(generated)
+    )
     return replace(end, output_token_ids=generated, most_kept=most_kept)

@@ -82,7 +82,11 @@ class HsxStats(KVConnectorStats):
         merged = {}
         for part, combine in _PARTS.items():
             one, two = self._part(part), other._part(part)
-            merged[part] = {**one, **two, **{key: combine(one[key], two[key]) for key in one.keys() & two.keys()}}
+            merged[part] = {
+                **one,
+                **two,
+                **{key: combine(one[key], two[key]) for key in one.keys() & two.keys()},
+            }
         return HsxStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
@@ -97,7 +101,9 @@ class HsxStats(KVConnectorStats):
             "Failed": self.counter("failed"),
             "Aborted": self.counter("aborted"),
             "GB written": round(self.counter("written_bytes") / 1e9, 3),
-            "GB/s per writer": round(self.counter("written_bytes") / write_ns, 3) if write_ns else 0.0,
+            "GB/s per writer": round(self.counter("written_bytes") / write_ns, 3)
+            if write_ns
+            else 0.0,
             "Max ring fill (%)": round(100 * max(self.gauge("ring_fill").values(), default=0.0), 1),
             "Last row to file P50 (ms)": round(1e3 * quantile(counts, 0.5), 3),
             "Last row to file P99 (ms)": round(1e3 * quantile(counts, 0.99), 3),
@@ -187,14 +193,22 @@ class StatsRecorder:
         gauges = self._gauges()
         not_zero = {name: value for name, value in gauges.items() if value}
         with self._lock:
-            if not self._must_send and not any(self._sums.values()) and not_zero == self._taken_gauges:
+            if (
+                not self._must_send
+                and not any(self._sums.values())
+                and not_zero == self._taken_gauges
+            ):
                 return None
             taken, self._sums = self._sums, {part: Counter() for part in _SUMS}
             self._must_send, self._taken_gauges = False, not_zero
         # msgpack accepts only builtin integers, not numpy's.
-        data: dict[str, Any] = {part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()}
+        data: dict[str, Any] = {
+            part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()
+        }
         shown = {**gauges, "write_rate": self._write_rate()}
-        data["gauges"] = {f"{name} {self._rank}": value for name, value in shown.items() if value is not None}
+        data["gauges"] = {
+            f"{name} {self._rank}": value for name, value in shown.items() if value is not None
+        }
         return HsxStats(data=data)
 
     def _observe(self, histogram: str, seconds: float, **counters: int) -> None:
@@ -239,7 +253,9 @@ class SchedulerRecorder:
     @property
     def has_news(self) -> bool:
         """Whether `take` would return stats."""
-        return bool(self._held or self._seconds or self._taken_held or self._refused or self._reused)
+        return bool(
+            self._held or self._seconds or self._taken_held or self._refused or self._reused
+        )
 
     def take(self) -> HsxStats | None:
         """Return the stats since the last call, or None if nothing was recorded."""
@@ -250,9 +266,21 @@ class SchedulerRecorder:
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
         refused, self._refused = self._refused, Counter()
         reused, self._reused = self._reused, 0
-        counters = {"backpressure_ns": nanoseconds, "failed": refused.total(), "reused_tokens": reused}
-        counters = {name: number for name, number in counters.items() if number or name == "backpressure_ns"}
-        return HsxStats(data={"counters": counters, "failures": dict(refused), "gauges": {_HELD_KEY: self._taken_held}})
+        counters = {
+            "backpressure_ns": nanoseconds,
+            "failed": refused.total(),
+            "reused_tokens": reused,
+        }
+        counters = {
+            name: number for name, number in counters.items() if number or name == "backpressure_ns"
+        }
+        return HsxStats(
+            data={
+                "counters": counters,
+                "failures": dict(refused),
+                "gauges": {_HELD_KEY: self._taken_held},
+            }
+        )
 
     def _settle(self) -> None:
         now = self._clock()

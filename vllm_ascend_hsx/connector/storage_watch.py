@@ -116,7 +116,9 @@ class StorageWatch:
     @property
     def is_paused(self) -> bool:
         """True while no new request should start."""
-        return time.monotonic() < self._paused_until or self._progress.stalled_for() >= min(_PAUSE_AFTER_S, self._limit)
+        return time.monotonic() < self._paused_until or self._progress.stalled_for() >= min(
+            _PAUSE_AFTER_S, self._limit
+        )
 
     @property
     def is_unresponsive(self) -> bool:
@@ -125,12 +127,18 @@ class StorageWatch:
         With 'fail', this begins when the files of a step are not open in time, because the files of
         the next step would be late, too. It ends when all late files are open or have failed.
         """
-        return self._is_stalled or (not self.steps_wait and self._stalled_opener is not None and self._stalled_opener.pending > 0)
+        return self._is_stalled or (
+            not self.steps_wait
+            and self._stalled_opener is not None
+            and self._stalled_opener.pending > 0
+        )
 
     @property
     def _is_stalled(self) -> bool:
         opener = self._stalled_opener
-        return self._progress.stalled_for() >= self._limit or (opener is not None and opener.stalled_for() >= self._limit)
+        return self._progress.stalled_for() >= self._limit or (
+            opener is not None and opener.stalled_for() >= self._limit
+        )
 
     @property
     def stall_reason(self) -> str:
@@ -140,7 +148,11 @@ class StorageWatch:
     @property
     def failure(self) -> tuple[str, str]:
         """Failure reason and kind of requests that are refused or that steps do not wait for."""
-        return (self.stall_reason, UNRESPONSIVE_STORAGE) if self.steps_wait or self._is_stalled else (_TOO_SLOW, SLOW_STORAGE)
+        return (
+            (self.stall_reason, UNRESPONSIVE_STORAGE)
+            if self.steps_wait or self._is_stalled
+            else (_TOO_SLOW, SLOW_STORAGE)
+        )
 
     @property
     def _limit(self) -> float:
@@ -148,7 +160,11 @@ class StorageWatch:
 
     @property
     def _step_limit(self) -> float:
-        return min(self.storage_timeout, _PEER_UNRESPONSIVE_S) if self.peer_is_unresponsive else self.storage_timeout
+        return (
+            min(self.storage_timeout, _PEER_UNRESPONSIVE_S)
+            if self.peer_is_unresponsive
+            else self.storage_timeout
+        )
 
     def wait_for_files(self, opener: ThreadPool) -> bool:
         """Make the step wait until the files of new requests are open.

@@ -59,7 +59,9 @@ class WeightHistory:
 
     def _set(self, version: WeightVersion) -> None:
         self.current = version
-        self._watched.update(request_id for request_id, each in self._requests.items() if not each.is_complete)
+        self._watched.update(
+            request_id for request_id, each in self._requests.items() if not each.is_complete
+        )
 
     def start(self, request_id: str, num_rows: int | None) -> Versions:
         """Return the versions of a request whose first rows are computed in this step.
@@ -89,10 +91,14 @@ class WeightHistory:
             computation, first = self._requests[request_id], positions[request_id]
             before = computation.versions
             self._compute(computation, first)
-            computation.is_complete = first + scheduler_output.num_scheduled_tokens[request_id] >= computation.end
+            computation.is_complete = (
+                first + scheduler_output.num_scheduled_tokens[request_id] >= computation.end
+            )
             if computation.versions != before:
                 changed[request_id] = computation.versions
-            if computation.is_complete or (computation.end == math.inf and computation.versions == (self.current,)):
+            if computation.is_complete or (
+                computation.end == math.inf and computation.versions == (self.current,)
+            ):
                 self._watched.discard(request_id)
         return changed
 
@@ -120,4 +126,6 @@ def _positions(scheduler_output: Any) -> dict[str, int]:
     """
     running = scheduler_output.scheduled_cached_reqs
     positions = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-    return positions | {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    return positions | {
+        new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+    }

@@ -18,7 +18,12 @@ from vllm_ascend_hsx.connector.batches import Batch, Batches
 from vllm_ascend_hsx.connector.budget import StoredFiles
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.failure import WorkerFailure
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.metadata import (
+    HsxConnectorMetadata,
+    RequestEnd,
+    RequestStart,
+    WorkerReport,
+)
 from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, HsxStats, StatsRecorder
@@ -93,7 +98,9 @@ class ExtractionWorker:
         self._progress = RankProgress(ring.row_bytes, num_writers(), files)
         self._look = 1  # number of the last look that was asked for
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
-        self._watch = StorageWatch(storage_timeout, slow_storage, description, self._progress, self._stats)
+        self._watch = StorageWatch(
+            storage_timeout, slow_storage, description, self._progress, self._stats
+        )
         self._not_ended: dict[str, Extraction] = {}  # by path
         # Guards `_not_ended` and `_failure`. Notified when a file has ended.
         self._ended = threading.Condition()
@@ -103,7 +110,9 @@ class ExtractionWorker:
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on
         self._batches = Batches(self._progress, ring, self._enter_batch)
-        self._lander = Lander(ring, device, self._deliver, self._on_device_error, self._batches.flush_all)
+        self._lander = Lander(
+            ring, device, self._deliver, self._on_device_error, self._batches.flush_all
+        )
 
     # Main thread
 
@@ -147,7 +156,11 @@ class ExtractionWorker:
             self._weights = dict(loaded_weights())
             for request_id in self._staging.wanted:
                 self._owned[request_id].fail_if_reloaded()
-        begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
+        begun = [
+            extraction
+            for start in metadata.started
+            if start.owner == self._rank and (extraction := self._start(start))
+        ]
         if begun:  # one call: a lock and a queue per request would cost as much as the rest
             self._opening += begun
             self._opener.submit(*(partial(each.open, self._sink) for each in begun))
@@ -163,14 +176,21 @@ class ExtractionWorker:
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, REFUSED)
             return None
-        row_bytes, callbacks = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._open_sources)
-        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *callbacks, self._stats)
+        row_bytes, callbacks = (
+            (self._row_bytes, self._stored_row_bytes),
+            (self._on_decided, self._on_ended, self._open_sources),
+        )
+        extraction = Extraction(
+            start, self._writers, self._sink.writes_side_by_side, row_bytes, *callbacks, self._stats
+        )
         self._owned[start.request_id] = extraction
         with self._ended:
             self._not_ended[start.path] = extraction
         copied_rows = start.prefix.num_rows if start.prefix else 0
         self._progress.begin(extraction, len(start.token_ids) - copied_rows)
-        self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
+        self._staging.wanted[start.request_id] = (
+            ALL_ROWS if start.include_output else len(start.token_ids)
+        )
         if start.prefix and (source := self._open_sources.retain(start.prefix.source)):
             extraction.enter((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
         if self._failure.reason is not None:  # since this step began
@@ -184,9 +204,16 @@ class ExtractionWorker:
         if kind == REFUSED:  # the other request of this id or name publishes the outcome
             return
         if self._background.pending >= _MAX_REASONS:
-            logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
+            logger.error(
+                "%s%s will not be there: %d others wait for the storage",
+                start.path,
+                ERROR_SUFFIX,
+                _MAX_REASONS,
+            )
             return
-        self._background.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason))
+        self._background.submit(
+            partial(leave_reason, self._sink, start.request_id, start.path, reason)
+        )
 
     def save(self) -> None:
         """Pass on the slot that this step filled last, if any.
@@ -204,7 +231,9 @@ class ExtractionWorker:
             # The request has all rows. Later steps need no work for this request.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
-        self._progress.staged(slot.num_rows, ((slot.requests[span.request_id], span) for span in slot.spans))
+        self._progress.staged(
+            slot.num_rows, ((slot.requests[span.request_id], span) for span in slot.spans)
+        )
         self._lander.submit(slot)
 
     def drain_copies(self) -> None:
@@ -258,7 +287,9 @@ class ExtractionWorker:
         self._writers.resize(num_writers)
         self._progress.resize_writers(num_writers)
         num_cpus = len(os.sched_getaffinity(0))
-        logger.info("rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus)
+        logger.info(
+            "rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus
+        )
 
     def before_sleep(self) -> None:
         """Complete all copies before device memory is unmapped; see StagingCache.before_sleep."""
@@ -278,11 +309,17 @@ class ExtractionWorker:
         if self._opening:
             self._wait_until_open()
         watch, needs_space = self._watch, self._open_sources.needs_space()
-        if (news := self._progress.end_step(watch.is_paused, watch.is_unresponsive, watch.opens_slowly, needs_space)) is None:
+        if (
+            news := self._progress.end_step(
+                watch.is_paused, watch.is_unresponsive, watch.opens_slowly, needs_space
+            )
+        ) is None:
             return None
         state, decided, refused = news
         report = WorkerReport(refused, {self._rank: state})
-        report.sources = frozenset(extraction.number for extraction, _ in decided if extraction.has_open_source)
+        report.sources = frozenset(
+            extraction.number for extraction, _ in decided if extraction.has_open_source
+        )
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
@@ -307,7 +344,11 @@ class ExtractionWorker:
 
         if self._progress.backlog and self._failure.reason is None and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
-            logger.warning("the server stops when %d bytes of rows are in their files%s", self._progress.backlog, limit)
+            logger.warning(
+                "the server stops when %d bytes of rows are in their files%s",
+                self._progress.backlog,
+                limit,
+            )
         self._failure.vllm_ends_worker()
         why = "it was interrupted while it wrote"
         try:
@@ -316,14 +357,22 @@ class ExtractionWorker:
             self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)
-            if self._lander.close(left()) and self._writers.join(left()) and self._background.close(left()):
+            if (
+                self._lander.close(left())
+                and self._writers.join(left())
+                and self._background.close(left())
+            ):
                 why = "they were not complete"
             elif self._lander.waits_for_device:
                 why = f"the device did not complete the copies of their rows within {timeout:g} s"
             else:
-                why = f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
+                why = (
+                    f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
+                )
         finally:  # also if a signal handler raises: readers wait for the outcome
-            self._give_up(why, None if timeout is None else (left() or 0.0) + FAILURE_REPORT_TIMEOUT_S)
+            self._give_up(
+                why, None if timeout is None else (left() or 0.0) + FAILURE_REPORT_TIMEOUT_S
+            )
 
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Publish a reason in place of each incomplete file, and end the opener."""
@@ -332,11 +381,15 @@ class ExtractionWorker:
         unfinished = [extraction for extraction in not_ended if extraction.give_up()]
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
-            logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, names)
+            logger.error(
+                "stopping without the files of %d requests, %s: %s", len(unfinished), why, names
+            )
         self._background.close(0)
         self._opener.submit(partial(self._end_files, not_ended))
         if not self._opener.close(timeout):
-            logger.error("the storage does not answer: some of these files may have no reason in their place")
+            logger.error(
+                "the storage does not answer: some of these files may have no reason in their place"
+            )
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:
         self._open_sources.close()
@@ -352,7 +405,9 @@ class ExtractionWorker:
         slot.settled.wait()
         if slot.issued.is_set():
             return True
-        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._progress.stalled_for):
+        if self._watch.steps_wait and self._watch.wait(
+            slot.issued.wait, self._progress.stalled_for
+        ):
             slot.settled.wait()  # set right after `issued`
             return True
         for span in spans:
@@ -415,8 +470,12 @@ class ExtractionWorker:
         self._progress.begin_write(num_rows)
         try:
             for extraction, span in parts:
-                check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                count, ready = extraction.write(span.first, chunk.read(span), chunk.landed_at, check)
+                check = (
+                    chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
+                )
+                count, ready = extraction.write(
+                    span.first, chunk.read(span), chunk.landed_at, check
+                )
                 written += count
                 jobs += ready
         finally:

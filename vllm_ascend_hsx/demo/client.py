@@ -74,5 +74,8 @@ def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
     params = getattr(response, "kv_transfer_params", None) or {}
     path = params.get("hidden_states_path")
     if not path:
-        raise AnswerError(f"the response to a {prompt.kind} prompt has no hidden_states_path; its kv_transfer_params are {params}")
+        raise AnswerError(
+            f"the response to a {prompt.kind} prompt has no hidden_states_path; its "
+            f"kv_transfer_params are {params}"
+        )
     return Answer(prompt, prompt_ids, response.choices[0].token_ids, Path(path))

@@ -36,7 +36,12 @@ class Comparison(NamedTuple):
         return self.verdict == "match"
 
 
-def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[int] | None = None, roundings: float = 1.0) -> Comparison:
+def compare(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    layer_ids: Sequence[int] | None = None,
+    roundings: float = 1.0,
+) -> Comparison:
     """Compare extracted rows, [tokens, layers, hidden], with the reference.
 
     Their dtype sets the tolerance.
@@ -46,12 +51,16 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[in
     that of the fourth. It is multiplied by roundings: QUANTISED for a quantised target.
     """
     if actual.shape != expected.shape:
-        return Comparison(float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}")
+        return Comparison(
+            float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+        )
     eps = layer_eps(actual.dtype, layer_ids or [0] * actual.shape[1]) * roundings
     a, e = actual.float().cpu(), expected.float().cpu()
     if not a.isfinite().all():
         rows = (~a.isfinite()).any(-1).any(-1).nonzero().flatten().tolist()
-        return Comparison(float("nan"), "mismatch", f"{name_rows(rows)} not finite (NaN or infinity)")
+        return Comparison(
+            float("nan"), "mismatch", f"{name_rows(rows)} not finite (NaN or infinity)"
+        )
     difference = (a - e).abs()
     largest = difference.max().item() if difference.numel() else 0.0
     bad = ~equal_rows(a, e, eps)  # [tokens, layers]
@@ -81,7 +90,10 @@ def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Te
     zero = ((a == 0).all(-1) & bad).any(-1).nonzero().flatten().tolist()
     if zero:
         return f"{name_rows(zero)} zero"
-    order = [next((m for m in range(e.shape[1]) if equal_rows(a[:, i], e[:, m], eps[m]).all()), None) for i in range(e.shape[1])]
+    order = [
+        next((m for m in range(e.shape[1]) if equal_rows(a[:, i], e[:, m], eps[m]).all()), None)
+        for i in range(e.shape[1])
+    ]
     if None not in order:
         return f"layers in the wrong order: the slots hold what belongs in slots {order}"
     # The deepest wrong layer distinguishes tokens best: in layer 0 equal tokens have equal rows.
@@ -100,8 +112,15 @@ def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Te
     worst = int(difference.argmax())
     token, slot = divmod(worst, e.shape[1])
     wrong = bad.any(-1).nonzero().flatten().tolist()
-    text = f"{name_rows(wrong)} wrong (row {token}, layer slot {slot}: relative error {difference.max().item():.1%})"
-    return f"{text}; {name_rows(list(moved))} from other positions: {_examples(moved)}" if moved else text
+    text = (
+        f"{name_rows(wrong)} wrong (row {token}, layer slot {slot}: relative error "
+        f"{difference.max().item():.1%})"
+    )
+    return (
+        f"{text}; {name_rows(list(moved))} from other positions: {_examples(moved)}"
+        if moved
+        else text
+    )
 
 
 def _source(row: torch.Tensor, candidates: torch.Tensor, eps: torch.Tensor) -> int | None:
@@ -122,5 +141,7 @@ def name_rows(rows: list[int]) -> str:
             runs[-1][1] = row
         else:
             runs.append([row, row])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:5]) + (", ..." if len(runs) > 5 else "")
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:5]) + (
+        ", ..." if len(runs) > 5 else ""
+    )
     return f"row {text} is" if len(rows) == 1 else f"rows {text} are"

@@ -14,7 +14,11 @@ from rich.console import Console
 from vllm_ascend_hsx.demo.report import StartProgress
 from vllm_ascend_hsx.demo.server import Server
 
-PROMPTS = ("What is the capital of France?", "Write a short story about a river.", "Name three prime numbers.")
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short story about a river.",
+    "Name three prime numbers.",
+)
 
 
 class Commands(NamedTuple):
@@ -37,23 +41,47 @@ def commands(url: str, model: str, work: Path) -> Commands:
     program = (
         "from openai import OpenAI; from vllm_ascend_hsx import load; "
         f"client = OpenAI(base_url='{url}/v1', api_key='none'); "
-        f"response = client.completions.create(model={model!r}, prompt={PROMPTS[0]!r}, max_tokens=1); "
+        f"response = client.completions.create(model={model!r}, prompt={PROMPTS[0]!r}, "
+        "max_tokens=1); "
         "states = load(response.kv_transfer_params['hidden_states_path'], timeout=60); "
         "print(states.layer_ids, states.hidden_states.shape)"
     )
     hsx = str(Path(sys.executable).with_name("hsx"))
     output = str(work / "hidden_states" / "generated")
     return Commands(
-        shlex.join(["curl", "-s", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]),
+        shlex.join(
+            [
+                "curl",
+                "-s",
+                f"{url}/v1/completions",
+                "-H",
+                "Content-Type: application/json",
+                "-d",
+                json.dumps(body),
+            ]
+        ),
         shlex.join([sys.executable, "-c", program]),
-        shlex.join([hsx, "generate", "--endpoint", f"{url}/v1", "--data", str(work / "prompts.jsonl"), "--output", output]),
+        shlex.join(
+            [
+                hsx,
+                "generate",
+                "--endpoint",
+                f"{url}/v1",
+                "--data",
+                str(work / "prompts.jsonl"),
+                "--output",
+                output,
+            ]
+        ),
     )
 
 
 def write_prompts(work: Path) -> None:
     """Write the data set of the command with `hsx generate`."""
     work.mkdir(parents=True, exist_ok=True)
-    (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (work / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+    )
 
 
 def show(console: Console, found: Commands) -> None:
@@ -63,7 +91,9 @@ def show(console: Console, found: Commands) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def serve_until_interrupted(console: Console, server: Server, title: str, start_s: float, announce: Callable[[], None]) -> None:
+def serve_until_interrupted(
+    console: Console, server: Server, title: str, start_s: float, announce: Callable[[], None]
+) -> None:
     """Start the server, and serve until this process is interrupted.
 
     Args:

@@ -45,7 +45,11 @@ class Metrics(NamedTuple):
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum over all engines, restricted by labels."""
-        return sum(each.value for each in self.counts if each.name == name and labels.items() <= each.labels.items())
+        return sum(
+            each.value
+            for each in self.counts
+            if each.name == name and labels.items() <= each.labels.items()
+        )
 
 
 def collect(url: str, timeout: float) -> Metrics:
@@ -68,7 +72,9 @@ def settle(url: str, engines: Sequence[str], timeout: float) -> None:
     model = client.models.list().data[0].id
     for engine in engines:
         headers = {"X-data-parallel-rank": engine}
-        client.completions.create(model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED)
+        client.completions.create(
+            model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED
+        )
 
 
 def scrape(url: str, timeout: float) -> Metrics:
@@ -77,7 +83,9 @@ def scrape(url: str, timeout: float) -> Metrics:
     Raises:
         HTTPError: if the server did not answer.
     """
-    return parse(httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text)
+    return parse(
+        httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text
+    )
 
 
 def parse(text: str) -> Metrics:
@@ -102,5 +110,7 @@ def parse(text: str) -> Metrics:
     for (name, engine), cumulative in buckets.items():
         upto = [0, *(count for _, count in sorted(cumulative))]
         single = [count - before for before, count in zip(upto, upto[1:], strict=False)]
-        latencies.append(Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99)))
+        latencies.append(
+            Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99))
+        )
     return Metrics(counts, latencies)

@@ -59,7 +59,10 @@ class ServeOptions(NamedTuple):
             *(("--additional-config", json.dumps(additional)) if additional else ()),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *(f"--{'no-' if self.whole_prompts else ''}enable-{feature}" for feature in ("chunked-prefill", "prefix-caching")),
+            *(
+                f"--{'no-' if self.whole_prompts else ''}enable-{feature}"
+                for feature in ("chunked-prefill", "prefix-caching")
+            ),
             # What vllm-ascend chooses with chunked prefill. Its 0.23.0 has no default without.
             *(("--block-size", "128") if self.whole_prompts else ()),
             *(() if self.connector is None else self._extraction(self.connector)),
@@ -71,4 +74,9 @@ class ServeOptions(NamedTuple):
             "kv_connector": connector
         }
         speculative = speculative_config(self.layer_ids)
-        return ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))
+        return (
+            "--speculative-config",
+            json.dumps(speculative),
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        )

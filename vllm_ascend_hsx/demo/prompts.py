@@ -9,10 +9,17 @@ from typing import Literal, NamedTuple
 
 TEXTS = (
     "What is the capital of France?",
-    "A draft model learns to guess what its target model says next. Explain in one paragraph why it needs the hidden states.",
+    (
+        "A draft model learns to guess what its target model says next. Explain in one paragraph "
+        "why "
+        "it needs the hidden states."
+    ),
     "Tokyo, 東京, كيوتو, Ærøskøbing ☃: every byte is a token here.",
 )
-CHATS = ("Write a short story about a river.", "Which ranks take part in a collective when one of them has nothing to do?")
+CHATS = (
+    "Write a short story about a river.",
+    "Which ranks take part in a collective when one of them has nothing to do?",
+)
 # Sent one by one, so that the other data-parallel rank is idle. The first generates. The second is
 # prefilled in chunks. The third shares its first 200 tokens, which the server could skip by prefix
 # caching.

@@ -13,7 +13,10 @@ __all__ = ["Comparison", "compare", "hidden_states_of", "reference_hidden_states
 
 
 def reference_hidden_states(
-    model_dir: str | Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype | None = None
+    model_dir: str | Path,
+    token_ids: Sequence[int],
+    layer_ids: Sequence[int],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return expected rows, [tokens, layers, hidden], on the CPU, in dtype (default: float32).
 
@@ -25,7 +28,9 @@ def reference_hidden_states(
     return hidden_states_of(_load(str(model_dir), dtype or torch.float32), token_ids, layer_ids)
 
 
-def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[int], **images: torch.Tensor) -> torch.Tensor:
+def hidden_states_of(
+    model: Any, token_ids: Sequence[int], layer_ids: Sequence[int], **images: torch.Tensor
+) -> torch.Tensor:
     """Return the rows of a model of transformers. Otherwise like reference_hidden_states.
 
     `images` are what the model's processor makes of them. Row i is what layer i reads, or the final
@@ -35,7 +40,10 @@ def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[i
     layers = decoder.layers
     wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
     if wrong:
-        raise ValueError(f"layer ids {wrong}: {model.config.name_or_path} has {len(layers)} layers; choose from 0 to {len(layers)}")
+        raise ValueError(
+            f"layer ids {wrong}: {model.config.name_or_path} has {len(layers)} layers; choose "
+            f"from 0 to {len(layers)}"
+        )
     if not token_ids:
         raise ValueError("token_ids is empty; a prompt has at least one token")
     stream: dict[int, torch.Tensor] = {}
@@ -48,7 +56,8 @@ def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[i
         return hook
 
     handles = [
-        reader.register_forward_pre_hook(keep_input(index), with_kwargs=True) for index, reader in enumerate([*layers, decoder.norm])
+        reader.register_forward_pre_hook(keep_input(index), with_kwargs=True)
+        for index, reader in enumerate([*layers, decoder.norm])
     ]
     try:
         with torch.no_grad():
@@ -61,10 +70,19 @@ def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[i
 
 @lru_cache(maxsize=1)
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    kind: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    kind: Any = (
+        AutoModelForCausalLM
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForImageTextToText
+    )
     model = kind.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
     # For a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype
     # (models/auto/auto_factory.py:386).

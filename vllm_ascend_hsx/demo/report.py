@@ -66,9 +66,13 @@ def phase_of(log: Path) -> str:
     return reached[-1] if reached else "starting"
 
 
-def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int], target: str = "") -> None:
+def show_rows(
+    console: Console, rows: Sequence[Row], layer_ids: Sequence[int], target: str = ""
+) -> None:
     """Print one line per request, under a title that says what the target is."""
-    title = f"hidden states of layers {', '.join(map(str, layer_ids))}{target} against the reference"
+    title = (
+        f"hidden states of layers {', '.join(map(str, layer_ids))}{target} against the reference"
+    )
     table = Table("#", "request", title=title, title_justify="left")
     for heading in ("tokens", "generated", "shape", "bytes", "max |difference|"):
         table.add_column(heading, justify="right")
@@ -95,7 +99,9 @@ def show_metrics(console: Console, metrics: Metrics) -> None:
         cells[each.name + (f"{{{labels}}}" if labels else "")][each.engine] = _number(each.value)
     for latency in metrics.latencies:
         cells[f"{latency.name}: P50, P99, count"][latency.engine] = (
-            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}" if latency.observations else "none"
+            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}"
+            if latency.observations
+            else "none"
         )
     table = Table(title="GET /metrics, by engine (DP rank)", title_justify="left")
     table.add_column("series", no_wrap=True)

@@ -47,7 +47,10 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError(f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop what listens there")
+    raise ServerError(
+        f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop "
+        "what listens there"
+    )
 
 
 def group_members(group: int) -> list[int]:
@@ -57,7 +60,9 @@ def group_members(group: int) -> list[int]:
         if entry.name.isdigit():
             # A process may end meanwhile.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                state, _parent, its_group = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                )
                 if int(its_group) == group and state not in "ZX":
                     members.append(int(entry.name))
     return members
@@ -91,7 +96,9 @@ class Program:
         environment: added to this process's environment.
     """
 
-    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
+    ) -> None:
         self.command = list(command)
         self.log = log
         self.environment = dict(environment)
@@ -129,7 +136,9 @@ class Program:
         text = self.log.read_text(errors="replace")
         errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
         first = [f"the first error in the log: {line}" for line in errors][:1]
-        return "\n".join([*first, f"{LAST_LINES} {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
+        return "\n".join(
+            [*first, f"{LAST_LINES} {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]]
+        )
 
     def stop(self, timeout: float | None = None) -> None:
         """End every process of it: SIGTERM, and SIGKILL after `timeout` or STOP_SECONDS.
@@ -138,13 +147,18 @@ class Program:
         """
         if self.process is None:
             return
-        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if timeout is None else timeout), (signal.SIGKILL, KILL_SECONDS)):
+        for number, seconds in (
+            (signal.SIGTERM, STOP_SECONDS if timeout is None else timeout),
+            (signal.SIGKILL, KILL_SECONDS),
+        ):
             deadline = time.monotonic() + seconds
             if group_members(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):  # the last one may have ended
                     os.killpg(self.process.pid, number)
             # Members can start other processes, hence the loop.
-            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
+            while (members := group_members(self.process.pid)) and (
+                left := deadline - time.monotonic()
+            ) > 0:
                 wait_for_ends(members, left)
         self.process.wait()
 
@@ -156,7 +170,9 @@ class Server(Program):
         port: port of GET /health.
     """
 
-    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
+    ) -> None:
         super().__init__(command, log=log, environment=environment)
         self.port = port
 
@@ -164,7 +180,9 @@ class Server(Program):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def wait_ready(self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None) -> float:
+    def wait_ready(
+        self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None
+    ) -> float:
         """Wait until /health answers 200, and return the elapsed seconds.
 
         Calls on_wait(elapsed) about twice a second. Raises ServerError when the server ends or the
@@ -175,7 +193,9 @@ class Server(Program):
             elapsed = time.monotonic() - started
             self.check_running()
             if elapsed > timeout:
-                raise ServerError(f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}")
+                raise ServerError(
+                    f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}"
+                )
             on_wait(elapsed)
             assert self.process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):  # returns early if the server ends

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from vllm_ascend_hsx.demo.tokenizer import build_tokenizer
 
@@ -29,7 +35,9 @@ MAX_POSITIONS = 4096
 ROUTING = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
 
 
-def build_minimax_m2(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+def build_minimax_m2(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a MiniMax-M2 of about 5 MB and return its directory. An existing one is kept.
 
     The same arguments give the same bytes. Raises ValueError if the directory holds something else,
@@ -44,7 +52,9 @@ def cached_minimax_m2() -> Path:
     return build_minimax_m2(cache / "vllm-ascend-hsx" / "tiny-minimax-m2")
 
 
-def build_qwen3(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen3(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a dense Qwen3 of about 4 MB. Otherwise like build_minimax_m2."""
     return build_model(directory, "qwen3", _qwen3, dtype=dtype, layers=layers, seed=seed)
 
@@ -68,13 +78,21 @@ def build_model(
     if layers < 1:
         raise ValueError(f"layers={layers}: a model needs at least one layer")
     target = Path(directory)
-    recipe = {"version": RECIPE_VERSION, "model_type": model_type, "dtype": dtype, "layers": layers, "seed": seed}
+    recipe = {
+        "version": RECIPE_VERSION,
+        "model_type": model_type,
+        "dtype": dtype,
+        "layers": layers,
+        "seed": seed,
+    }
     if target.exists() and any(target.iterdir()):
         found = _recipe_of(target)
         if found == recipe:
             return target
         if found is None:
-            raise ValueError(f"{target} is not empty and holds no tiny model; give an empty or new directory")
+            raise ValueError(
+                f"{target} is not empty and holds no tiny model; give an empty or new directory"
+            )
         shutil.rmtree(target)
     model, extra_config = create(layers, torch.Generator().manual_seed(seed))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +127,9 @@ def _extend_json(path: Path, extra: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def common_config(layers: int, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS) -> dict[str, Any]:
+def common_config(
+    layers: int, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS
+) -> dict[str, Any]:
     """Return the configuration keys that all tiny models share."""
     return {
         "vocab_size": VOCAB_SIZE,
@@ -133,7 +153,11 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         # transformers 5.5.4 reads the partial rotary factor from this key only; vllm 0.23.0 prefers
         # it to rotary_dim.
-        rope_parameters={"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": ROTARY_DIM / HEAD_DIM},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
+        },
     )
     model = MiniMaxM2ForCausalLM(config)
     draw_weights(model, generator)
@@ -195,7 +219,12 @@ def choose_experts(embedding: torch.Tensor, generator: torch.Generator) -> None:
     So routers follow this choice (follow_choice), and layers write little into ROUTING. Context
     still affects the router's logits, and so the weights of the chosen experts, but not the choice.
     """
-    chosen = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)])
+    chosen = torch.stack(
+        [
+            torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN]
+            for _ in range(VOCAB_SIZE)
+        ]
+    )
     embedding[:, ROUTING] = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
 
 
@@ -217,4 +246,6 @@ def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -
         layer.self_attn.o_proj.weight[ROUTING] *= 0.1
         layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
         follow_choice(layer.mlp.gate.weight, 0.3, generator)
-        layer.mlp.e_score_correction_bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
+        layer.mlp.e_score_correction_bias.copy_(
+            0.02 * torch.randn(NUM_EXPERTS, generator=generator)
+        )

@@ -6,16 +6,36 @@ BOS, EOS, ROLE, PAD = "]~!b[", "[e~[", "]~b]", "]!p~["  # MiniMax-M2's own spell
 SPECIAL_TOKENS = (PAD, BOS, EOS, ROLE)
 CHAT_TEMPLATE = (
     f"{{{{ '{BOS}' }}}}{{% for message in messages %}}{{{{ '{ROLE}' + message['role'] + '\n'"
-    f" + message['content'] + '{EOS}\n' }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{ROLE}ai\n' }}}}{{% endif %}}"
+    f" + message['content'] + '{EOS}\n' }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ "
+    f"'{ROLE}ai\n' }}}}{{% endif %}}"
 )
 # Enough English for merges with which ordinary words have one to three tokens.
 TRAINING_TEXT = (
-    "A draft model learns to guess what its target model says next. The hidden states of chosen layers are what it sees.",
-    "Every token of a prompt leaves one row per layer: the residual stream after that many layers, before the final norm.",
-    "The scheduler cuts a long prompt into chunks, and other requests join and leave the batch while it runs.",
-    "Sequence parallelism splits the tokens of a step over the ranks; data parallel ranks take turns and keep in step.",
-    "What is the capital of France? Write a short story about a river, a bridge and the people who cross it every day.",
-    "When the sun rose over the harbour, the ships were ready, and the captain asked for one more cup of coffee.",
+    (
+        "A draft model learns to guess what its target model says next. The hidden states of "
+        "chosen "
+        "layers are what it sees."
+    ),
+    (
+        "Every token of a prompt leaves one row per layer: the residual stream after that many "
+        "layers, before the final norm."
+    ),
+    (
+        "The scheduler cuts a long prompt into chunks, and other requests join and leave the batch "
+        "while it runs."
+    ),
+    (
+        "Sequence parallelism splits the tokens of a step over the ranks; data parallel ranks take "
+        "turns and keep in step."
+    ),
+    (
+        "What is the capital of France? Write a short story about a river, a bridge and the people "
+        "who cross it every day."
+    ),
+    (
+        "When the sun rose over the harbour, the ships were ready, and the captain asked for one "
+        "more cup of coffee."
+    ),
 )
 
 
@@ -28,7 +48,10 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
-        raise ValueError(f"vocab_size={vocab_size} is too small for a byte-level tokenizer; give at least {least}")
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer; give at least "
+            f"{least}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

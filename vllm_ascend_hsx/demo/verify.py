@@ -34,7 +34,9 @@ class Row(NamedTuple):
     max_difference: float = math.nan
 
 
-def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None, roundings: float = 1.0) -> Row:
+def verify(
+    answer: Answer, layer_ids: Sequence[int], reference: Reference | None, roundings: float = 1.0
+) -> Row:
     """Check that an answer's file has the request's tokens and layers, and the reference's states.
 
     The reference is given the answer's own tokens after the prompt (teacher forcing).
@@ -53,9 +55,17 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
         return row._replace(verdict=problem)
     if reference is None:
         finite = bool(states.hidden_states.isfinite().all())
-        return row._replace(passed=finite, verdict="finite, not compared" if finite else "NaN or infinity")
-    result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids, roundings)
-    return row._replace(passed=result.matches, verdict=result.reason or result.verdict, max_difference=result.max_abs_difference)
+        return row._replace(
+            passed=finite, verdict="finite, not compared" if finite else "NaN or infinity"
+        )
+    result = compare(
+        states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids, roundings
+    )
+    return row._replace(
+        passed=result.matches,
+        verdict=result.reason or result.verdict,
+        max_difference=result.max_abs_difference,
+    )
 
 
 def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenStates) -> str:
@@ -67,7 +77,10 @@ def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenState
     if count != asked:
         return f"the response has {count} tokens, the request was for {asked}"
     if states.token_ids.tolist() != answer.token_ids:
-        return f"the file's token_ids ({len(states.token_ids)}) are not the request's ({len(answer.token_ids)})"
+        return (
+            f"the file's token_ids ({len(states.token_ids)}) are not the request's "
+            f"({len(answer.token_ids)})"
+        )
     if states.num_prompt_tokens != len(answer.prompt_ids):
         told = states.num_prompt_tokens
         return f"the file says that {told} tokens are the prompt's, not {len(answer.prompt_ids)}"

@@ -48,7 +48,9 @@ def image_of(vllm_ascend: str) -> Image | None:
     An image may have been built from a later commit: 0.30.0rc3.dev0 is 0.30.0rc2's.
     """
     near = [image for image in IMAGES if is_same_base(image.vllm_ascend, vllm_ascend)]
-    return next((image for image in near if image.vllm_ascend == vllm_ascend), near[-1] if near else None)
+    return next(
+        (image for image in near if image.vllm_ascend == vllm_ascend), near[-1] if near else None
+    )
 
 
 def is_same_base(version: str, other: str) -> bool:

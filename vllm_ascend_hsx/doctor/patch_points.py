@@ -13,10 +13,14 @@ from vllm_ascend_hsx.doctor.findings import Finding, Verdict
 TOPIC = "patch points"
 _FIRST = "Mend what is wrong above, and look again."
 _CHANGED = (
-    "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), or compare the installed files "
+    "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), "
+    "or compare the installed files "
     "with the release's."
 )
-_NOT_CHECKED = f'Install a release that was checked, or set "{OPTION}": true at the risk of wrong or missing rows.'
+_NOT_CHECKED = (
+    f'Install a release that was checked, or set "{OPTION}": true at the risk of wrong or '
+    "missing rows."
+)
 
 
 def check_patch_points(
@@ -31,12 +35,18 @@ def check_patch_points(
     try:
         found = examined(command) if timeout is None else examined(command, timeout)
     except IncompatibleVersionError as error:
-        yield _not_imported(f"they could not be checked: {error.reason}", software_is_right, f"Make {shlex.join(command)} run.")
+        yield _not_imported(
+            f"they could not be checked: {error.reason}",
+            software_is_right,
+            f"Make {shlex.join(command)} run.",
+        )
         return
     causes = Counter(point.problem for point in found if point.not_imported)
     for cause, number in causes.items():
         problem = f"{number} of {len(found)} patch points could not be checked: {cause}"
-        yield _not_imported(problem, software_is_right, "Find out why python -c 'import vllm_ascend.ops' fails.")
+        yield _not_imported(
+            problem, software_is_right, "Find out why python -c 'import vllm_ascend.ops' fails."
+        )
     for point in found:
         if not point.not_imported:
             yield _finding(point, software_is_right)
@@ -49,7 +59,9 @@ def _finding(point: Examined, software_is_right: bool) -> Finding:
     remedy = _FIRST
     if software_is_right:
         remedy = _CHANGED if installed_pair() in CHECKED_PAIRS else _NOT_CHECKED
-    return Finding(TOPIC, point.name, "problem", f"{difference}; {point.use} so that: {point.why}", remedy)
+    return Finding(
+        TOPIC, point.name, "problem", f"{difference}; {point.use} so that: {point.why}", remedy
+    )
 
 
 def _not_imported(problem: str, software_is_right: bool, remedy: str) -> Finding:

@@ -27,7 +27,9 @@ _DRIVER = "usr/local/Ascend/driver/version.info"
 _VERSION = re.compile(r"^\s*version\s*=\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 
-def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Iterator[Finding]:
+def check_software(
+    environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> Iterator[Finding]:
     """Yield a finding for each component that has a version, and for the plugin.
 
     Args:
@@ -38,19 +40,36 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     wanted = _wanted_by_vllm_ascend()
     # Another kind of machine, as opposed to an incomplete installation.
     foreign = not emulated and not (
-        count_npus(root) or _version_in(root / _DRIVER) or _find_cann(environ, root) or installed_version("torch-npu")
+        count_npus(root)
+        or _version_in(root / _DRIVER)
+        or _find_cann(environ, root)
+        or installed_version("torch-npu")
     )
     if foreign:
-        problem = "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
-        yield _problem("NPUs", problem, "Use a machine with an Ascend NPU, or see how it works without one: hsx emulate -- hsx doctor.")
+        problem = (
+            "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
+        )
+        yield _problem(
+            "NPUs",
+            problem,
+            (
+                "Use a machine with an Ascend NPU, or see how it works without one: hsx emulate -- "
+                "hsx doctor."
+            ),
+        )
     yield _package("vllm", [pair.vllm for pair in CHECKED_PAIRS], "vllm-ascend")
     partners = [pair.vllm_ascend for pair in CHECKED_PAIRS if pair.vllm == _release("vllm")]
     yield _package("vllm-ascend", partners or [pair.vllm_ascend for pair in CHECKED_PAIRS], "vllm")
     for name in ("torch", "torch-npu"):
         yield _torch(name, wanted[name], emulated, foreign)
     if emulated:
-        found = f"{environ.get('HSX_EMULATOR_NPUS', Settings.npus)}, emulated on the CPU: CANN and driver are not used"
-        yield Finding(TOPIC, "NPUs", "note", found, "For real work use a machine with an Ascend NPU.")
+        found = (
+            f"{environ.get('HSX_EMULATOR_NPUS', Settings.npus)}, emulated on the CPU: CANN and "
+            "driver are not used"
+        )
+        yield Finding(
+            TOPIC, "NPUs", "note", found, "For real work use a machine with an Ascend NPU."
+        )
     elif not foreign:
         yield _cann(environ, root, wanted["CANN"])
         yield _driver(root)
@@ -59,7 +78,10 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     # An integer (vllm/envs.py:1921, 0.23.0). compat/runner.py has the reason against this runner.
     chosen = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     if chosen.strip() != "0" and not has_model_runner_v2():
-        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: extraction needs vllm-ascend 0.30 or later for this model runner"
+        problem = (
+            f"VLLM_USE_V2_MODEL_RUNNER={chosen}: extraction needs vllm-ascend 0.30 or later for "
+            "this model runner"
+        )
         yield _problem("model runner", problem, "Unset VLLM_USE_V2_MODEL_RUNNER.")
 
 
@@ -86,7 +108,11 @@ def cann_version(home: Path) -> str | None:
     instg_0044); torch_npu reads the same file (torch_npu/utils/collect_env.py, get_cann_version).
     Otherwise `runtime/version.info` has it as `Version=`, in some releases as `component:release`.
     """
-    for name in (f"{platform.machine()}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info", "runtime/version.info"):
+    for name in (
+        f"{platform.machine()}-linux/ascend_toolkit_install.info",
+        "ascend_toolkit_install.info",
+        "runtime/version.info",
+    ):
         version = _version_in(home / name)
         if version is not None:
             return version.rpartition(":")[2].rstrip("]")
@@ -121,8 +147,13 @@ def _wanted_by_vllm_ascend() -> dict[str, _Wanted]:
     """Return the versions of torch, torch-npu and CANN that fit the installed vllm-ascend."""
     named = _named_by_vllm_ascend()
     image = image_of(_release("vllm-ascend") or "")
-    in_image = {"torch": image.torch, "torch-npu": image.torch_npu, "CANN": image.cann} if image else {}
-    return {name: _Wanted(named.get(name), in_image.get(name)) for name in ("torch", "torch-npu", "CANN")}
+    in_image = (
+        {"torch": image.torch, "torch-npu": image.torch_npu, "CANN": image.cann} if image else {}
+    )
+    return {
+        name: _Wanted(named.get(name), in_image.get(name))
+        for name in ("torch", "torch-npu", "CANN")
+    }
 
 
 def _named_by_vllm_ascend() -> dict[str, str]:
@@ -163,8 +194,15 @@ def _package(name: str, checked: list[str], partner: str) -> Finding:
     if release in checked:
         return _ok(name, version)
     if any(release in pair for pair in CHECKED_PAIRS):
-        return _problem(name, f"{version}; {partner} {installed_version(partner)} is for {' or '.join(checked)}", f"Run {remedy}.")
-    found = f"{version}; not checked, as {', '.join(dict.fromkeys(checked))} {'was' if len(set(checked)) == 1 else 'were'}"
+        return _problem(
+            name,
+            f"{version}; {partner} {installed_version(partner)} is for {' or '.join(checked)}",
+            f"Run {remedy}.",
+        )
+    found = (
+        f"{version}; not checked, as {', '.join(dict.fromkeys(checked))} "
+        f"{'was' if len(set(checked)) == 1 else 'were'}"
+    )
     return Finding(TOPIC, name, "note", found, f"If a patch point does not hold: {remedy}.")
 
 
@@ -182,19 +220,35 @@ def _other_build(name: str, version: str, wanted: _Wanted) -> Finding | None:
 
 def _torch(name: str, wanted: _Wanted, emulated: bool, foreign: bool) -> Finding:
     version, named = installed_version(name), wanted.named
-    if version is not None and named in (None, _release(name)) and not (emulated and name == "torch-npu"):
+    if (
+        version is not None
+        and named in (None, _release(name))
+        and not (emulated and name == "torch-npu")
+    ):
         return _ok(name, version)
     if foreign:  # nobody needs to install another one
         wants = f"; with an NPU vllm-ascend wants {named}" if named else ""
         return Finding(TOPIC, name, "note", f"{version or 'not installed'}{wants}")
     if version is not None and emulated:
-        wants = ", emulated" if name == "torch-npu" else f"; the emulated NPU takes it, real ones want {named}"
+        wants = (
+            ", emulated"
+            if name == "torch-npu"
+            else f"; the emulated NPU takes it, real ones want {named}"
+        )
         return Finding(TOPIC, name, "note", f"{version}{wants}")
     if version is None:
-        remedy = f"Install it: pip install {name}=={named}." if named else f"Install vllm-ascend, which brings its {name}."
+        remedy = (
+            f"Install it: pip install {name}=={named}."
+            if named
+            else f"Install vllm-ascend, which brings its {name}."
+        )
         return _problem(name, "not installed", remedy)
-    remedy = f"In an image of vllm-ascend, start it anew. Elsewhere run pip install {name}=={named}."
-    return _other_build(name, version, wanted) or _problem(name, f"{version}; vllm-ascend wants {named}", remedy)
+    remedy = (
+        f"In an image of vllm-ascend, start it anew. Elsewhere run pip install {name}=={named}."
+    )
+    return _other_build(name, version, wanted) or _problem(
+        name, f"{version}; vllm-ascend wants {named}", remedy
+    )
 
 
 def _find_cann(environ: Mapping[str, str], root: Path) -> tuple[Path, str] | None:
@@ -209,43 +263,67 @@ def _named_homes(environ: Mapping[str, str]) -> list[Path]:
 def _cann(environ: Mapping[str, str], root: Path, wanted: _Wanted) -> Finding:
     found = _find_cann(environ, root)
     right = f" {wanted.either}" if wanted.either else ""
-    install = f"Install the CANN toolkit{right} and its ops package, or use vllm-ascend's container image."
+    install = (
+        f"Install the CANN toolkit{right} and its ops package, or use vllm-ascend's container "
+        "image."
+    )
     if found is None:
         return _problem("CANN", "not found", install)
     home, version = found
     if home not in _named_homes(environ):
         problem = f"{version} in {home}, but neither {' nor '.join(_CANN_VARIABLES)} leads there"
-        return _problem("CANN", problem, f"source {home}/set_env.sh (or the one in the directory above), and start again.")
+        return _problem(
+            "CANN",
+            problem,
+            f"source {home}/set_env.sh (or the one in the directory above), and start again.",
+        )
     if wanted.named is None or version.lower() == wanted.named.lower():
         return _ok("CANN", version)
-    return _other_build("CANN", version, wanted) or _problem("CANN", f"{version}; vllm-ascend wants {wanted.either}", install)
+    return _other_build("CANN", version, wanted) or _problem(
+        "CANN", f"{version}; vllm-ascend wants {wanted.either}", install
+    )
 
 
 def _driver(root: Path) -> Finding:
     """Read version.info; containers must mount it (docs.vllm.ai/projects/ascend, installation)."""
     version = _version_in(root / _DRIVER)
     if version is None:
-        remedy = f"Install the NPU driver; in a container, mount /{_DRIVER} and /usr/local/Ascend/driver/lib64."
+        remedy = (
+            f"Install the NPU driver; in a container, mount /{_DRIVER} and "
+            "/usr/local/Ascend/driver/lib64."
+        )
         return _problem("driver", f"/{_DRIVER} is not there, or names no version", remedy)
     return _ok("driver", version)
 
 
 def count_npus(root: Path = Path("/")) -> int:
     """Count /dev/davinci<number> (docs.vllm.ai/projects/ascend, installation)."""
-    return sum(re.fullmatch(r"davinci\d+", path.name) is not None for path in (root / "dev").glob("davinci*"))
+    return sum(
+        re.fullmatch(r"davinci\d+", path.name) is not None
+        for path in (root / "dev").glob("davinci*")
+    )
 
 
 def _npus(root: Path) -> Finding:
     if number := count_npus(root):
         return _ok("NPUs", str(number))
-    remedy = "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx emulate`."
+    remedy = (
+        "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx "
+        "emulate`."
+    )
     return _problem("NPUs", "there is no /dev/davinci0 or the like", remedy)
 
 
 def _plugin(environ: Mapping[str, str]) -> Finding:
     found = f"{PLUGIN_GROUP}: {PLUGIN_NAME}"
-    if _PLUGIN_TARGET not in [point.value for point in entry_points(group=PLUGIN_GROUP) if point.name == PLUGIN_NAME]:
-        return _problem("plugin", f"no entry point {found}", "Install vllm-ascend-hsx with pip in the environment that has vllm.")
+    if _PLUGIN_TARGET not in [
+        point.value for point in entry_points(group=PLUGIN_GROUP) if point.name == PLUGIN_NAME
+    ]:
+        return _problem(
+            "plugin",
+            f"no entry point {found}",
+            "Install vllm-ascend-hsx with pip in the environment that has vllm.",
+        )
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         problem = f"VLLM_PLUGINS={allowed} keeps vLLM from loading {PLUGIN_NAME}"

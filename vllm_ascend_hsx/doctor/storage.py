@@ -31,7 +31,11 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_storage(
-    directory: Path, options: FileOptions, row_format: RowFormat = _FORMAT, num_bytes: int = WRITTEN, root: Path = Path("/")
+    directory: Path,
+    options: FileOptions,
+    row_format: RowFormat = _FORMAT,
+    num_bytes: int = WRITTEN,
+    root: Path = Path("/"),
 ) -> Iterator[Finding]:
     """Use the directory as a server does: create it if needed, and write a file, which is removed.
 
@@ -50,7 +54,13 @@ def check_storage(
         return
     with sink:
         was = " did not exist and was created" if new else ""
-        way = ", ".join(("with locks" if options.use_lock else "without locks", options.io, f"durability {options.durability}"))
+        way = ", ".join(
+            (
+                "with locks" if options.use_lock else "without locks",
+                options.io,
+                f"durability {options.durability}",
+            )
+        )
         yield Finding(TOPIC, "directory", "ok", f"{directory}{was}: files can be made there, {way}")
         yield _filesystem(directory, root)
         if options.use_lock and (local := mounted_locks(directory, root)):
@@ -60,12 +70,26 @@ def check_storage(
             yield _space(directory, free, row_format)
             if free < 2 * num_bytes:
                 remedy = "Free space, and look again."
-                yield Finding(TOPIC, "write speed", "note", f"not measured: that takes {_gb(2 * num_bytes)} of free space", remedy)
+                yield Finding(
+                    TOPIC,
+                    "write speed",
+                    "note",
+                    f"not measured: that takes {_gb(2 * num_bytes)} of free space",
+                    remedy,
+                )
             else:
                 yield _speed(sink, directory, num_bytes)
         except OSError as error:
-            remedy = "Look into the system's log, or name another directory; remove hsx-doctor-* there."
-            yield Finding(TOPIC, "write speed", "problem", f"the directory failed while it was used: {error}", remedy)
+            remedy = (
+                "Look into the system's log, or name another directory; remove hsx-doctor-* there."
+            )
+            yield Finding(
+                TOPIC,
+                "write speed",
+                "problem",
+                f"the directory failed while it was used: {error}",
+                remedy,
+            )
 
 
 def filesystem_of(directory: Path, root: Path = Path("/")) -> str:
@@ -81,7 +105,13 @@ def _filesystem(directory: Path, root: Path) -> Finding:
         return Finding(TOPIC, "filesystem", "note", f"unknown: {error}")
     if kind in _IN_MEMORY:
         remedy = "Move finished files to a disk, or name a directory on one."
-        return Finding(TOPIC, "filesystem", "note", f"{kind}: files take the machine's memory and do not survive it", remedy)
+        return Finding(
+            TOPIC,
+            "filesystem",
+            "note",
+            f"{kind}: files take the machine's memory and do not survive it",
+            remedy,
+        )
     return Finding(TOPIC, "filesystem", "ok", kind)
 
 
@@ -94,8 +124,14 @@ def _space(directory: Path, free: int, row_format: RowFormat) -> Finding:
     if free < _LEAST_FREE:
         remedy = "Free space, raise the quota, or name another directory."
         return Finding(TOPIC, "free space", "problem", f"{_gb(free)} in {directory}", remedy)
-    tokens, layer_bytes = free // row_format.row_bytes, row_format.row_bytes // row_format.num_layers
-    found = f"{_gb(free)}: some {tokens:,} tokens of {row_format.num_layers} layers x {layer_bytes:,} bytes"
+    tokens, layer_bytes = (
+        free // row_format.row_bytes,
+        row_format.row_bytes // row_format.num_layers,
+    )
+    found = (
+        f"{_gb(free)}: some {tokens:,} tokens of {row_format.num_layers} layers x "
+        f"{layer_bytes:,} bytes"
+    )
     return Finding(TOPIC, "free space", "ok", found)
 
 
@@ -118,14 +154,33 @@ def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
         seconds = time.perf_counter() - begun
     except SinkError as error:
         remedy = "Look into the filesystem's log, free space, or name another directory."
-        return Finding(TOPIC, "write speed", "problem", f"a file of {_gb(tokens * _FORMAT.row_bytes)} failed: {error.reason}", remedy)
+        return Finding(
+            TOPIC,
+            "write speed",
+            "problem",
+            f"a file of {_gb(tokens * _FORMAT.row_bytes)} failed: {error.reason}",
+            remedy,
+        )
     finally:
         remove(path)
     speed = tokens * _FORMAT.row_bytes / seconds
-    where = "to the disk" if sink.options.io == "direct" or sink.options.durability == "fdatasync" else "to the page cache"
+    where = (
+        "to the disk"
+        if sink.options.io == "direct" or sink.options.durability == "fdatasync"
+        else "to the page cache"
+    )
     size = f"{tokens * _FORMAT.row_bytes >> 20} MiB"
-    found = f"about {_gb(int(speed))}/s {where}, an estimate: one file of {size}, one writer; several writers may reach more"
-    return Finding(TOPIC, "write speed", "ok", found, "Compare it with the write bandwidth that `hsx plan` shows.")
+    found = (
+        f"about {_gb(int(speed))}/s {where}, an estimate: one file of {size}, one writer; "
+        "several writers may reach more"
+    )
+    return Finding(
+        TOPIC,
+        "write speed",
+        "ok",
+        found,
+        "Compare it with the write bandwidth that `hsx plan` shows.",
+    )
 
 
 def _gb(num_bytes: int) -> str:

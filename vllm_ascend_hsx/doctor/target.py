@@ -35,15 +35,28 @@ def check_target(model: str) -> Iterator[Finding]:
     """
     name, config = read_config(model)
     named = config.get("architectures")
-    architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    architectures = (
+        [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    )
     # vLLM takes the first that it knows; a model that names several has the same model in each.
     known = next((each for each in architectures if is_registered(each)), None)
-    remedy = f"Choose a target of another class, such as {', '.join(shown())}; docs/compatibility.md says where all are."
+    remedy = (
+        f"Choose a target of another class, such as {', '.join(shown())}; docs/compatibility.md "
+        "says where all are."
+    )
     if not architectures:
-        yield Finding(TOPIC, "model", "problem", f"{name}: there is no architecture in its config.json", remedy)
+        yield Finding(
+            TOPIC,
+            "model",
+            "problem",
+            f"{name}: there is no architecture in its config.json",
+            remedy,
+        )
         return
     try:
-        yield _class(name, model, architectures[0] if known is None else known, named_language_model(config))
+        yield _class(
+            name, model, architectures[0] if known is None else known, named_language_model(config)
+        )
     except UserError as error:
         yield Finding(TOPIC, "model", "problem", f"{name}: {known} {error.problem}", remedy)
         return
@@ -53,9 +66,14 @@ def check_target(model: str) -> Iterator[Finding]:
         shape = read_shape(model)
     except UserError as error:
         remedy = "Extraction does not need it; start a server, which logs the size of its KV cache."
-        yield Finding(TOPIC, "plan", "note", f"`hsx plan` cannot be used: the model {error.problem}", remedy)
+        yield Finding(
+            TOPIC, "plan", "note", f"`hsx plan` cannot be used: the model {error.problem}", remedy
+        )
         return
-    found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {shape.layer_bytes:,} bytes per token and layer"
+    found = (
+        f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {shape.layer_bytes:,} "
+        "bytes per token and layer"
+    )
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
 
 
@@ -66,18 +84,44 @@ def _class(name: str, model: str, architecture: str, language_model: Sequence[st
         UserError: a server refuses the class.
     """
     refuse_architecture(architecture, (), language_model)
-    remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
+    remedy = (
+        f"Compare its rows with transformers first: hsx demo --device npu --model {model} "
+        "--no-expert-parallel"
+    )
     collection = recorded_architectures().collected.get(architecture)
     if collection is None:
-        found = f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's Transformers backend may serve it"
-        return Finding(TOPIC, "model", "note", f"{found}, and the server checks it before it loads weights", remedy)
+        found = (
+            f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's "
+            "Transformers backend may serve it"
+        )
+        return Finding(
+            TOPIC,
+            "model",
+            "note",
+            f"{found}, and the server checks it before it loads weights",
+            remedy,
+        )
     found = f"{name}: {architecture}: hidden states are collected by {collection.value}"
     if collection is Collection.LANGUAGE_MODEL and not any(map(is_registered, language_model)):
-        return Finding(TOPIC, "model", "note", f"{found}, whose class the server checks before it loads weights", remedy)
+        return Finding(
+            TOPIC,
+            "model",
+            "note",
+            f"{found}, whose class the server checks before it loads weights",
+            remedy,
+        )
     if architecture in shown():
         return Finding(TOPIC, "model", "ok", found)
-    without = "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
-    return Finding(TOPIC, "model", "note", f"{found}{without}; no test has served one of this class on vllm-ascend", remedy)
+    without = (
+        "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
+    )
+    return Finding(
+        TOPIC,
+        "model",
+        "note",
+        f"{found}{without}; no test has served one of this class on vllm-ascend",
+        remedy,
+    )
 
 
 def stored_format(model: str | None) -> RowFormat:

@@ -29,10 +29,14 @@ class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]
     The layer is in no KV cache group, so nobody calls this builder.
     """
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CacheOnlyMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CacheOnlyMetadata:
         """Return metadata without spans: requests are unknown here, so nothing is staged."""
         return CacheOnlyMetadata(())
 
@@ -66,7 +70,9 @@ class AscendCacheOnlyAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
-        raise NotImplementedError("the cache-only layer has no KV cache: its rows are staged outside the KV pool")
+        raise NotImplementedError(
+            "the cache-only layer has no KV cache: its rows are staged outside the KV pool"
+        )
 
 
 class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
@@ -90,7 +96,9 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         self.layer_name = prefix
         self.staging = staging
         self.attn_backend = AscendCacheOnlyAttentionBackend
-        self.impl = AscendCacheOnlyImpl(num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3])
+        self.impl = AscendCacheOnlyImpl(
+            num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3]
+        )
         self.kv_cache = staging.rows  # the "KV layer" that the connector gets
         register_layer(vllm_config, prefix, self)
 

@@ -231,7 +231,9 @@ class Lander:
                 with self._device_call():
                     run.rows.copy_(slot.rows[begin:end], non_blocking=True)
                 spans = split_spans(slot.spans, begin, end)
-                chunks.append(HostChunk(run.rows, run.data, spans, slot.requests, self._ring, run.first))
+                chunks.append(
+                    HostChunk(run.rows, run.data, spans, slot.requests, self._ring, run.first)
+                )
                 begin = end
             with self._device_call():
                 slot.copied.record(self._stream)

@@ -36,7 +36,9 @@ class AscendExtractHiddenStatesModel(nn.Module):
             dtype=settings.dtype,
             device=device,
             layer_order=target.layer_order,
-            rotation=None if settings.rotation is None else read_rotation(settings.rotation, target.hidden_size, device),
+            rotation=None
+            if settings.rotation is None
+            else read_rotation(settings.rotation, target.hidden_size, device),
         )
         # vLLM reads a layer's index from its name. This one follows the target's layers.
         index = str(vllm_config.model_config.get_total_num_hidden_layers())

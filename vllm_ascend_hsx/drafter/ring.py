@@ -168,7 +168,9 @@ class PinnedRing:
 
     def as_rows(self, data: memoryview) -> torch.Tensor:
         """Return a copy of the bytes of rows as a tensor [rows, layers, hidden]."""
-        return torch.frombuffer(bytearray(data), dtype=self._memory.dtype).view(-1, *self._memory.shape[1:])
+        return torch.frombuffer(bytearray(data), dtype=self._memory.dtype).view(
+            -1, *self._memory.shape[1:]
+        )
 
 
 def _pin(num_bytes: int) -> torch.Tensor:
@@ -189,7 +191,12 @@ def _pin(num_bytes: int) -> torch.Tensor:
         if memory.data_ptr():
             return memory
     problem = f"cannot be allocated as pinned memory: {reason}"
-    raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, "Set a smaller value, such as 32MiB.")
+    raise UserError(
+        f"{EXTRA_CONFIG}.pinned_ring_bytes",
+        num_bytes,
+        problem,
+        "Set a smaller value, such as 32MiB.",
+    )
 
 
 def ring_bytes_of(settings: ServerSettings) -> int:

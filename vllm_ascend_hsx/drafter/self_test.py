@@ -42,7 +42,13 @@ class Difference(NamedTuple):
 class Step(Enum):
     """A step on the path of a row, and the remedy if it fails."""
 
-    RING = "ring", "Let each worker pin more memory (ulimit -l, the container's limit), or install driver 25.5 or newer."
+    RING = (
+        "ring",
+        (
+            "Let each worker pin more memory (ulimit -l, the container's limit), or install driver "
+            "25.5 or newer."
+        ),
+    )
     UPLOAD = "upload", _CHECK_DEVICE
     STACK = "stack", _CHECK_DEVICE
     TURN_BACK = "turn back", f'{_CHECK_DEVICE} The option rotation="keep" leaves rows rotated.'
@@ -69,7 +75,9 @@ def run_self_test(staging: StagingCache) -> None:
     rows = Pattern(staging)
     with _attributed(Step.RING):
         row_bytes = rows.shape[1:].numel() * rows.table.element_size()
-        ring = PinnedRing(pinned_size(max(_RING_BYTES, 2 * row_bytes)), rows.shape[1:], rows.table.dtype)
+        ring = PinnedRing(
+            pinned_size(max(_RING_BYTES, 2 * row_bytes)), rows.shape[1:], rows.table.dtype
+        )
     with _attributed(Step.UPLOAD):
         target_rows = rows.upload()
         npu().synchronize()
@@ -105,7 +113,10 @@ class Pattern:
         self.shape = torch.Size((turned_rows(slot_rows), num_layers, hidden_size))
         self._order, self._device = staging.layer_order, staging.rows.device
         self._rtol = self._atol = 0.0
-        positions, elements = torch.arange(_PERIOD, device="cpu"), torch.arange(hidden_size, device="cpu")
+        positions, elements = (
+            torch.arange(_PERIOD, device="cpu"),
+            torch.arange(hidden_size, device="cpu"),
+        )
         values = positions[:, None] * 37 + elements * 11
         self.table = (values % _PERIOD - _PERIOD // 2).to(staging.rows.dtype)
 
@@ -114,7 +125,9 @@ class Pattern:
         num_rows, num_layers, _ = self.shape
         positions = torch.arange(num_rows + _STRIDE * num_layers, device="cpu")
         together = self.table[positions % _PERIOD].to(self._device)
-        return [together[_STRIDE * layer : _STRIDE * layer + num_rows] for layer in range(num_layers)]
+        return [
+            together[_STRIDE * layer : _STRIDE * layer + num_rows] for layer in range(num_layers)
+        ]
 
     def turn_back(self, matrix: torch.Tensor) -> None:
         """Expect rows that were multiplied by `matrix`, float32 [hidden, hidden] on the device.
@@ -145,7 +158,9 @@ class Pattern:
             return None
         row, layer, element = (~same).nonzero()[0].tolist()
         got, wanted = float(rows[row, layer, element]), float(expected[row, layer, element])
-        text = f"row {first + row}, layer {layer}, element {element} is {got:g} instead of {wanted:g}"
+        text = (
+            f"row {first + row}, layer {layer}, element {element} is {got:g} instead of {wanted:g}"
+        )
         return Difference(first + row, text)
 
 
@@ -169,7 +184,9 @@ def _land(slot: StagingSlot, ring: PinnedRing, rows: Pattern) -> Difference | No
     lander.submit(slot)
     if not lander.close(_LANDS_IN_S):
         lander.abandon()
-        raise TimeoutError(f"{landed} of {slot.num_rows} rows reached the host within {_LANDS_IN_S:g} s")
+        raise TimeoutError(
+            f"{landed} of {slot.num_rows} rows reached the host within {_LANDS_IN_S:g} s"
+        )
     if errors:
         raise errors[0]
     return found[0] if found else None
@@ -183,5 +200,9 @@ def _attributed(step: Step) -> Iterator[None]:
     except SelfTestError:
         raise
     except Exception as error:
-        problem = error.problem if isinstance(error, UserError) else str(error).partition("\n")[0].rstrip(".")
+        problem = (
+            error.problem
+            if isinstance(error, UserError)
+            else str(error).partition("\n")[0].rstrip(".")
+        )
         raise step.failed(f"{type(error).__name__}: {problem}") from error

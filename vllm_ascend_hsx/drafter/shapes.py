@@ -18,7 +18,9 @@ def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
     return -(-max_tokens // tensor_parallel)
 
 
-def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int) -> int:
+def ring_bytes(
+    given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int
+) -> int:
     """Return the pinned bytes of the ring: as given, or else at least with what the slots lack.
 
     Slots and ring then hold all rows of the steps that `num_slots` slots of whole steps would hold,
@@ -54,7 +56,9 @@ def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
     """
     rows = num_bytes // row_bytes
     if rows < 2:
-        raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
+        raise ValueError(
+            f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes"
+        )
     return rows, max(1, min(rows // _MIN_CHUNKS, _MAX_CHUNK_BYTES // row_bytes))
 
 

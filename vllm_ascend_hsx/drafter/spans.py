@@ -108,5 +108,7 @@ def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     for span in spans:
         low, high = max(span.row, start), min(span.row + span.num_rows, end)
         if low < high:
-            inside.append(Span(span.request_id, span.first + low - span.row, high - low, low - start))
+            inside.append(
+                Span(span.request_id, span.first + low - span.row, high - low, low - start)
+            )
     return inside

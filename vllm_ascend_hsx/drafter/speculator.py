@@ -33,7 +33,9 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
         require_no_drafts(vllm_config)
         super().__init__(vllm_config, device)
 
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
         """Load the drafter, which creates the cache-only layer and its staging slots."""
         with without_weights(self.vllm_config):
             return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)

@@ -93,9 +93,13 @@ class StagingCache:
         layer_order: Sequence[int],
         rotation: torch.Tensor | None = None,
     ) -> None:
-        self.rows = torch.empty((num_slots, slot_rows, num_layers, hidden_size), dtype=dtype, device=device)
+        self.rows = torch.empty(
+            (num_slots, slot_rows, num_layers, hidden_size), dtype=dtype, device=device
+        )
         self.layer_order = tuple(layer_order)
-        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(slot_rows), device)
+        self._turn_back = (
+            None if rotation is None else TurnBack(rotation, turned_rows(slot_rows), device)
+        )
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
@@ -103,7 +107,9 @@ class StagingCache:
         self.wanted: dict[str, int] = {}
         # Waits until the slot's last copy was issued. Returns False if that takes too long. If
         # so, the rows of these spans are dropped, and later rows of their requests in this step.
-        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
+        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: (
+            slot.issued.wait()
+        )
         # Set by the connector. Called with each slot of a step except the last. `take` returns the
         # last slot.
         self.pass_on: Callable[[StagingSlot], None]
@@ -146,13 +152,18 @@ class StagingCache:
             else:
                 dropped |= {span.request_id for span in piece}
 
-    def _fill(self, slot: StagingSlot, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
+    def _fill(
+        self, slot: StagingSlot, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]
+    ) -> None:
         self._next = (self._next + 1) % len(self.slots)
         compute = npu().current_stream()
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            layers, out = [target_rows[source][row : row + count] for source in self.layer_order], slot.rows[at : at + count]
+            layers, out = (
+                [target_rows[source][row : row + count] for source in self.layer_order],
+                slot.rows[at : at + count],
+            )
             if self._turn_back is not None:
                 self._turn_back(layers, out)
             elif len(layers) <= _STACKED_AT_ONCE:

@@ -18,7 +18,15 @@ SOURCES = Path(__file__).parent / "csrc"
 MODULE = "hsx_npu"
 # One translation unit: most of the time is spent on torch's headers.
 FLAGS = (
-    *("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-interference-size"),
+    *(
+        "-std=c++20",
+        "-O1",
+        "-g0",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-Wno-interference-size",
+    ),
     f"-DTORCH_EXTENSION_NAME={MODULE}",
 )
 
@@ -92,12 +100,28 @@ def _compile(target: Path, torch_root: Path) -> None:
         )
     handle, draft = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
-    included = (SOURCES, torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)
+    included = (
+        SOURCES,
+        torch_root / "include",
+        torch_root / "include/torch/csrc/api/include",
+        headers,
+    )
     command = [
-        *(compiler, *FLAGS, *(f"-I{path}" for path in included), str(SOURCES / "npu.cpp"), "-o", draft),
+        *(
+            compiler,
+            *FLAGS,
+            *(f"-I{path}" for path in included),
+            str(SOURCES / "npu.cpp"),
+            "-o",
+            draft,
+        ),
         *(f"-L{torch_root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
     ]
-    print("hsx: compiling the emulated NPU, once (half a minute to a minute) ...", file=sys.stderr, flush=True)
+    print(
+        "hsx: compiling the emulated NPU, once (half a minute to a minute) ...",
+        file=sys.stderr,
+        flush=True,
+    )
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,7 +129,9 @@ def _compile(target: Path, torch_root: Path) -> None:
             # The last lines may be notes. The first error is the cause.
             lines = done.stderr.splitlines()
             errors = "\n".join([line for line in lines if "error" in line][:10] or lines[-5:])
-            raise BuildError(f"emulated NPU: the compiler failed:\n{errors}\ncommand: {' '.join(command)}")
+            raise BuildError(
+                f"emulated NPU: the compiler failed:\n{errors}\ncommand: {' '.join(command)}"
+            )
         os.chmod(draft, 0o644)
         os.replace(draft, target)
     finally:

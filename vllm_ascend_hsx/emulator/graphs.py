@@ -136,7 +136,10 @@ class graph:
             self._capture = stack.pop_all()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._capture.__exit__(kind, error, traceback)
 

@@ -27,7 +27,9 @@ class Options(NativeBackend.Options):
         self.group_id = ""
 
 
-def transport(store: Store, rank: int, size: int, options: object) -> tuple[NativeBackend, str, str, list[int], Store]:
+def transport(
+    store: Store, rank: int, size: int, options: object
+) -> tuple[NativeBackend, str, str, list[int], Store]:
     """Return the gloo group of an hccl group, and what its ranks know it by.
 
     Called by csrc/hccl/hccl.h. The group is known by the name of its communicator, its name, its
@@ -49,7 +51,13 @@ def transport(store: Store, rank: int, size: int, options: object) -> tuple[Nati
     name = store.get("hccl/name").decode()
     group_id = getattr(options, "group_id", "")
     waits = PrefixStore("hccl/waits", _shared(store) if group_id else store)
-    return gloo, name, group_id or name, getattr(options, "global_ranks_in_group", []) or list(range(size)), waits
+    return (
+        gloo,
+        name,
+        group_id or name,
+        getattr(options, "global_ranks_in_group", []) or list(range(size)),
+        waits,
+    )
 
 
 def _shared(store: Store) -> Store:

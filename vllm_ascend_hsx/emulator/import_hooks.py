@@ -120,17 +120,24 @@ def resize(
     """
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
     if not smooth or len(size) != 2 or max_size is not None:
-        raise NotImplementedError(f"torchvision's resize to {size} by {interpolation} is not implemented by the emulated NPU")
+        raise NotImplementedError(
+            f"torchvision's resize to {size} by {interpolation} is not implemented by the "
+            "emulated NPU"
+        )
     if tuple(inpt.shape[-2:]) == tuple(size):
         return inpt
     images = inpt.reshape(-1, *inpt.shape[-3:]).float()
-    resized = torch.nn.functional.interpolate(images, tuple(size), mode=interpolation.value, align_corners=False, antialias=antialias)
+    resized = torch.nn.functional.interpolate(
+        images, tuple(size), mode=interpolation.value, align_corners=False, antialias=antialias
+    )
     if not inpt.is_floating_point():
         resized = resized.round().clamp(0, 255)
     return resized.to(inpt.dtype).reshape(*inpt.shape[:-2], *size)
 
 
-def normalize(inpt: torch.Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False) -> torch.Tensor:
+def normalize(
+    inpt: torch.Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False
+) -> torch.Tensor:
     """Return (image - mean) / std for images [..., channels, height, width]."""
     center, scale = (torch.as_tensor(each, dtype=inpt.dtype).view(-1, 1, 1) for each in (mean, std))
     normal = (inpt - center) / scale

@@ -88,7 +88,11 @@ def host_memory_stats() -> OrderedDict[str, int]:
     the allocator holds, "active" those of tensors (torch_npu/npu/memory.py:191, 2.10.0.post4).
     """
     stats = core.host_memory_stats()
-    return OrderedDict((f"{name}.{key}", value) for name in sorted(stats) for key, value in sorted(stats[name].items()))
+    return OrderedDict(
+        (f"{name}.{key}", value)
+        for name in sorted(stats)
+        for key, value in sorted(stats[name].items())
+    )
 
 
 def host_empty_cache() -> None:
@@ -113,7 +117,10 @@ class NPUPluggableAllocator:
 
     def __init__(self, path_to_so_file: str | None, alloc_fn_name: str, free_fn_name: str) -> None:
         if (alloc_fn_name, free_fn_name) != ("my_malloc", "my_free"):
-            raise NotImplementedError(f"an allocator with {alloc_fn_name} and {free_fn_name} is not implemented by the emulated NPU")
+            raise NotImplementedError(
+                f"an allocator with {alloc_fn_name} and {free_fn_name} is not implemented by the "
+                "emulated NPU"
+            )
         self._allocator = alloc_fn_name
 
     def allocator(self) -> str:

@@ -58,7 +58,15 @@ from vllm_ascend_hsx.emulator.random import (
     set_rng_state,
     set_rng_state_all,
 )  # fmt: skip
-from vllm_ascend_hsx.emulator.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
+from vllm_ascend_hsx.emulator.streams import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
 
 __all__ = [
     "Event", "ExternalEvent", "NPUGraph", "Stream", "StreamContext", "current_device",

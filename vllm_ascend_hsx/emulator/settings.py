@@ -78,7 +78,9 @@ def parse_size(option: str, text: str) -> int:
     unit = (match[2] or "").upper()[:1]
     size = int(float(match[1]) * _UNITS[unit])
     if not MIN_HBM <= size <= 1 << 40:
-        raise SettingError(option, text, "give at least 256MiB and at most 1TiB for an emulated NPU")
+        raise SettingError(
+            option, text, "give at least 256MiB and at most 1TiB for an emulated NPU"
+        )
     return size
 
 

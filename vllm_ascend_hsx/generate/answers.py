@@ -63,7 +63,9 @@ class Index:
 
     def find(self, request_id: str) -> dict[str, Any] | None:
         """Return the last line about a request's answer; None without one. Raises OSError."""
-        first, end = (int(np.searchsorted(self._keys, hash(request_id), side)) for side in ("left", "right"))
+        first, end = (
+            int(np.searchsorted(self._keys, hash(request_id), side)) for side in ("left", "right")
+        )
         for place in reversed(self._places[first:end]):
             offset, number = divmod(int(place), len(self._files))
             with open(open_regular(self._files[number]), "rb") as file:
@@ -88,14 +90,18 @@ class Answers:
     def __init__(self, output: Path, world_size: int = 1, rank: int = 0) -> None:
         self._path = output / rank_file("answers", world_size, rank)
         try:
-            self._fd = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
+            self._fd = open_regular(
+                self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644
+            )
             with OnError(os.close, self._fd):
                 size = os.fstat(self._fd).st_size
                 if size and os.pread(self._fd, 1, size - 1) != b"\n":
                     os.write(self._fd, b"\n")  # ends the line in which a run was killed
                 self._earlier = Index(output)
         except OSError as error:
-            raise RunError(describe(f"{self._path} cannot be written, or other answers not be read", error)) from error
+            raise RunError(
+                describe(f"{self._path} cannot be written, or other answers not be read", error)
+            ) from error
 
     def has(self, row: int, request_id: str) -> bool:
         """Return True if an earlier run has stored the answer to a request.
@@ -113,8 +119,20 @@ class Answers:
     def append(self, row: int, answer: Answer) -> None:
         """Store the answer to a row. Raises RunError."""
         prompt, output = list(answer.expected.prompt or ()), list(answer.expected.output or ())
-        line = {"row": row, "request_id": answer.request_id, "prompt_tokens": len(prompt), "token_ids": prompt + output}
-        self._write({**line, "output_token_ids": answer.output, "text": answer.text, "finish_reason": answer.finish_reason})
+        line = {
+            "row": row,
+            "request_id": answer.request_id,
+            "prompt_tokens": len(prompt),
+            "token_ids": prompt + output,
+        }
+        self._write(
+            {
+                **line,
+                "output_token_ids": answer.output,
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+            }
+        )
 
     def _write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -153,12 +171,16 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
     """
     import datasets
 
-    numbers = {name: datasets.Sequence(datasets.Value("int64")) for name in ("input_ids", "loss_mask")}
+    numbers = {
+        name: datasets.Sequence(datasets.Value("int64")) for name in ("input_ids", "loss_mask")
+    }
     texts = {name: datasets.Value("string") for name in ("text", "finish_reason")}
     features = datasets.Features({**numbers, "seq_len": datasets.Value("int64"), **texts})
     folder = output / DATASET
     sizes = sorted((path.name, path.stat().st_size) for path in output.glob("answers*.jsonl"))
-    stamp = hashlib.blake2b(np.asarray(marks, np.uint64).tobytes() + repr(sizes).encode(), digest_size=16).hexdigest()
+    stamp = hashlib.blake2b(
+        np.asarray(marks, np.uint64).tobytes() + repr(sizes).encode(), digest_size=16
+    ).hexdigest()
     with suppress(OSError, ValueError):
         if json.loads((folder / "dataset_info.json").read_text())["description"] == stamp:
             return folder
@@ -198,5 +220,7 @@ def _record(line: dict[str, Any]) -> dict[str, Any]:
     """Return the training row of an answer. Only generated tokens have a loss."""
     ids, prompt = line["token_ids"], line["prompt_tokens"]
     mask = [0] * prompt + [1] * (len(ids) - prompt)
-    texts = {name: line[name].encode(errors="replace").decode() for name in ("text", "finish_reason")}  # Arrow takes no lone surrogate
+    texts = {
+        name: line[name].encode(errors="replace").decode() for name in ("text", "finish_reason")
+    }  # Arrow takes no lone surrogate
     return {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), **texts}

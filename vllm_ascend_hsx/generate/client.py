@@ -17,7 +17,14 @@ import openai
 from vllm_ascend_hsx.generate.errors import Failure, InputError, RequestError, UnauthorizedError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import CHAT, Row
-from vllm_ascend_hsx.protocol.api import ERROR_KEY, EXTRACT_KEY, OUTPUT_KEY, PATH_KEY, REUSED_KEY, refuses_path
+from vllm_ascend_hsx.protocol.api import (
+    ERROR_KEY,
+    EXTRACT_KEY,
+    OUTPUT_KEY,
+    PATH_KEY,
+    REUSED_KEY,
+    refuses_path,
+)
 from vllm_ascend_hsx.reader.check import Expected
 
 CONNECT_S = 10.0
@@ -31,7 +38,11 @@ _MAY_PASS = (408, 409, 425, 429)
 # Causes of a failed connection, by their names in httpx and its successor: no request was sent.
 _NOT_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-_PROXIES = [name for each in ("http", "https", "all", "no") for name in (f"{each}_proxy", f"{each.upper()}_PROXY")]
+_PROXIES = [
+    name
+    for each in ("http", "https", "all", "no")
+    for name in (f"{each}_proxy", f"{each.upper()}_PROXY")
+]
 
 
 class Answer(NamedTuple):
@@ -59,12 +70,17 @@ def check_url(url: str) -> None:
     problem = "there is no such host or port"
     try:
         parsed = urlsplit(url)
-        possible = bool(parsed.hostname) and parsed.port != 0 and url.isprintable() and " " not in url
+        possible = (
+            bool(parsed.hostname) and parsed.port != 0 and url.isprintable() and " " not in url
+        )
         (parsed.hostname or "").encode("idna")  # as the system is asked for it
     except ValueError as error:
         problem, possible = str(error), False
     if not possible:
-        raise InputError(f"--endpoint {shown(url)}: {shown(problem)}; give the URL of a server, such as http://localhost:8000")
+        raise InputError(
+            f"--endpoint {shown(url)}: {shown(problem)}; give the URL of a server, such as "
+            "http://localhost:8000"
+        )
 
 
 class Client:
@@ -73,9 +89,13 @@ class Client:
     def __init__(self, options: Options) -> None:
         self._options = options
         try:
-            for proxy in getproxies().values():  # the client finds an impossible port when it connects
+            for (
+                proxy
+            ) in getproxies().values():  # the client finds an impossible port when it connects
                 _ = urlsplit(proxy if "://" in proxy else f"http://{proxy}").port
-            timeout = openai.Timeout(options.request_timeout, connect=min(CONNECT_S, options.request_timeout))
+            timeout = openai.Timeout(
+                options.request_timeout, connect=min(CONNECT_S, options.request_timeout)
+            )
             self._openai = openai.AsyncOpenAI(
                 base_url="http://localhost",
                 api_key=options.api_key or "none",
@@ -83,7 +103,9 @@ class Client:
                 max_retries=0,  # a row that failed goes to another endpoint, unknown to the client
                 http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
             )
-        except Exception as error:  # there is no common class of errors about proxies and certificates
+        except (
+            Exception
+        ) as error:  # there is no common class of errors about proxies and certificates
             names = _CERTIFICATES if isinstance(error, OSError) else _PROXIES
             found = ", ".join(sorted(name for name in names if os.environ.get(name)))
             raise InputError(f"{found}: {words(error)}; correct or unset it") from error
@@ -103,13 +125,19 @@ class Client:
         """
         answer = await self._exchange(url, "v1/models", None)
         try:
-            names = ["" + model["id"] for model in answer["data"]]  # a TypeError for anything but a text
+            names = [
+                "" + model["id"] for model in answer["data"]
+            ]  # a TypeError for anything but a text
         except (KeyError, TypeError):
-            raise RequestError(f"{url}/v1/models answers {shown(answer)}", Failure.UNREACHED) from None
+            raise RequestError(
+                f"{url}/v1/models answers {shown(answer)}", Failure.UNREACHED
+            ) from None
         model = self._options.model or next(iter(names), "")
         if model not in names:
             served = ", ".join(names) or "nothing"
-            raise InputError(f"{url} serves {served}, and not {model or 'a model'}; name one with --model")
+            raise InputError(
+                f"{url} serves {served}, and not {model or 'a model'}; name one with --model"
+            )
         return model
 
     async def ask(self, url: str, model: str, row: Row, path: str, identity: str) -> Answer:
@@ -133,11 +161,17 @@ class Client:
             **row.prompt(),
             **options.request,
             "request_id": request_id,
-            "kv_transfer_params": {EXTRACT_KEY: True, OUTPUT_KEY: options.include_output, PATH_KEY: path},
+            "kv_transfer_params": {
+                EXTRACT_KEY: True,
+                OUTPUT_KEY: options.include_output,
+                PATH_KEY: path,
+            },
         }
         if "seed" in body:  # the same for all rows would give all of them the same random numbers
             body["seed"] = (body["seed"] + int(identity[:15], 16)) % 2**63
-        answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)._replace(request_id=request_id)
+        answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)._replace(
+            request_id=request_id
+        )
         if not options.include_output:
             return answer._replace(expected=Expected(answer.expected.prompt, []))
         return answer
@@ -149,10 +183,18 @@ class Client:
     async def _exchange(self, url: str, path: str, body: Mapping[str, Any] | None) -> Any:
         where, seconds = f"{url}/{path}", self._options.request_timeout
         try:
-            request = self._openai.get(where, cast_to=object) if body is None else self._openai.post(where, cast_to=object, body=body)
+            request = (
+                self._openai.get(where, cast_to=object)
+                if body is None
+                else self._openai.post(where, cast_to=object, body=body)
+            )
             answer = await asyncio.wait_for(request, seconds)  # of the whole answer
         except (openai.APITimeoutError, asyncio.TimeoutError) as error:
-            sent = Failure.UNREACHED if _names_of_causes(error) & {"ConnectTimeout"} else Failure.UNCLEAR
+            sent = (
+                Failure.UNREACHED
+                if _names_of_causes(error) & {"ConnectTimeout"}
+                else Failure.UNCLEAR
+            )
             raise RequestError(f"{where} did not answer within {seconds:g} s", sent) from error
         except openai.APIConnectionError as error:
             raise _broken(where, error) from error
@@ -171,8 +213,13 @@ def _broken(where: str, error: openai.APIConnectionError) -> Exception:
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
-        remedy = f"name it, or that of its authority, in {' or '.join(_CERTIFICATES)}, and the endpoint by a name that it has"
-        return InputError(f"{where}: its certificate is not trusted: {cause.verify_message}; {remedy}")
+        remedy = (
+            f"name it, or that of its authority, in {' or '.join(_CERTIFICATES)}, and the "
+            "endpoint by a name that it has"
+        )
+        return InputError(
+            f"{where}: its certificate is not trusted: {cause.verify_message}; {remedy}"
+        )
     if _names_of_causes(error) & set(_NOT_SENT):
         return RequestError(f"{where}: {words(error)}", Failure.UNREACHED)
     return RequestError(f"{where}: the connection broke: {words(error)}", Failure.BROKEN)
@@ -184,11 +231,15 @@ def _refused(where: str, error: openai.APIStatusError, is_row: bool) -> Exceptio
     body = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
     reason = f"{where} answers {status}: {shown(body or error.response.reason_phrase)}"
     if status in _UNAUTHORIZED:
-        return UnauthorizedError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
+        return UnauthorizedError(
+            f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY"
+        )
     if status in _REFUSALS and is_row:
         return RequestError(reason, Failure.REFUSED)
     if not is_row and 400 <= status < 500 and status not in _MAY_PASS:
-        return InputError(f"{reason}; give --endpoint the URL of a `vllm serve` with hidden-state extraction")
+        return InputError(
+            f"{reason}; give --endpoint the URL of a `vllm serve` with hidden-state extraction"
+        )
     failure = Failure.GONE if status == 404 else Failure.WRONG if is_row else Failure.UNREACHED
     return RequestError(reason, failure, retry_after=_retry_after(headers))
 
@@ -208,7 +259,11 @@ def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
         choice = answer["choices"][0]
         prompt = (answer if row.endpoint == CHAT else choice)["prompt_token_ids"]
         output = choice.get("token_ids") or []
-        text = (choice.get("message") or {}).get("content") if row.endpoint == CHAT else choice.get("text")
+        text = (
+            (choice.get("message") or {}).get("content")
+            if row.endpoint == CHAT
+            else choice.get("text")
+        )
         error, named = params.get(ERROR_KEY), params.get(PATH_KEY)
         error = error if isinstance(error, str | None) else shown(error)
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
@@ -220,23 +275,41 @@ def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
             "another name on the server's machine, pass --map-path SERVER=HERE"
         )
     if error:
-        raise RequestError(f"the server could not store the hidden states: {shown(error)}", Failure.UNSTORED)
+        raise RequestError(
+            f"the server could not store the hidden states: {shown(error)}", Failure.UNSTORED
+        )
     if not isinstance(named, str) or not named:
         hint = "was the server started with hidden-state extraction?"
-        raise RequestError(f"the answer names no file (kv_transfer_params are {shown(params)}); {hint}", Failure.ABSENT)
+        raise RequestError(
+            f"the answer names no file (kv_transfer_params are {shown(params)}); {hint}",
+            Failure.ABSENT,
+        )
     if os.path.normpath(named) != os.path.normpath(path):
-        reason = f"the answer names the file {shown(named)} instead of {path}; does a proxy mix up answers?"
+        reason = (
+            f"the answer names the file {shown(named)} instead of {path}; does a proxy mix up "
+            "answers?"
+        )
         raise RequestError(reason, Failure.UNCLEAR)
     if not _are_token_ids(prompt) or not _are_token_ids(output):
-        raise RequestError("the answer has no token ids, although they were asked for with return_token_ids")
+        raise RequestError(
+            "the answer has no token ids, although they were asked for with return_token_ids"
+        )
     reused = params.get(REUSED_KEY)  # only counted: no reason to refuse a file
     reused = reused if type(reused) is int and 0 <= reused <= len(prompt) else 0
     expected = Expected(prompt if row.token_ids is None else row.token_ids, output[:-1])
-    return Answer(expected, reused, text if isinstance(text, str) else "", output, str(choice.get("finish_reason") or ""))
+    return Answer(
+        expected,
+        reused,
+        text if isinstance(text, str) else "",
+        output,
+        str(choice.get("finish_reason") or ""),
+    )
 
 
 def _are_token_ids(value: object) -> bool:
-    return isinstance(value, list) and (not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63))
+    return isinstance(value, list) and (
+        not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63)
+    )
 
 
 def _names_of_causes(error: BaseException | None) -> set[str]:

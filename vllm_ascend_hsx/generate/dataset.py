@@ -89,7 +89,9 @@ class Dataset(ABC):
         """Yield the rows that are wanted and can be sent. Raises DatasetError, as `records`."""
         return (row for row in self.records(wanted) if isinstance(row, Row))
 
-    def check(self, request: Mapping[str, Any], report: Callable[[int], None] = lambda rows: None) -> Checked:
+    def check(
+        self, request: Mapping[str, Any], report: Callable[[int], None] = lambda rows: None
+    ) -> Checked:
         """Read every record.
 
         Args:
@@ -123,7 +125,9 @@ class Dataset(ABC):
 
     def _row(self, index: int, where: str, record: Any) -> Row | BadRow:
         try:
-            record = parsed("it", record() if callable(record) else record, dict, "one JSON object per line")
+            record = parsed(
+                "it", record() if callable(record) else record, dict, "one JSON object per line"
+            )
             return read_row(index, record, self.options, self.unsent)
         except (ValueError, OverflowError) as error:
             return BadRow(index, where or f"{self.options.data}, row {index}", str(error))
@@ -134,9 +138,15 @@ def unreadable(options: Options, error: Exception, after: str = "") -> InputErro
     if isinstance(error, InputError):
         return error
     reason = next(iter(str(error).splitlines()), repr(error))
-    problem = f"it cannot be read{after}: {reason}; give one that can be: a file, a folder, or the id of a dataset on a hub"
+    problem = (
+        f"it cannot be read{after}: {reason}; give one that can be: a file, a folder, or the id "
+        "of a dataset on a hub"
+    )
     if isinstance(error, ModuleNotFoundError):
-        problem = f"reading it needs {error.name}: pip install 'vllm-ascend-hsx[data]', or convert it to JSON lines"
+        problem = (
+            f"reading it needs {error.name}: pip install 'vllm-ascend-hsx[data]', or convert it "
+            "to JSON lines"
+        )
     return DatasetError(f"{options.data}: {problem}")
 
 

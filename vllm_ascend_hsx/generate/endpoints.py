@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.generate.client import check_url
-from vllm_ascend_hsx.generate.errors import DOWN, Failure, InputError, RequestError, UnauthorizedError
+from vllm_ascend_hsx.generate.errors import (
+    DOWN,
+    Failure,
+    InputError,
+    RequestError,
+    UnauthorizedError,
+)
 from vllm_ascend_hsx.generate.options import read_endpoints
 
 LONGEST_PAUSE_S = 30.0
@@ -92,7 +98,11 @@ class Balancer:
         """
         went = [each for each in self.used if each.url not in urls]
         stays = {each.url for each in self.used} & set(urls)
-        came = [Endpoint(url, is_late=True) for url in urls if url not in stays and (url not in self._set_aside() or not stays)]
+        came = [
+            Endpoint(url, is_late=True)
+            for url in urls
+            if url not in stays and (url not in self._set_aside() or not stays)
+        ]
         for each in went:
             each.is_used = False
         self.endpoints += came
@@ -119,7 +129,9 @@ class Balancer:
             endpoint.is_used = False
         return not endpoint.is_used
 
-    async def acquire(self, failed_at: Endpoint | None = None, near: Endpoint | None = None) -> Endpoint:
+    async def acquire(
+        self, failed_at: Endpoint | None = None, near: Endpoint | None = None
+    ) -> Endpoint:
         """Wait for an endpoint that may get a request. First come, first served.
 
         Args:
@@ -146,19 +158,27 @@ class Balancer:
     def note_failure(self, endpoint: Endpoint, error: RequestError) -> bool:
         """Record a failed request. Return True if the endpoint begins to pause."""
         # A server without locks may publish after its answer.
-        if error.failure is Failure.REFUSED or (error.failure is Failure.ABSENT and endpoint.proven):
+        if error.failure is Failure.REFUSED or (
+            error.failure is Failure.ABSENT and endpoint.proven
+        ):
             self.note_answer(endpoint)
             return False
         endpoint.failed += 1
         endpoint.faults += 1
         pause = error.retry_after or 0.0
         # Requests that were sent before the pause began say nothing new.
-        begins = not endpoint.pause_left() and (error.failure in DOWN or endpoint.faults >= FAULTS_TO_PAUSE or endpoint.is_on_trial)
+        begins = not endpoint.pause_left() and (
+            error.failure in DOWN or endpoint.faults >= FAULTS_TO_PAUSE or endpoint.is_on_trial
+        )
         if begins:
-            pause = max(pause, min(LONGEST_PAUSE_S, self._first_pause * 2 ** min(endpoint.pauses, 32)))
+            pause = max(
+                pause, min(LONGEST_PAUSE_S, self._first_pause * 2 ** min(endpoint.pauses, 32))
+            )
             endpoint.pauses += 1
             endpoint.faults = 0
-        endpoint.paused_until = max(endpoint.paused_until, asyncio.get_running_loop().time() + pause)
+        endpoint.paused_until = max(
+            endpoint.paused_until, asyncio.get_running_loop().time() + pause
+        )
         return begins
 
     def give_back(self, endpoint: Endpoint) -> None:
@@ -168,13 +188,23 @@ class Balancer:
 
     def may_do_elsewhere(self, endpoint: Endpoint) -> bool:
         """Return True if another endpoint has no recorded faults."""
-        return any(not (each.faults or each.pause_left()) for each in self.used if each is not endpoint)
+        return any(
+            not (each.faults or each.pause_left()) for each in self.used if each is not endpoint
+        )
 
     def _choose(self, failed_at: Endpoint | None, near: Endpoint | None) -> Endpoint | None:
-        free = [each for each in self.used if not each.pause_left() and not (each.is_on_trial and each.in_flight)]
+        free = [
+            each
+            for each in self.used
+            if not each.pause_left() and not (each.is_on_trial and each.in_flight)
+        ]
 
         def order(each: Endpoint) -> tuple[int, ...]:
-            least_busy = each.in_flight - NEAR * (each is near), each is not near, each.answered + each.failed
+            least_busy = (
+                each.in_flight - NEAR * (each is near),
+                each is not near,
+                each.answered + each.failed,
+            )
             if failed_at is None:
                 return least_busy
             return (each is failed_at, each.is_on_trial, each.faults, *least_busy)

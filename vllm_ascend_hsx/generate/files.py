@@ -11,7 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.errors import (
+    MAY_HAVE_FILE,
+    Failure,
+    InputError,
+    RequestError,
+    RunError,
+    StoppedError,
+)
 from vllm_ascend_hsx.generate.ledger import Ledger, differences, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
@@ -78,7 +85,9 @@ class RowFiles:
                 self.discard(row, error)
             raise
         if is_asked:
-            with suppress(OSError):  # the row is right; `remove_companions` tries again, and reports it
+            with suppress(
+                OSError
+            ):  # the row is right; `remove_companions` tries again, and reports it
                 remove(self.path(row), keep_data=True)
         return found
 
@@ -88,11 +97,16 @@ class RowFiles:
             found = self._wait_and_check(path, expected)
         except FileNotFoundError as error:
             problem = f"the server wrote {self.server_path(row)}, and there is no {path}"
-            remedy = "mount its storage directory here, and name it as the server does or with --map-path SERVER=HERE"
+            remedy = (
+                "mount its storage directory here, and name it as the server does or with "
+                "--map-path SERVER=HERE"
+            )
             raise RequestError(f"{problem}; {remedy}", Failure.ABSENT) from error
         except TimeoutError as error:
             seconds = self._options.request_timeout
-            raise RequestError(f"the server has not finished {path} within {seconds:g} s", Failure.UNCLEAR) from error
+            raise RequestError(
+                f"the server has not finished {path} within {seconds:g} s", Failure.UNCLEAR
+            ) from error
         except HiddenStatesError as error:
             raise RequestError(error.reason) from error
         except OSError as error:
@@ -109,7 +123,12 @@ class RowFiles:
         deadline = time.monotonic() + self._options.request_timeout
         while True:
             try:
-                return check(path, expected, data=self._options.validate, timeout=min(max(0.0, deadline - time.monotonic()), _STOP_S))
+                return check(
+                    path,
+                    expected,
+                    data=self._options.validate,
+                    timeout=min(max(0.0, deadline - time.monotonic()), _STOP_S),
+                )
             except TimeoutError:
                 if self.stopped.is_set():
                     raise StoppedError from None
@@ -126,11 +145,15 @@ class RowFiles:
         if not changes:
             return
         if is_asked:
-            raise RequestError(f"{self._output} holds rows of another server: {changes}", Failure.FOREIGN)
+            raise RequestError(
+                f"{self._output} holds rows of another server: {changes}", Failure.FOREIGN
+            )
         if not self._ledger.is_done(row, identity):  # a server finished it after it was refused
             raise RequestError(f"it is of another server: {changes}")
         remedy = "nothing was changed: name the right --output, or remove the wrong files"
-        raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
+        raise InputError(
+            f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}"
+        )
 
     def discard(self, row: int, wrong: RequestError) -> None:
         """Remove a wrong file, once no server writes it: a server would refuse its name.
@@ -180,7 +203,10 @@ class RowFiles:
         """
         for row in rows:
             with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
-                if self._ledger.server is not None and server_of(check(self.path(row), data=False)) != self._ledger.server:
+                if (
+                    self._ledger.server is not None
+                    and server_of(check(self.path(row), data=False)) != self._ledger.server
+                ):
                     remove(self.path(row))
 
     def remove_companions(self) -> list[Path]:
@@ -195,8 +221,12 @@ class RowFiles:
             OSError: the directory cannot be read, or a file not be removed.
         """
         deadline = time.monotonic() + SETTLE_S
-        names = [name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
-        rows = {row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names}
+        names = [
+            name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))
+        ]
+        rows = {
+            row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names
+        }
         busy = []
         for row in sorted(row for row in rows if row is not None and self._options.is_ours(row)):
             try:

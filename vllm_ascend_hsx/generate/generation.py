@@ -83,7 +83,13 @@ class Generation:
     """
 
     def __init__(
-        self, options: Options, rows: Iterator[Row], ledger: Ledger, answers: Answers | None, outcome: Outcome, progress: Progress
+        self,
+        options: Options,
+        rows: Iterator[Row],
+        ledger: Ledger,
+        answers: Answers | None,
+        outcome: Outcome,
+        progress: Progress,
     ) -> None:
         self.outcome = outcome
         self.progress = progress
@@ -129,7 +135,9 @@ class Generation:
             self.outcome.stopped_by = reason
             for waiting in self._waits:
                 waiting.cancel()
-            asyncio.get_running_loop().call_later(GRACE_S if isinstance(reason, Interrupted) else 0, self._cancel_requests)
+            asyncio.get_running_loop().call_later(
+                GRACE_S if isinstance(reason, Interrupted) else 0, self._cancel_requests
+            )
 
     def _cancel_requests(self) -> None:
         self._files.stopped.set()
@@ -172,10 +180,15 @@ class Generation:
             if turn is None:
                 return None
             output = None if self._options.include_output else ()
-            work = Work(turn, turn.row.identity(self._options.request), Expected(turn.row.token_ids, output))
+            work = Work(
+                turn, turn.row.identity(self._options.request), Expected(turn.row.token_ids, output)
+            )
             if (found := self._find(work)) is None:
                 if work.problem:
-                    self.progress.say(f"{self._files.path(turn.row.index).name}: {work.problem}; it is asked for again")
+                    self.progress.say(
+                        f"{self._files.path(turn.row.index).name}: {work.problem}; it is asked "
+                        "for again"
+                    )
                 return work
             with self._mutex:
                 self._pass(work, found)
@@ -194,13 +207,22 @@ class Generation:
             except RequestError as error:
                 if error.failure is Failure.UNREACHED:
                     continue
-                await self._in_pool(self._end, work, None)  # rows that begin with this one do not wait for retries
+                await self._in_pool(
+                    self._end, work, None
+                )  # rows that begin with this one do not wait for retries
                 self._row_ended.set()
-                last = error.failure is Failure.REFUSED or work.attempts - work.spared > self._options.max_retries
+                last = (
+                    error.failure is Failure.REFUSED
+                    or work.attempts - work.spared > self._options.max_retries
+                )
                 if not last:
                     self.outcome.retries += 1
                     await self._unless_stopped(asyncio.sleep(self._delay(work, error)))
-                found = await self._in_pool(self._find, work) if last or error.failure in MAY_HAVE_FILE else None
+                found = (
+                    await self._in_pool(self._find, work)
+                    if last or error.failure in MAY_HAVE_FILE
+                    else None
+                )
                 if found is not None:
                     return self._succeed(work, found)
                 if last:
@@ -220,7 +242,11 @@ class Generation:
         found = self._files.check(work.row.index, work.identity, work.expected, work.attempts > 0)
         request_id = request_in(found.metadata)
         is_answered = work.answer is not None and work.answer.request_id == request_id
-        if self._answers is not None and not is_answered and not self._answers.has(work.row.index, request_id):
+        if (
+            self._answers is not None
+            and not is_answered
+            and not self._answers.has(work.row.index, request_id)
+        ):
             error = RequestError("its answer is not stored")
             self._files.discard(work.row.index, error)
             raise error
@@ -229,7 +255,9 @@ class Generation:
     async def _attempt(self, work: Work) -> Examination:
         """Request the row at the best endpoint, and check its file. Raises like `_request`."""
         near = work.turn.parent.endpoint if work.turn.parent is not None else None
-        endpoint = work.failed_at = await self._unless_stopped(self._balancer.acquire(work.failed_at, near))
+        endpoint = work.failed_at = await self._unless_stopped(
+            self._balancer.acquire(work.failed_at, near)
+        )
         try:
             found = await self._request(work, endpoint)
         except RequestError as error:
@@ -284,7 +312,9 @@ class Generation:
         if isinstance(text, str) and prompt is not None and not self._knows_bos:
             self._knows_bos = True
             with suppress(RequestError, InputError):  # the server does not decode tokens
-                if note := await self._unless_stopped(second_bos(self._client, url, model, text, prompt)):
+                if note := await self._unless_stopped(
+                    second_bos(self._client, url, model, text, prompt)
+                ):
                     self.progress.say(note)
 
     def _spare(self, work: Work, endpoint: Endpoint) -> None:
@@ -298,11 +328,21 @@ class Generation:
     def _raise_permanent(self, endpoint: Endpoint, error: RequestError) -> None:
         """Raise InputError if every other row would fail for the same reason."""
         if error.failure is Failure.FOREIGN:
-            raise InputError(f"{endpoint.url}: {error.reason}; serve the same model and layers, or {REMEDY}") from error
+            raise InputError(
+                f"{endpoint.url}: {error.reason}; serve the same model and layers, or {REMEDY}"
+            ) from error
         if error.failure is Failure.GONE:
             endpoint.model = None  # asked for again: another model may be served
-        if error.failure in (Failure.UNSTORED, Failure.ABSENT) and not endpoint.proven and endpoint.failed >= self._options.max_retries:
-            remedy = "" if error.failure is Failure.ABSENT else "; mend its storage, or name a folder in it, and no link, with --output"
+        if (
+            error.failure in (Failure.UNSTORED, Failure.ABSENT)
+            and not endpoint.proven
+            and endpoint.failed >= self._options.max_retries
+        ):
+            remedy = (
+                ""
+                if error.failure is Failure.ABSENT
+                else "; mend its storage, or name a folder in it, and no link, with --output"
+            )
             raise InputError(f"{endpoint.url}: {error.reason}{remedy}") from error
 
     def _note_failure(self, endpoint: Endpoint, error: RequestError) -> None:
@@ -312,17 +352,25 @@ class Generation:
         if not endpoint.is_used:
             self.progress.say(f"{error}; {endpoint.url} is not used")
         elif endpoint.pauses == 1:
-            self.progress.say(f"{error}; {endpoint.url} is tried again in {endpoint.pause_left():.0f} s")
+            self.progress.say(
+                f"{error}; {endpoint.url} is tried again in {endpoint.pause_left():.0f} s"
+            )
         used = self._balancer.used
         if not any(each.model is not None for each in used):
             if all(each.failed > self._options.max_retries for each in used):
-                self.stop(UnreachedError(f"{error.reason}; start a server there, or name another one with --endpoint"))
+                self.stop(
+                    UnreachedError(
+                        f"{error.reason}; start a server there, or name another one with --endpoint"
+                    )
+                )
         elif all(each.pauses for each in used):
             self._count_error(error.reason)
             if not self._is_waiting and self.outcome.stopped_by is None:
                 self._is_waiting = True
                 left = self._options.errors_to_stop - self._errors_in_a_row
-                self.progress.say(f"every server fails; {left} more errors end the run (--max-consecutive-errors)")
+                self.progress.say(
+                    f"every server fails; {left} more errors end the run (--max-consecutive-errors)"
+                )
                 self._ledger.note_state(State.WAITING, error.reason)
 
     def _delay(self, work: Work, error: RequestError) -> float:
@@ -335,14 +383,22 @@ class Generation:
     def _pass(self, work: Work, found: Examination) -> None:
         """Count a row whose file existed. A killed run may not have logged it."""
         if not self._ledger.is_done(work.row.index, work.identity):
-            self._ledger.append(work.row.index, Status.FOUND, work.identity, tokens=found.tokens, bytes=found.file_bytes)
+            self._ledger.append(
+                work.row.index,
+                Status.FOUND,
+                work.identity,
+                tokens=found.tokens,
+                bytes=found.file_bytes,
+            )
         self.outcome.before += 1
 
     def _succeed(self, work: Work, found: Examination) -> None:
         if self._answers is not None and work.answer is not None:
             self._answers.append(work.row.index, work.answer)
         reused = work.answer.reused if work.answer is not None else 0
-        self._log_row(work, Status.DONE, tokens=found.tokens, reused=reused or None, bytes=found.file_bytes)
+        self._log_row(
+            work, Status.DONE, tokens=found.tokens, reused=reused or None, bytes=found.file_bytes
+        )
         self._errors_in_a_row = 0
         if self._is_waiting:
             self._is_waiting = False
@@ -352,7 +408,9 @@ class Generation:
         self.outcome.done += 1
         self.outcome.tokens += found.tokens
         self.outcome.bytes += found.file_bytes
-        self.outcome.prompt_tokens += found.tokens if found.prompt_tokens is None else found.prompt_tokens
+        self.outcome.prompt_tokens += (
+            found.tokens if found.prompt_tokens is None else found.prompt_tokens
+        )
         self.outcome.reused += reused
 
     def _fail(self, work: Work, error: RequestError) -> None:
@@ -361,7 +419,9 @@ class Generation:
         if len(self.outcome.failures) < SHOWN_FAILURES:
             self.outcome.failures.append((work.row.index, error.reason))
             self.progress.say(f"row {work.row.index} failed: {error}")
-        if error.failure is not Failure.REFUSED:  # a refusal of this row says nothing about the next one
+        if (
+            error.failure is not Failure.REFUSED
+        ):  # a refusal of this row says nothing about the next one
             self._count_error(error.reason)
 
     def _log_row(self, work: Work, status: Status, **facts: Any) -> None:
@@ -369,12 +429,23 @@ class Generation:
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
         url = None if work.endpoint is None else work.endpoint.url
-        self._ledger.append(work.row.index, status, work.identity, seconds=seconds, attempts=work.attempts, endpoint=url, **facts)
+        self._ledger.append(
+            work.row.index,
+            status,
+            work.identity,
+            seconds=seconds,
+            attempts=work.attempts,
+            endpoint=url,
+            **facts,
+        )
 
     def _count_error(self, problem: str) -> None:
         self._errors_in_a_row += 1
         if self._errors_in_a_row >= self._options.errors_to_stop:
-            errors = f"{self._errors_in_a_row} errors in a row (--max-consecutive-errors), the last: {problem}"
+            errors = (
+                f"{self._errors_in_a_row} errors in a row (--max-consecutive-errors), the last: "
+                f"{problem}"
+            )
             self.stop(RunError(f"{errors}; what is done is kept: call again to go on"))
 
     async def _tidy(self) -> None:
@@ -391,7 +462,9 @@ class Generation:
     def _in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def _unless_stopped(self, awaitable: Awaitable[T], waits: set[asyncio.Future[Any]] | None = None) -> T:
+    async def _unless_stopped(
+        self, awaitable: Awaitable[T], waits: set[asyncio.Future[Any]] | None = None
+    ) -> T:
         """Wait for something that `stop` cancels. Raises StoppedError: the run is stopped."""
         waiting = asyncio.ensure_future(awaitable)
         waits = self._waits if waits is None else waits

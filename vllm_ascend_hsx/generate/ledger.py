@@ -128,7 +128,9 @@ class Ledger:
         """Take a line of an earlier run into account. Raises InputError: two servers differ."""
         if isinstance(server := line.get("server"), dict):
             if changes := differences(self.server or server, server):
-                raise InputError(f"{self.path.parent} holds rows of two servers: {changes}; {REMEDY}")
+                raise InputError(
+                    f"{self.path.parent} holds rows of two servers: {changes}; {REMEDY}"
+                )
             self.server = server
         elif (known := row_line(line)) is not None:
             self.finished.note(*known)
@@ -148,12 +150,17 @@ class Ledger:
             is_in_place = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         if not is_in_place:
             raise RunError(
-                f"{self.path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
-                "put it back with what servers have written under this name since, and run the same command again"
+                f"{self.path.parent} was moved, removed or replaced during the run, so its rows "
+                "are not all there; "
+                "put it back with what servers have written under this name since, and run the "
+                "same command again"
             )
         before = self._size  # read first: another thread may be adding a line
         if (size := os.fstat(self._fd).st_size) < before:
-            raise RunError(f"{self.path} was cut off during the run, from {before} to {size} bytes; put back what it had, or {REMEDY}")
+            raise RunError(
+                f"{self.path} was cut off during the run, from {before} to {size} bytes; put "
+                f"back what it had, or {REMEDY}"
+            )
 
     def _log(self, line: dict[str, Any], durable: bool = False) -> None:
         self.require_in_place()
@@ -173,7 +180,9 @@ class Ledger:
         output = self.path.parent
         with suppress(OSError, RunError):  # the directory is in use, or another one now
             self.require_in_place()
-            if self.made and (len(ledgers_in(output)) > 1 or next(files_of_rows(output), None) is None):
+            if self.made and (
+                len(ledgers_in(output)) > 1 or next(files_of_rows(output), None) is None
+            ):
                 self.made[0].unlink()
                 for directory in self.made[1:]:
                     directory.rmdir()
@@ -216,7 +225,13 @@ def files_of_rows(output: Path) -> Iterator[Path]:
             yield output / name
 
 
-def open_ledger(output: Path, request: Mapping[str, Any], world_size: int = 1, rank: int = 0, waits: bool = False) -> Ledger:
+def open_ledger(
+    output: Path,
+    request: Mapping[str, Any],
+    world_size: int = 1,
+    rank: int = 0,
+    waits: bool = False,
+) -> Ledger:
     """Open and lock the ledger of this rank; create it, and the output directory, if needed.
 
     Args:
@@ -232,7 +247,13 @@ def open_ledger(output: Path, request: Mapping[str, Any], world_size: int = 1, r
     try:
         missing = [each for each in (output, *output.parents) if not each.exists()]
         output.mkdir(parents=True, exist_ok=True)
-        header = {"ledger": VERSION, "request": dict(request), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex}
+        header = {
+            "ledger": VERSION,
+            "request": dict(request),
+            "world_size": world_size,
+            "rank": rank,
+            "id": uuid.uuid4().hex,
+        }
         return _open(output / rank_file("ledger", world_size, rank), header, missing, waits)
     except OSError as error:
         where = f"--output {output}: {error.strerror or error} ({error.filename or output})"
@@ -245,7 +266,9 @@ def _open(path: Path, header: dict[str, Any], missing: Sequence[Path], waits: bo
     with OnError(os.close, fd):
         _lock(path, fd, waits)
         first = os.pread(fd, LONGEST_LINE, 0)
-        is_new = b"\n" not in first and is_cut_short(first)  # or the run that made it was killed at once
+        is_new = b"\n" not in first and is_cut_short(
+            first
+        )  # or the run that made it was killed at once
         with OnError(path.unlink if is_new else int):
             _require_one_division(output, header["world_size"])
             if is_new:
@@ -254,9 +277,16 @@ def _open(path: Path, header: dict[str, Any], missing: Sequence[Path], waits: bo
                 os.fdatasync(fd)
                 sync_directory(output)
             ledger = Ledger(path, fd, (path, *missing) if is_new else ())
-            earlier = [each for each in ledgers_in(output) if _is_of(each, header["request"]) and not (is_new and each == path)]
+            earlier = [
+                each
+                for each in ledgers_in(output)
+                if _is_of(each, header["request"]) and not (is_new and each == path)
+            ]
             if not earlier and next(files_of_rows(output), None) is not None:
-                raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
+                raise InputError(
+                    f"--output {output} holds files of rows, and no ledger that says what they "
+                    f"were made from; {REMEDY}"
+                )
             # By time: of two lines about a row in two ledgers the later one counts.
             for line in heapq.merge(*map(read_lines, earlier), key=_time_of):
                 ledger.take(line)
@@ -293,8 +323,13 @@ def _require_one_division(output: Path, world_size: int) -> None:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem = f"{path} belongs to a run that is under way, of another --world-size than {world_size}"
-                raise InputError(f"{problem}, so both would do the same rows; wait for its end, or end it") from None
+                problem = (
+                    f"{path} belongs to a run that is under way, of another --world-size than "
+                    f"{world_size}"
+                )
+                raise InputError(
+                    f"{problem}, so both would do the same rows; wait for its end, or end it"
+                ) from None
             finally:
                 os.close(fd)
 
@@ -312,7 +347,10 @@ def _is_of(path: Path, request: dict[str, Any]) -> bool:
     if header.get("ledger") != VERSION:
         raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
     if changes := differences(header.get("request"), request):
-        raise InputError(f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); {REMEDY}")
+        raise InputError(
+            f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); "
+            f"{REMEDY}"
+        )
     return True
 
 
@@ -336,7 +374,12 @@ def _time_of(line: dict[str, Any]) -> float:
 def row_line(line: dict[str, Any]) -> tuple[int, Status, str] | None:
     """Return row, status and identity of a line about a row; None for any other line."""
     row, status, identity = line.get("row"), line.get("status"), line.get("identity")
-    if type(row) is not int or not 0 <= row < _MOST_ROWS or not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
+    if (
+        type(row) is not int
+        or not 0 <= row < _MOST_ROWS
+        or not isinstance(identity, str)
+        or not _IDENTITY.fullmatch(identity)
+    ):
         return None
     with suppress(ValueError):
         return row, Status(status), identity

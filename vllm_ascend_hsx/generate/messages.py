@@ -19,7 +19,19 @@ ROLES = {
     "developer": "developer",
 }
 # Keys that reach the chat template by way of vLLM (parse_chat_messages); it drops all others.
-KEYS = frozenset(("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id", "tools", "task"))
+KEYS = frozenset(
+    (
+        "role",
+        "content",
+        "name",
+        "reasoning",
+        "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
+        "tools",
+        "task",
+    )
+)
 _MESSAGE = 'a message such as {"role": ..., "content": ...} or {"from": ..., "value": ...}'
 _CALL = 'a tool call such as {"function": {"name": ..., "arguments": {...}}}'
 
@@ -35,7 +47,9 @@ def read_chat(column: str, value: Iterable[Any]) -> list[dict[str, Any]]:
     """
     called: list[str] = []  # ids that were made, until a result takes them
     numbers = count()
-    return [_message(f"{column}[{at}]", message, called, numbers) for at, message in enumerate(value)]
+    return [
+        _message(f"{column}[{at}]", message, called, numbers) for at, message in enumerate(value)
+    ]
 
 
 def with_function(where: str, value: Any, wanted: str) -> dict[str, Any]:
@@ -47,35 +61,58 @@ def with_function(where: str, value: Any, wanted: str) -> dict[str, Any]:
     value = parsed(where, value, dict, wanted)
     if "function" not in value:
         outside = {key: value[key] for key in ("type", "id") if key in value}
-        value = {**outside, "function": {key: each for key, each in value.items() if key not in outside}}
+        value = {
+            **outside,
+            "function": {key: each for key, each in value.items() if key not in outside},
+        }
     function = parsed(f"{where}.function", value["function"], dict, wanted)
     parsed(f"{where}.function.name", function.get("name"), str, wanted)
     return {"type": "function", **value, "function": dict(function)}
 
 
 def _message(where: str, value: Any, called: list[str], numbers: Iterator[int]) -> dict[str, Any]:
-    message = {key: each for key, each in parsed(where, value, dict, _MESSAGE).items() if each is not None}
+    message = {
+        key: each for key, each in parsed(where, value, dict, _MESSAGE).items() if each is not None
+    }
     if "role" not in message and "from" in message:
         said = message.pop("from")
         if str(said) not in ROLES:
             raise RowError(f"{where}.from is {shown(said)}; use one of {', '.join(ROLES)}")
         key = "tool_calls" if said == "function_call" else "content"
-        message = {"role": ROLES[said], **({key: message.pop("value")} if "value" in message else {}), **message}
+        message = {
+            "role": ROLES[said],
+            **({key: message.pop("value")} if "value" in message else {}),
+            **message,
+        }
     parsed(f"{where}.role", message.get("role"), str, "system, user, assistant or tool")
     if "thinking" in message and "reasoning_content" not in message:
-        message["reasoning_content"] = message.pop("thinking")  # speculators takes them for the same, too
+        message["reasoning_content"] = message.pop(
+            "thinking"
+        )  # speculators takes them for the same, too
     if "function_call" in message:
         message["tool_calls"] = {"function": message.pop("function_call")}
     if message.get("tool_calls"):
-        calls = parsed(f"{where}.tool_calls", message["tool_calls"], list | dict, f"a list with {_CALL}")
+        calls = parsed(
+            f"{where}.tool_calls", message["tool_calls"], list | dict, f"a list with {_CALL}"
+        )
         calls = calls if isinstance(calls, list) else [calls]
-        message["tool_calls"] = [_call(f"{where}.tool_calls[{at}]", call, called, numbers) for at, call in enumerate(calls)]
+        message["tool_calls"] = [
+            _call(f"{where}.tool_calls[{at}]", call, called, numbers)
+            for at, call in enumerate(calls)
+        ]
     if message["role"] == "function":
         message["role"] = "tool"
     if message["role"] == "tool" and called:
         message.setdefault("tool_call_id", called.pop(0))
-    if "content" in message or not any(map(message.get, ("tool_calls", "reasoning", "reasoning_content"))):
-        parsed(f"{where}.content", message.get("content"), str | list, "the message's text, or a list of parts")
+    if "content" in message or not any(
+        map(message.get, ("tool_calls", "reasoning", "reasoning_content"))
+    ):
+        parsed(
+            f"{where}.content",
+            message.get("content"),
+            str | list,
+            "the message's text, or a list of parts",
+        )
     return message
 
 
@@ -84,7 +121,9 @@ def _call(where: str, value: Any, called: list[str], numbers: Iterator[int]) -> 
     arguments = call["function"].get("arguments") or {}
     if isinstance(arguments, str):
         parsed(f"{where}.function.arguments", arguments, dict | list, "an object")  # as vLLM does
-    call["function"]["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    call["function"]["arguments"] = (
+        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
     if not call.get("id"):
         call["id"] = f"call{next(numbers):05d}"  # Mistral's tokenizers want nine letters and digits
         called.append(call["id"])

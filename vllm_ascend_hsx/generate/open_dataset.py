@@ -28,7 +28,10 @@ _BOM = b"\xef\xbb\xbf"
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")
 _TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.gz|\.zst)?$")
 _TABLE = re.compile(r"\.(parquet|arrow)$")
-_FORMS = "JSON (.json, .jsonl or .ndjson), .csv or .tsv, any of them compressed (.gz or .zst), .parquet or .arrow"
+_FORMS = (
+    "JSON (.json, .jsonl or .ndjson), .csv or .tsv, any of them compressed (.gz or .zst), "
+    ".parquet or .arrow"
+)
 
 
 class Texts(Dataset):
@@ -55,10 +58,15 @@ class Tables(Dataset):
 
         form = next(iter(self.files)).suffix[1:]
         more = {"batch_size": _BATCH} if form == "parquet" else {}
-        table = datasets.load_dataset(form, data_files=list(map(str, self.files)), split="train", streaming=True, **more)
+        table = datasets.load_dataset(
+            form, data_files=list(map(str, self.files)), split="train", streaming=True, **more
+        )
         for batch in table.with_format("arrow").iter(_BATCH):
             self.require_unchanged(*self.files)
-            yield from (("", partial(_record, batch, at, self.options.column)) for at in range(batch.num_rows))
+            yield from (
+                ("", partial(_record, batch, at, self.options.column))
+                for at in range(batch.num_rows)
+            )
 
 
 def open_dataset(options: Options) -> Dataset:
@@ -78,33 +86,57 @@ def open_dataset(options: Options) -> Dataset:
         files = [path] if path.is_file() else _files(path, options)
         if all(_TEXT.search(each.name) for each in files):
             return Texts(options, files)
-        if len({each.suffix for each in files} & {".parquet", ".arrow"}) == len({each.suffix for each in files}) == 1:
+        if (
+            len({each.suffix for each in files} & {".parquet", ".arrow"})
+            == len({each.suffix for each in files})
+            == 1
+        ):
             return Tables(options, files)
     except Exception as error:
         raise unreadable(options, error) from error
-    raise DatasetError(f"{path}: give a file of one of these forms, or a folder with files of one of them: {_FORMS}")
+    raise DatasetError(
+        f"{path}: give a file of one of these forms, or a folder with files of one of them: "
+        f"{_FORMS}"
+    )
 
 
 def _files(path: Path, options: Options) -> list[Path]:
     """Return the files of a folder or of a dataset on a hub, of one split. Raises DatasetError."""
     hub = _HUB_ID.fullmatch(options.data)
     if path.exists() and not path.is_dir():
-        raise DatasetError(f"{path}: it is not a regular file, and is read twice; copy it to one, or give it to --data - as standard input")
+        raise DatasetError(
+            f"{path}: it is not a regular file, and is read twice; copy it to one, or give it to "
+            "--data - as standard input"
+        )
     if not path.is_dir() and (hub is None or _TEXT.search(path.name) or _TABLE.search(path.name)):
-        raise DatasetError(f"{path}: there is no such file or folder, and an id on a hub is OWNER/NAME or OWNER/NAME:CONFIG")
+        raise DatasetError(
+            f"{path}: there is no such file or folder, and an id on a hub is OWNER/NAME or "
+            "OWNER/NAME:CONFIG"
+        )
     import datasets
 
     datasets.logging.set_verbosity(logging.CRITICAL)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+    if path.is_dir() and not any(
+        (path / name).exists() for name in ("state.json", "dataset_dict.json")
+    ):
         splits = datasets.load_dataset_builder(str(path)).config.data_files
     else:
-        loaded = datasets.load_from_disk(str(path)) if hub is None or path.is_dir() else datasets.load_dataset(*hub.groups())
+        loaded = (
+            datasets.load_from_disk(str(path))
+            if hub is None or path.is_dir()
+            else datasets.load_dataset(*hub.groups())
+        )
         parts = loaded if isinstance(loaded, dict) else {options.split or "train": loaded}
-        splits = {name: [each["filename"] for each in part.cache_files] for name, part in parts.items()}
+        splits = {
+            name: [each["filename"] for each in part.cache_files] for name, part in parts.items()
+        }
     split = options.split or (next(iter(splits)) if len(splits) == 1 else None)
     if split not in splits:
-        raise DatasetError(f"{path}: it has the splits {', '.join(map(str, splits))}; name one of them with --split")
+        raise DatasetError(
+            f"{path}: it has the splits {', '.join(map(str, splits))}; name one of them with "
+            "--split"
+        )
     # `datasets` keeps the results of map and filter beside the dataset they were made of.
     return [Path(name) for name in splits[split] if not Path(name).name.startswith("cache-")]
 
@@ -130,17 +162,29 @@ def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
     if separated := re.search(r"\.([ct])sv", path.name):
         csv.field_size_limit(2**31 - 1)  # characters of a cell
         text = io.TextIOWrapper(file, "utf-8", newline="")
-        reader = csv.DictReader(text, restkey="cells beyond the header", delimiter={"c": ",", "t": "\t"}[separated[1]], strict=True)
+        reader = csv.DictReader(
+            text,
+            restkey="cells beyond the header",
+            delimiter={"c": ",", "t": "\t"}[separated[1]],
+            strict=True,
+        )
         columns = Counter(filter(None, reader.fieldnames or ()))  # spreadsheets leave empty columns
         if twice := [name for name, count in columns.items() if count > 1]:
-            raise DatasetError(f"{path}: its header has the column {twice[0]!r:.100} twice; give each column once")
+            raise DatasetError(
+                f"{path}: its header has the column {twice[0]!r:.100} twice; give each column once"
+            )
         yield from ((f":{reader.line_num}", row) for row in reader)
     elif start[:1] == b"[":
         yield from ((f", row {number}", row) for number, row in enumerate(_items(file)))
     elif start in (b"{\n", b"{\r"):
-        raise DatasetError(f"{path}: its first row has several lines; write one JSON object per line, or a list of all of them")
+        raise DatasetError(
+            f"{path}: its first row has several lines; write one JSON object per line, or a list "
+            "of all of them"
+        )
     else:
-        yield from ((f":{number}", line) for number, line in enumerate(file, start=1) if not line.isspace())
+        yield from (
+            (f":{number}", line) for number, line in enumerate(file, start=1) if not line.isspace()
+        )
 
 
 def _items(file: Any) -> Iterator[Any]:
@@ -169,14 +213,24 @@ def _without_repeated_keys(item: Any) -> Any:
         value = pending.pop()
         if (key := getattr(value, "twice", None)) is not None:
             raise repeated_key("it", key)
-        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        pending += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
     return item
 
 
 def _record(batch: Any, at: int, column: str | None) -> dict[str, Any]:
     cells = {name: batch.column(name)[at] for name in batch.column_names}
-    read = {name for name in cells if name == column or (name in COLUMNS and COLUMNS[name].fate != "quiet")}
-    return {name: _python(cell) if name in read else True for name, cell in cells.items() if cell.is_valid}
+    read = {
+        name
+        for name in cells
+        if name == column or (name in COLUMNS and COLUMNS[name].fate != "quiet")
+    }
+    return {
+        name: _python(cell) if name in read else True
+        for name, cell in cells.items()
+        if cell.is_valid
+    }
 
 
 def _python(cell: Any) -> Any:

@@ -28,7 +28,10 @@ BOUNDS = {
     "rank": (0, 10**6 - 1),
 }
 SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 10.0),
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 10.0),
 }
 RAY_TASKS = (1, 4096)
 ORDERS = ("prefix", "given")
@@ -61,7 +64,9 @@ class RayCluster:
     def __post_init__(self) -> None:
         least, most = RAY_TASKS
         if not least <= self.tasks <= most:
-            raise InputError(f"--ray-tasks {self.tasks}: give a whole number from {least} to {most}")
+            raise InputError(
+                f"--ray-tasks {self.tasks}: give a whole number from {least} to {most}"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,30 +168,55 @@ class Options:
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not least <= value <= most):
-                raise InputError(f"{_flag(name)} {value}: give a whole number from {least} to {most}")
+                raise InputError(
+                    f"{_flag(name)} {value}: give a whole number from {least} to {most}"
+                )
         for name in ("request_timeout", "retry_delay"):
             if isinstance(getattr(self, name), bool) or not 0 < getattr(self, name) <= LONGEST_S:
-                raise InputError(f"{_flag(name)} {getattr(self, name)}: give a number of seconds above 0 and at most {LONGEST_S}")
+                raise InputError(
+                    f"{_flag(name)} {getattr(self, name)}: give a number of seconds above 0 and "
+                    f"at most {LONGEST_S}"
+                )
         if not 0 <= self.rank < self.world_size:
-            raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
+            raise InputError(
+                f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for "
+                f"--world-size is {self.world_size}"
+            )
         if self.order not in ORDERS:
             raise InputError(f"--order {self.order}: give one of {', '.join(ORDERS)}")
         if self.ray is not None and self.data == "-":
-            raise InputError("--ray with --data -: the nodes of a cluster read the dataset themselves; write it to a file that they see")
+            raise InputError(
+                "--ray with --data -: the nodes of a cluster read the dataset themselves; write "
+                "it to a file that they see"
+            )
         check_endpoints(self.endpoints)
         if self.include_output and self.max_tokens is None:
-            raise InputError("--include-output: give --max-tokens, the number of tokens to generate for a row")
+            raise InputError(
+                "--include-output: give --max-tokens, the number of tokens to generate for a row"
+            )
         for name in () if self.include_output else ("max_tokens", "seed", "sampling"):
             if getattr(self, name) != getattr(Options, name):
-                flag = "--temperature and other sampling options" if name == "sampling" else _flag(name)
-                raise InputError(f"{flag}: the prompt's rows do not depend on it; add --include-output or leave it out")
+                flag = (
+                    "--temperature and other sampling options"
+                    if name == "sampling"
+                    else _flag(name)
+                )
+                raise InputError(
+                    f"{flag}: the prompt's rows do not depend on it; add --include-output or "
+                    "leave it out"
+                )
         try:
             os.fspath(self.output).encode()
         except UnicodeEncodeError:
             problem = "its name is not UTF-8, so no request can have it"
             raise InputError(f"--output {self.output}: {problem}; name another directory") from None
-        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # a secret: not printed
-            raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
+        if self.api_key is not None and not re.fullmatch(
+            r"[!-~]+", self.api_key
+        ):  # a secret: not printed
+            raise InputError(
+                "--api-key (or OPENAI_API_KEY): it has characters that no header can have; give "
+                "ASCII without blanks"
+            )
 
     @property
     def request(self) -> dict[str, Any]:
@@ -229,10 +259,14 @@ def rows_of_rank(rows: int, world_size: int, rank: int) -> int:
 def check_endpoints(urls: Sequence[str]) -> None:
     """Raise InputError unless these are the URLs of different servers."""
     if not urls:
-        raise InputError("--endpoint: give the URL of at least one server, such as http://localhost:8000")
+        raise InputError(
+            "--endpoint: give the URL of at least one server, such as http://localhost:8000"
+        )
     for url in urls:
         if not url.startswith(("http://", "https://")) or not url.split("://", 1)[1]:
-            raise InputError(f"--endpoint {url}: give the URL of a server, such as http://localhost:8000")
+            raise InputError(
+                f"--endpoint {url}: give the URL of a server, such as http://localhost:8000"
+            )
     if len(set(urls)) != len(urls):
         raise InputError("--endpoint: one is named twice; name each once")
 
@@ -246,15 +280,25 @@ def read_endpoints(path: Path) -> tuple[str, ...]:
     try:
         lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = describe("it cannot be read", error) if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError(f"--endpoint @{path}: {reason}; give a file with the URL of a server in each line") from error
+        reason = (
+            describe("it cannot be read", error)
+            if isinstance(error, OSError)
+            else "it is not UTF-8 text"
+        )
+        raise InputError(
+            f"--endpoint @{path}: {reason}; give a file with the URL of a server in each line"
+        ) from error
     urls = tuple(base_url(text) for line in lines if (text := line.partition("#")[0].strip()))
     if not urls:
-        raise InputError(f"--endpoint @{path}: it lists no server; write the URL of one in each line")
+        raise InputError(
+            f"--endpoint @{path}: it lists no server; write the URL of one in each line"
+        )
     try:
         check_endpoints(urls)
     except InputError as error:
-        raise InputError(f"--endpoint @{path}: {str(error).removeprefix('--endpoint').lstrip(': ')}") from error
+        raise InputError(
+            f"--endpoint @{path}: {str(error).removeprefix('--endpoint').lstrip(': ')}"
+        ) from error
     return urls
 
 
@@ -267,7 +311,10 @@ def path_map(text: str) -> PathMap:
     """Parse SERVER=LOCAL. Raises InputError."""
     server, equals, local = text.partition("=")
     if not equals or not server.startswith("/") or not local:
-        raise InputError(f"--map-path {text}: give SERVER=LOCAL, two directories, such as /data/hidden_states=/mnt/hidden_states")
+        raise InputError(
+            f"--map-path {text}: give SERVER=LOCAL, two directories, such as "
+            "/data/hidden_states=/mnt/hidden_states"
+        )
     return PathMap(server, Path(os.path.abspath(local)))
 
 

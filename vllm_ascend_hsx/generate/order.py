@@ -65,7 +65,9 @@ class RowOrder:
             bytes. With one row the order is that of the dataset.
     """
 
-    def __init__(self, rows: Iterator[Row], block_rows: int = BLOCK_ROWS, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, rows: Iterator[Row], block_rows: int = BLOCK_ROWS, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         self._rows = rows
         self._block_rows = block_rows
         self._block_bytes = block_bytes
@@ -109,7 +111,12 @@ class RowOrder:
 
     def _gather(self, count: int) -> None:
         """Read up to `count` rows of the next block."""
-        while self._has_more and count and len(self._gathered) < self._block_rows and self._gathered_bytes < self._block_bytes:
+        while (
+            self._has_more
+            and count
+            and len(self._gathered) < self._block_rows
+            and self._gathered_bytes < self._block_bytes
+        ):
             row = next(self._rows, None)
             if row is None:
                 self._has_more = False
@@ -155,7 +162,13 @@ def _key(row: Row) -> _Key:
     if isinstance(content, list):
         # The first message in which two chats differ may have a long beginning in common.
         # Tools and other fields come first in most templates.
-        kind, text = 2, "".join(json.dumps(each, ensure_ascii=False, sort_keys=True) for each in (row.fields, *content))
+        kind, text = (
+            2,
+            "".join(
+                json.dumps(each, ensure_ascii=False, sort_keys=True)
+                for each in (row.fields, *content)
+            ),
+        )
     return _Key((kind, text), sys.getsizeof(text), LEAST_TOKENS * _CHARACTERS_PER_TOKEN)
 
 

@@ -21,7 +21,9 @@ from vllm_ascend_hsx.generate.errors import InputError, Interrupted, UnreachedEr
 from vllm_ascend_hsx.protocol.names import printable
 
 if TYPE_CHECKING:
-    from vllm_ascend_hsx.generate.endpoints import Endpoint  # with a client of servers, which `hsx status` needs not
+    from vllm_ascend_hsx.generate.endpoints import (
+        Endpoint,
+    )  # with a client of servers, which `hsx status` needs not
 
 LINE_S = 10.0
 WINDOW_S = 30.0
@@ -70,7 +72,9 @@ class Outcome:
     @property
     def is_refused(self) -> bool:
         """Whether the run was refused before anything came of it."""
-        return isinstance(self.stopped_by, InputError) and not (self.before or self.done or self.failed or self.unsettled)
+        return isinstance(self.stopped_by, InputError) and not (
+            self.before or self.done or self.failed or self.unsettled
+        )
 
     @property
     def missing(self) -> int:
@@ -91,7 +95,11 @@ class Progress:
     """
 
     def __init__(
-        self, console: Console, outcome: Outcome, beat: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        outcome: Outcome,
+        beat: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._outcome = outcome
@@ -99,8 +107,15 @@ class Progress:
         self._now = now
         self._samples = deque([(now(), 0, 0, 0)])  # time, rows, tokens, bytes
         self._over = threading.Event()
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
+        self._bar = RichProgress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._bar.add_task("", total=outcome.total)
         self._thread = threading.Thread(target=self._refresh, name="hsx-progress", daemon=True)
 
@@ -125,7 +140,9 @@ class Progress:
         self._samples.append((self._now(), outcome.done, outcome.tokens, outcome.bytes))
         while len(self._samples) > 2 and self._samples[1][0] <= self._samples[-1][0] - WINDOW_S:
             self._samples.popleft()
-        seconds, *amounts = (now - before for before, now in zip(self._samples[0], self._samples[-1], strict=True))
+        seconds, *amounts = (
+            now - before for before, now in zip(self._samples[0], self._samples[-1], strict=True)
+        )
         rows, tokens, num_bytes = (amount / (seconds or 1.0) for amount in amounts)
         facts = [
             f"{outcome.before + outcome.done:,} of {outcome.total:,} rows",
@@ -152,15 +169,30 @@ class Progress:
 
 def facts_of(outcome: Outcome, output: Path) -> dict[str, Any]:
     """Return what became of the rows, what they took, and what went wrong, for --json."""
-    names = ("total", "invalid", "before", "done", "failed", "missing", "removed", "requests", "retries")
+    names = (
+        "total",
+        "invalid",
+        "before",
+        "done",
+        "failed",
+        "missing",
+        "removed",
+        "requests",
+        "retries",
+    )
     sizes = ("tokens", "prompt_tokens", "reused", "bytes", "seconds")
     return {
         "output": str(output),
         **{name: getattr(outcome, name) for name in (*names, *sizes)},
         "failures": [{"row": row, "reason": reason} for row, reason in outcome.failures],
         "left": list(map(str, outcome.left)),
-        "stopped_by": None if outcome.stopped_by is None else str(outcome.stopped_by) or type(outcome.stopped_by).__name__,
-        "endpoints": [{"url": each.url, "answered": each.answered, "failed": each.failed} for each in outcome.endpoints],
+        "stopped_by": None
+        if outcome.stopped_by is None
+        else str(outcome.stopped_by) or type(outcome.stopped_by).__name__,
+        "endpoints": [
+            {"url": each.url, "answered": each.answered, "failed": each.failed}
+            for each in outcome.endpoints
+        ],
     }
 
 
@@ -176,12 +208,18 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
         "not done": f"{outcome.missing - outcome.failed:,}",
         "requests": f"{outcome.requests:,}",
         "tokens": f"{outcome.tokens:,}, {outcome.tokens / seconds:,.0f}/s",
-        "reused": f"{outcome.reused:,} of {outcome.prompt_tokens:,} prompt tokens ({_share(outcome.reused, outcome.prompt_tokens)})",
+        "reused": (
+            f"{outcome.reused:,} of {outcome.prompt_tokens:,} prompt tokens "
+            f"({_share(outcome.reused, outcome.prompt_tokens)})"
+        ),
         "size": f"{decimal(outcome.bytes)}, {decimal(round(outcome.bytes / seconds))}/s",
         "time": f"{duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
     }
     if len(outcome.endpoints) > 1:
-        lines |= {each.url: f"{each.answered:,} answered, {each.failed:,} failed" for each in outcome.endpoints}
+        lines |= {
+            each.url: f"{each.answered:,} answered, {each.failed:,} failed"
+            for each in outcome.endpoints
+        }
     table = Table(show_header=False)
     for line in lines.items():
         table.add_row(*line)
@@ -194,15 +232,30 @@ def show_problems(console: Console, outcome: Outcome) -> None:
     for row, reason in outcome.failures:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):
-        tell(console, f"... and {outcome.failed - len(outcome.failures):,} more: see the ledger", "red")
+        tell(
+            console,
+            f"... and {outcome.failed - len(outcome.failures):,} more: see the ledger",
+            "red",
+        )
     if removed := outcome.removed:
-        rows = ", ".join(map(str, removed[:SHOWN_FAILURES])) + (", ..." if len(removed) > SHOWN_FAILURES else "")
-        tell(console, f"{len(removed):,} finished rows were removed during the run: {rows}; run the same command again", "red")
+        rows = ", ".join(map(str, removed[:SHOWN_FAILURES])) + (
+            ", ..." if len(removed) > SHOWN_FAILURES else ""
+        )
+        tell(
+            console,
+            (
+                f"{len(removed):,} finished rows were removed during the run: {rows}; run the same "
+                "command again"
+            ),
+            "red",
+        )
     for path in outcome.left:
         tell(console, f"{path} is still being written by the server; the next run checks it", "red")
     if isinstance(outcome.stopped_by, Interrupted):
         tell(console, "interrupted; what is done is kept: call again to go on", "red")
-    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, (InputError, UnreachedError)):
+    elif outcome.stopped_by is not None and not isinstance(
+        outcome.stopped_by, (InputError, UnreachedError)
+    ):
         tell(console, f"stopped: {outcome.stopped_by}", "red")
 
 

@@ -26,7 +26,11 @@ def resume(options: Options, ledger: Ledger, checked: Checked, console: Console)
     """
     marks = ledger.finished.marks
     # With a limit, further rows of the dataset are not known.
-    size = len(checked.identities) if options.limit is not None else max(len(checked.identities), len(marks))
+    size = (
+        len(checked.identities)
+        if options.limit is not None
+        else max(len(checked.identities), len(marks))
+    )
     now, before = np.zeros((2, size), np.uint64)
     now[: len(checked.identities)] = checked.identities
     before[: len(marks)] = marks[:size]
@@ -38,10 +42,15 @@ def resume(options: Options, ledger: Ledger, checked: Checked, console: Console)
     moved = {int(row): free[mark].pop() for row in lost if free.get(mark := int(before[row]))}
     kept = int(finished.sum()) - lost.size + len(moved)
     if 2 * kept < finished.sum():
-        problem = f"only {kept:,} of its {int(finished.sum()):,} finished rows are rows of {options.data}"
+        problem = (
+            f"only {kept:,} of its {int(finished.sum()):,} finished rows are rows of {options.data}"
+        )
         raise InputError(f"{options.output} holds rows of another dataset: {problem}; {REMEDY}")
     if moved and options.world_size > 1:
-        problem = f"{len(moved):,} finished rows have another place in {options.data} now, and several ranks cannot rename their files"
+        problem = (
+            f"{len(moved):,} finished rows have another place in {options.data} now, and several "
+            "ranks cannot rename their files"
+        )
         raise InputError(f"{problem}; call once with --world-size 1 --rank 0")
     files = RowFiles(options, ledger)
     try:
@@ -54,7 +63,15 @@ def resume(options: Options, ledger: Ledger, checked: Checked, console: Console)
                 ledger.append(row, Status.CHANGED, "")
         renamed = files.put_in_place()
     except OSError as error:
-        raise RunError(describe(f"files in {options.output} could not be renamed or removed", error)) from error
+        raise RunError(
+            describe(f"files in {options.output} could not be renamed or removed", error)
+        ) from error
     if lost.size or renamed:
         gone = lost.size - len(moved)
-        tell(console, f"the dataset has changed: {gone:,} finished rows are no longer in it, {renamed:,} were renamed")
+        tell(
+            console,
+            (
+                f"the dataset has changed: {gone:,} finished rows are no longer in it, {renamed:,} "
+                "were renamed"
+            ),
+        )

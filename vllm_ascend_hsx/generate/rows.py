@@ -59,8 +59,15 @@ class Row:
         """Return the part of the request's body that the prompt is made of."""
         if isinstance(self.content, list):
             # A conversation that ends with the assistant's message is complete.
-            return {"messages": self.content, "add_generation_prompt": self.content[-1]["role"] != "assistant", **self.fields}
-        return {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content, **self.fields}
+            return {
+                "messages": self.content,
+                "add_generation_prompt": self.content[-1]["role"] != "assistant",
+                **self.fields,
+            }
+        return {
+            "prompt": self.content.tolist() if isinstance(self.content, array) else self.content,
+            **self.fields,
+        }
 
 
 def repeated_key(where: str, key: str) -> RowError:

@@ -17,7 +17,15 @@ from vllm_ascend_hsx.generate.client import check_url, words
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError, UnreachedError
 from vllm_ascend_hsx.generate.generation import Generation
-from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import (
+    Ledger,
+    State,
+    Status,
+    files_of_rows,
+    open_ledger,
+    row_file,
+    row_of_file,
+)
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, Progress, tell
@@ -60,7 +68,9 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         InputError: the output directory cannot be used.
     """
     options, dataset, checked, console = plan
-    ledger = open_ledger(options.output, options.request, options.world_size, options.rank, options.waits_for_lock)
+    ledger = open_ledger(
+        options.output, options.request, options.world_size, options.rank, options.waits_for_lock
+    )
     answers = None
     invalid = [each for each in checked.bad if options.is_ours(each.index)]
     outcome = Outcome(options.count_ours(len(checked.identities)) - len(invalid), len(invalid))
@@ -77,13 +87,24 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         ledger.note_run(len(checked.identities), len(checked.bad))
         for each in invalid:
             ledger.append(each.index, Status.INVALID, "", error=each.problem)
-        answers = Answers(options.output, options.world_size, options.rank) if options.include_output else None
+        answers = (
+            Answers(options.output, options.world_size, options.rank)
+            if options.include_output
+            else None
+        )
         with Progress(console, outcome, beat) as progress:
             rows = dataset.rows(options.is_wanted)
-            asyncio.run(_run_until_signal(Generation(options, rows, ledger, answers, outcome, progress), signals))
+            asyncio.run(
+                _run_until_signal(
+                    Generation(options, rows, ledger, answers, outcome, progress), signals
+                )
+            )
         if outcome.stopped_by is None:
             _note_removed(options, ledger, outcome, checked)
-        ledger.note_state(State.FINISHED if outcome.stopped_by is None else State.STOPPED, _reason(outcome.stopped_by))
+        ledger.note_state(
+            State.FINISHED if outcome.stopped_by is None else State.STOPPED,
+            _reason(outcome.stopped_by),
+        )
     except RunError as error:
         outcome.stopped_by = error
     except InputError as error:
@@ -98,7 +119,12 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
     return outcome
 
 
-def generate(options: Options, console: Console, give: Callable[[Outcome | Sizes], None], do: Callable[[Plan], Outcome] = do_here) -> int:
+def generate(
+    options: Options,
+    console: Console,
+    give: Callable[[Outcome | Sizes], None],
+    do: Callable[[Plan], Outcome] = do_here,
+) -> int:
     """Run `hsx generate`.
 
     Args:
@@ -125,7 +151,11 @@ def generate(options: Options, console: Console, give: Callable[[Outcome | Sizes
     if options.dry_run:
         give(sizes_of(options, dataset, plan.checked))
         return ALL_THERE
-    shown = options.show if options.show is not None else int(options.rank == 0 and not options.output.exists())
+    shown = (
+        options.show
+        if options.show is not None
+        else int(options.rank == 0 and not options.output.exists())
+    )
     if shown:
         asyncio.run(show_rows(console, options, islice(dataset.rows(), shown)))
     outcome = do(plan)
@@ -137,7 +167,11 @@ def generate(options: Options, console: Console, give: Callable[[Outcome | Sizes
         raise outcome.stopped_by
     if isinstance(outcome.stopped_by, Interrupted):
         return 128 + outcome.stopped_by.number
-    return SOME_MISSING if outcome.missing > options.allow_failures or outcome.stopped_by is not None else ALL_THERE
+    return (
+        SOME_MISSING
+        if outcome.missing > options.allow_failures or outcome.stopped_by is not None
+        else ALL_THERE
+    )
 
 
 def _write_answers(plan: Plan) -> None:
@@ -148,7 +182,13 @@ def _write_answers(plan: Plan) -> None:
         remedy = "when all ranks have ended, call again with --world-size 1 --rank 0"
     else:
         try:
-            tell(console, f"{write_dataset(options.output, checked.identities)}: to train on, with the answers of all rows")
+            tell(
+                console,
+                (
+                    f"{write_dataset(options.output, checked.identities)}: to train on, with the "
+                    "answers of all rows"
+                ),
+            )
         except ModuleNotFoundError as error:
             remedy = f"it needs {error.name}: pip install 'vllm-ascend-hsx[data]', and call again"
         except Exception as error:  # noqa: BLE001 (`datasets` wraps the error of a full disk in its own)
@@ -170,10 +210,18 @@ def _note_removed(options: Options, ledger: Ledger, outcome: Outcome, checked: C
     try:
         there = {row_of_file(path.name) for path in files_of_rows(output)}
         # A listing of a network filesystem may be old.
-        done = (row for row, mark in enumerate(ledger.finished.marks[: len(checked.identities)]) if mark and options.is_wanted(row))
-        outcome.removed = [row for row in done if row not in there and not is_decided(output / row_file(row))]
+        done = (
+            row
+            for row, mark in enumerate(ledger.finished.marks[: len(checked.identities)])
+            if mark and options.is_wanted(row)
+        )
+        outcome.removed = [
+            row for row in done if row not in there and not is_decided(output / row_file(row))
+        ]
     except OSError as error:
-        raise RunError(describe("whether all rows are still there could not be seen", error)) from error
+        raise RunError(
+            describe("whether all rows are still there could not be seen", error)
+        ) from error
     for row in outcome.removed:
         ledger.append(row, Status.FAILED, "", error="its rows were removed during the run")
 
@@ -200,13 +248,19 @@ def _check(dataset: Dataset, options: Options, console: Console) -> Checked:
     """Read the whole dataset, and say what cannot be sent. Raises InputError."""
     data = printable(options.data)
     with console.status(Text(f"checking {data}")) as status:
-        checked = dataset.check(options.request, lambda rows: status.update(Text(f"checking {data}: {rows:,} rows")))
+        checked = dataset.check(
+            options.request, lambda rows: status.update(Text(f"checking {data}: {rows:,} rows"))
+        )
     problems = [f"{each.where}: {each.problem}" for each in checked.bad[:_SHOWN_INVALID]]
     if len(checked.bad) > _SHOWN_INVALID:
         problems.append(f"... and {len(checked.bad) - _SHOWN_INVALID:,} more")
     if problems and not options.skip_invalid:
         remedy = "mend them, or leave them out with --skip-invalid"
-        summary = [f"{data}: {len(checked.bad):,} rows cannot be sent; {remedy}"] if len(problems) > 1 else []
+        summary = (
+            [f"{data}: {len(checked.bad):,} rows cannot be sent; {remedy}"]
+            if len(problems) > 1
+            else []
+        )
         raise InputError(*summary, *problems)
     tell(console, f"{data}: {len(checked.identities):,} rows")
     if checked.unsent:

@@ -34,11 +34,21 @@ async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> 
             model = await client.model(url)
             for row in rows:
                 known = row.token_ids
-                ids = known.tolist() if known is not None else await render(client, url, model, row.endpoint, row.prompt())
+                ids = (
+                    known.tolist()
+                    if known is not None
+                    else await render(client, url, model, row.endpoint, row.prompt())
+                )
                 notes: list[str] = []
                 spans = await _spans(client, url, model, row, ids, notes)
                 text = await _marked(client, url, model, ids, spans)
-                tell(console, f"row {row.index}: {len(ids):,} tokens, {sum(end - begin for begin, end in spans):,} of them with a loss")
+                tell(
+                    console,
+                    (
+                        f"row {row.index}: {len(ids):,} tokens, "
+                        f"{sum(end - begin for begin, end in spans):,} of them with a loss"
+                    ),
+                )
                 console.print(Text(text, "dim"), soft_wrap=True)
                 for note in notes:
                     tell(console, note, "yellow")
@@ -54,13 +64,20 @@ async def decode(client: Client, url: str, model: str, ids: Sequence[int]) -> st
     return str(answer["prompt"]) if isinstance(answer, dict) and "prompt" in answer else ""
 
 
-async def render(client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]) -> list[int]:
+async def render(
+    client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]
+) -> list[int]:
     """Return the token ids that a server makes of a prompt. Raises like `Client.post`."""
-    answer = await client.post(url, f"v1/{endpoint}/render", {"model": model, "max_tokens": 1, **body})
+    answer = await client.post(
+        url, f"v1/{endpoint}/render", {"model": model, "max_tokens": 1, **body}
+    )
     try:
         return list((answer if endpoint == CHAT else answer[0])["token_ids"])
     except (LookupError, TypeError):
-        raise RequestError(f"{url} renders no tokens; with vllm 0.30 or later it must be started with --enable-scale-out") from None
+        raise RequestError(
+            f"{url} renders no tokens; with vllm 0.30 or later it must be started with "
+            "--enable-scale-out"
+        ) from None
 
 
 async def second_bos(client: Client, url: str, model: str, text: str, prompt: Sequence[int]) -> str:
@@ -78,12 +95,19 @@ async def second_bos(client: Client, url: str, model: str, text: str, prompt: Se
     if len(prompt) < 2 or prompt[0] != prompt[1]:
         return ""
     first = await decode(client, url, model, prompt[:1])
-    if not first or not text.startswith(first) or text.startswith(first * 2):  # the text itself has both
+    if (
+        not first or not text.startswith(first) or text.startswith(first * 2)
+    ):  # the text itself has both
         return ""
-    return f"texts that begin with {first} get a second one; if a chat template has rendered them, add --no-special-tokens"
+    return (
+        f"texts that begin with {first} get a second one; if a chat template has rendered them, "
+        "add --no-special-tokens"
+    )
 
 
-async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int], notes: list[str]) -> list[tuple[int, int]]:
+async def _spans(
+    client: Client, url: str, model: str, row: Row, ids: list[int], notes: list[str]
+) -> list[tuple[int, int]]:
     """Return begin and end of each assistant's message among the tokens of a chat."""
     spans: list[tuple[int, int]] = []
     if not isinstance(row.content, list):
@@ -92,8 +116,18 @@ async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int],
         if message.get("role") != "assistant":
             continue
         is_open = turn + 1 == len(row.content) and row.prompt().get("continue_final_message", False)
-        before = {**row.prompt(), "messages": row.content[:turn], "add_generation_prompt": True, "continue_final_message": False}
-        after = {**before, "messages": row.content[: turn + 1], "add_generation_prompt": False, "continue_final_message": is_open}
+        before = {
+            **row.prompt(),
+            "messages": row.content[:turn],
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+        }
+        after = {
+            **before,
+            "messages": row.content[: turn + 1],
+            "add_generation_prompt": False,
+            "continue_final_message": is_open,
+        }
         try:
             begin = await render(client, url, model, row.endpoint, before) if turn else []
             end = await render(client, url, model, row.endpoint, after)
@@ -104,15 +138,27 @@ async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int],
         if ids[: len(begin)] == begin and ids[: len(end)] == end:
             spans.append((len(begin), len(end)))
         else:
-            notes.append(f"message {turn} of row {row.index} is rendered differently where the conversation ends: its loss is not shown")
+            notes.append(
+                f"message {turn} of row {row.index} is rendered differently where the "
+                "conversation ends: its loss is not shown"
+            )
     return spans
 
 
-async def _marked(client: Client, url: str, model: str, ids: list[int], spans: list[tuple[int, int]]) -> str:
+async def _marked(
+    client: Client, url: str, model: str, ids: list[int], spans: list[tuple[int, int]]
+) -> str:
     """Return the text of a row in one line, with marks around the tokens that have a loss."""
     parts, at = [], 0
     for begin, end in spans:
-        parts += [await decode(client, url, model, ids[at:begin]), "[[", await decode(client, url, model, ids[begin:end]), "]]"]
+        parts += [
+            await decode(client, url, model, ids[at:begin]),
+            "[[",
+            await decode(client, url, model, ids[begin:end]),
+            "]]",
+        ]
         at = end
-    text = printable("".join([*parts, await decode(client, url, model, ids[at:]) if at < len(ids) else ""]))
+    text = printable(
+        "".join([*parts, await decode(client, url, model, ids[at:]) if at < len(ids) else ""])
+    )
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"

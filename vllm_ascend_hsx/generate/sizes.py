@@ -78,7 +78,17 @@ def sizes_of(options: Options, dataset: Dataset, checked: Checked) -> Sizes:
     rate = options.rate or _last_rate(ledgers)
     bytes_left = round(tokens_left * bytes_per_token) if bytes_per_token else None
     seconds_left = tokens_left / rate if rate else None
-    return Sizes(rows, present, tokens, source, bytes_per_token or None, bytes_left, free, rate or None, seconds_left)
+    return Sizes(
+        rows,
+        present,
+        tokens,
+        source,
+        bytes_per_token or None,
+        bytes_left,
+        free,
+        rate or None,
+        seconds_left,
+    )
 
 
 def show_sizes(console: Console, sizes: Sizes) -> None:
@@ -111,18 +121,27 @@ def space_problem(options: Options, outcome: Outcome) -> str | None:
     with suppress(OSError):  # the servers may still see the storage
         if outcome.done >= SAMPLE and needed > (free := free_space(options.output)):
             sizes = f"{decimal(round(needed))}, and {options.output} has {decimal(free)} free"
-            return f"the {rows:,} rows to come take about {sizes}; make room, or end the run and call it again later"
+            return (
+                f"the {rows:,} rows to come take about {sizes}; make room, or end the run and "
+                "call it again later"
+            )
     return None
 
 
 def free_space(directory: Path) -> int:
     """Return the free bytes for a directory that need not exist yet. Raises OSError."""
-    return shutil.disk_usage(next(each for each in (directory, *directory.absolute().parents) if each.exists())).free
+    return shutil.disk_usage(
+        next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    ).free
 
 
 def _stored(ledgers: list[LedgerLines]) -> Stored:
     files = sum(int(np.count_nonzero(each.tokens)) for each in ledgers)
-    return Stored(files, int(sum(each.tokens.sum() for each in ledgers)), int(sum(each.bytes.sum() for each in ledgers)))
+    return Stored(
+        files,
+        int(sum(each.tokens.sum() for each in ledgers)),
+        int(sum(each.bytes.sum() for each in ledgers)),
+    )
 
 
 def _rows_present(checked: Checked, ledgers: list[LedgerLines]) -> int:
@@ -130,8 +149,12 @@ def _rows_present(checked: Checked, ledgers: list[LedgerLines]) -> int:
     marks = np.zeros(len(checked.identities))
     for each in ledgers:
         inside = each.numbers < marks.size
-        marks[each.numbers[inside].astype(np.intp)] = np.where(np.isin(each.codes, (FOUND, MADE)), each.marks, 0)[inside]
-    return int(np.count_nonzero((marks == np.array(checked.identities, np.uint64) >> 16) & (marks > 0)))
+        marks[each.numbers[inside].astype(np.intp)] = np.where(
+            np.isin(each.codes, (FOUND, MADE)), each.marks, 0
+        )[inside]
+    return int(
+        np.count_nonzero((marks == np.array(checked.identities, np.uint64) >> 16) & (marks > 0))
+    )
 
 
 def _last_rate(ledgers: list[LedgerLines]) -> float:
@@ -144,11 +167,15 @@ def _last_rate(ledgers: list[LedgerLines]) -> float:
     return rate
 
 
-def _tokens(options: Options, dataset: Dataset, checked: Checked, rows: int, stored: Stored) -> tuple[int, str]:
+def _tokens(
+    options: Options, dataset: Dataset, checked: Checked, rows: int, stored: Stored
+) -> tuple[int, str]:
     """Return the number of tokens of `rows` rows, and how it is known."""
     if stored.files and (checked.characters or options.include_output):
         per_row = stored.tokens / stored.files
-        return round(rows * per_row), f"estimate: {per_row:,.0f} a row, as in the {stored.files:,} files of ledgers"
+        return round(
+            rows * per_row
+        ), f"estimate: {per_row:,.0f} a row, as in the {stored.files:,} files of ledgers"
     tokens, source = checked.tokens, "of all token ids"
     if checked.characters:
         ratio, source = 0.25, "estimate: a token for 4 characters, as no server renders the texts"
@@ -166,8 +193,14 @@ async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> flo
     url, step = options.endpoints[0], -(-len(checked.identities) // SAMPLE)
     sample = [row for row in dataset.rows(lambda index: index % step == 0) if row.token_ids is None]
     async with Client(options) as client:
-        requests = (render(client, url, options.model or "", row.endpoint, row.prompt()) for row in sample)
+        requests = (
+            render(client, url, options.model or "", row.endpoint, row.prompt()) for row in sample
+        )
         answers = await asyncio.gather(*requests, return_exceptions=True)
     # Without rows that are too long, for example.
-    rendered = [(len(ids), len(str(row.content))) for row, ids in zip(sample, answers, strict=True) if isinstance(ids, list)]
+    rendered = [
+        (len(ids), len(str(row.content)))
+        for row, ids in zip(sample, answers, strict=True)
+        if isinstance(ids, list)
+    ]
     return sum(tokens for tokens, _ in rendered) / sum(characters for _, characters in rendered)

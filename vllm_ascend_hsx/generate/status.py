@@ -74,7 +74,9 @@ class _LedgerError(Exception):
     """A file is not a ledger; the message says why."""
 
 
-def read_status(directories: Sequence[Path], now: float) -> tuple[list[Progress], list[dict[str, str]]]:
+def read_status(
+    directories: Sequence[Path], now: float
+) -> tuple[list[Progress], list[dict[str, str]]]:
     """Read the ledgers in some directories.
 
     Args:
@@ -96,7 +98,9 @@ def read_ledgers(directory: Path, now: float, problems: list[dict[str, str]]) ->
     with _noted(problems, directory):
         paths = ledgers_in(directory)
         if not paths:
-            raise _LedgerError("it has no ledger; name a directory that was --output of `hsx generate`")
+            raise _LedgerError(
+                "it has no ledger; name a directory that was --output of `hsx generate`"
+            )
         for path in paths:
             with _noted(problems, path):
                 ledgers.append(LedgerLines(path, now))
@@ -139,27 +143,69 @@ class LedgerLines:
     def __init__(self, path: Path, now: float) -> None:
         lines = read_lines(path)
         header = next(lines)
-        self.name, self.rank, self.size = path.name, header.get("rank", -1), header.get("world_size", 0)
-        is_rank = type(self.rank) is type(self.size) is int and 0 <= self.rank < self.size <= BOUNDS["world_size"][1]
+        self.name, self.rank, self.size = (
+            path.name,
+            header.get("rank", -1),
+            header.get("world_size", 0),
+        )
+        is_rank = (
+            type(self.rank) is type(self.size) is int
+            and 0 <= self.rank < self.size <= BOUNDS["world_size"][1]
+        )
         if header.get("ledger") != VERSION or not is_rank:
             raise _LedgerError(f"its first line is not that of a ledger of version {VERSION}")
-        self.rows, self.begun, self.state, self.reason, earlier, read = 0, 0.0, State.RUNNING.value, "", 0, array("d")
+        self.rows, self.begun, self.state, self.reason, earlier, read = (
+            0,
+            0.0,
+            State.RUNNING.value,
+            "",
+            0,
+            array("d"),
+        )
         for line in lines:
             run, at = line.get("run"), line.get("time", 0)
             at = min(at, now) if type(at) in (int, float) and at > 0 else 0.0
             if (known := row_line(line)) is not None:
-                sizes = [each if type(each) is int and 0 < each < 1 << 53 else 0 for each in (line.get("tokens"), line.get("bytes"))]
+                sizes = [
+                    each if type(each) is int and 0 < each < 1 << 53 else 0
+                    for each in (line.get("tokens"), line.get("bytes"))
+                ]
                 row, status, identity = known
-                read.extend((row, _STATUSES.index(status), int(identity[:12] or "0", 16), at, *sizes))
-            elif isinstance(run, dict) and type(rows := run.get("rows")) is int and 0 < rows <= _MOST_ROWS:
-                self.rows, self.begun, self.state, self.reason, earlier = rows, at, State.RUNNING.value, "", len(read) // 6
+                read.extend(
+                    (row, _STATUSES.index(status), int(identity[:12] or "0", 16), at, *sizes)
+                )
+            elif (
+                isinstance(run, dict)
+                and type(rows := run.get("rows")) is int
+                and 0 < rows <= _MOST_ROWS
+            ):
+                self.rows, self.begun, self.state, self.reason, earlier = (
+                    rows,
+                    at,
+                    State.RUNNING.value,
+                    "",
+                    len(read) // 6,
+                )
             elif line.get("state") in list(State):
-                self.state, self.reason = line["state"], str(line.get("reason", ""))[:_LONGEST_REASON]
-        self.numbers, self.codes, self.marks, self.times, self.tokens, self.bytes = np.array(read).reshape(-1, 6).T
+                self.state, self.reason = (
+                    line["state"],
+                    str(line.get("reason", ""))[:_LONGEST_REASON],
+                )
+        self.numbers, self.codes, self.marks, self.times, self.tokens, self.bytes = (
+            np.array(read).reshape(-1, 6).T
+        )
         self.codes[:earlier] = _EARLIER[self.codes[:earlier].astype(np.intp)]
-        self.rate = np.count_nonzero(self.times[self.codes == MADE] > now - WINDOW_S) / max(min(now - self.begun, WINDOW_S), 1.0)
-        if self.state in (State.RUNNING, State.WAITING) and (silence := now - os.stat(path).st_mtime) > WINDOW_S:
-            self.state, self.reason = State.STOPPED.value, f"no sign of life for {duration(silence)}"
+        self.rate = np.count_nonzero(self.times[self.codes == MADE] > now - WINDOW_S) / max(
+            min(now - self.begun, WINDOW_S), 1.0
+        )
+        if (
+            self.state in (State.RUNNING, State.WAITING)
+            and (silence := now - os.stat(path).st_mtime) > WINDOW_S
+        ):
+            self.state, self.reason = (
+                State.STOPPED.value,
+                f"no sign of life for {duration(silence)}",
+            )
 
 
 def _last_run(directory: str, ledgers: list[LedgerLines]) -> Progress:
@@ -170,16 +216,30 @@ def _last_run(directory: str, ledgers: list[LedgerLines]) -> Progress:
         numbers, codes = np.array((each.numbers, each.codes), np.intp)[:, each.numbers < rows]
         states.reshape(-1)[numbers] = codes if each.size == size else _EARLIER[codes]
     ranks = [
-        Progress(each.name, each.state, each.reason, *_counts(states[:, each.rank], rows_of_rank(rows, size, each.rank)), each.rate)
+        Progress(
+            each.name,
+            each.state,
+            each.reason,
+            *_counts(states[:, each.rank], rows_of_rank(rows, size, each.rank)),
+            each.rate,
+        )
         for each in sorted(ledgers, key=lambda each: each.rank)
         if each.size == size
     ]
     numbers_of = Counter([each.state for each in ranks]) + Counter({"not begun": size - len(ranks)})
-    state = ranks[0].state if size == 1 else ", ".join(f"{number:,} {name}" for name, number in numbers_of.items())
-    return Progress(directory, state, "", *_counts(states, rows), sum(each.rows_per_s for each in ranks), ranks)
+    state = (
+        ranks[0].state
+        if size == 1
+        else ", ".join(f"{number:,} {name}" for name, number in numbers_of.items())
+    )
+    return Progress(
+        directory, state, "", *_counts(states, rows), sum(each.rows_per_s for each in ranks), ranks
+    )
 
 
 def _counts(states: npt.NDArray[np.uint8], rows: int) -> tuple[int, int, int, int, int, int]:
     """Return rows, and how many of them are done, made, failed, invalid and remaining."""
-    _, found, made, failed, invalid = (int(np.count_nonzero(states == code)) for code in range(len(_STATUSES)))
+    _, found, made, failed, invalid = (
+        int(np.count_nonzero(states == code)) for code in range(len(_STATUSES))
+    )
     return rows, found + made, made, failed, invalid, rows - found - made - failed - invalid

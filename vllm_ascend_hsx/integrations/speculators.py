@@ -81,14 +81,20 @@ class HsxBackend(HiddenStatesBackend):
             "--hidden-states-path",
             type=str,
             default=None,
-            help="Directory of the hidden states generated beforehand. (Default: args.data_path / 'hidden_states')",
+            help=(
+                "Directory of the hidden states generated beforehand. (Default: args.data_path / "
+                "'hidden_states')"
+            ),
         )
         _add(
             parser,
             "--hsx-timeout",
             type=float,
             default=TIMEOUT_S,
-            help=f"Seconds to wait for a file that the server is still writing. Used with backend=hsx. (Default: {TIMEOUT_S:.0f})",
+            help=(
+                "Seconds to wait for a file that the server is still writing. Used with "
+                f"backend=hsx. (Default: {TIMEOUT_S:.0f})"
+            ),
         )
 
     @staticmethod
@@ -106,18 +112,29 @@ class HsxBackend(HiddenStatesBackend):
             type=_options,
             default={},
             metavar="JSON",
-            help='Further options of the connector, e.g. \'{"io": "direct"}\'. Used with backend=hsx.',
+            help=(
+                'Further options of the connector, e.g. \'{"io": "direct"}\'. Used with '
+                "backend=hsx."
+            ),
         )
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> HsxTransfer:
-        directory = Path(args.hidden_states_path) if args.hidden_states_path else Path(data_path) / "hidden_states"
+        directory = (
+            Path(args.hidden_states_path)
+            if args.hidden_states_path
+            else Path(data_path) / "hidden_states"
+        )
         return HsxTransfer(directory, args.hsx_timeout)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         """Return the value of --kv-transfer-config."""
-        storage = None if args.hsx_options.get("sink") == "mooncake" else Path(args.hidden_states_path).absolute()
+        storage = (
+            None
+            if args.hsx_options.get("sink") == "mooncake"
+            else Path(args.hidden_states_path).absolute()
+        )
         return kv_transfer_config(storage, **args.hsx_options)
 
 

@@ -116,7 +116,9 @@ def make_plan(request: Request) -> Plan:
     if taken >= request.kv_bytes:
         rotation = " and the rotation" if request.rotated else ""
         problem = f"is not more than the staging slots{rotation} take, {taken / 2**20:,.1f} MiB"
-        remedy = "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
+        remedy = (
+            "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
+        )
         raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
         request=request,
@@ -143,18 +145,31 @@ def _row_format(request: Request) -> RowFormat:
     try:
         validate_layer_ids(ids, shape.num_layers)
     except UserError as error:
-        remedy = f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the last layer)."
+        remedy = (
+            f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the "
+            "last layer)."
+        )
         raise UserError("--layers", shown, error.problem, remedy) from None
     try:
-        return RowFormat(ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name, request.quantization)
+        return RowFormat(
+            ids,
+            shape.hidden_size,
+            _SAFETENSORS_DTYPES[shape.dtype],
+            shape.name,
+            request.quantization,
+        )
     except ValueError as error:
-        raise UserError("--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others.") from None
+        raise UserError(
+            "--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others."
+        ) from None
 
 
 def _pinned_ring(request: Request, row_bytes: int) -> int:
     given = request.ring_bytes
     try:
-        HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": None if given is None else int(given)})
+        HsxConfig.parse(
+            {"shared_storage_path": "/", "pinned_ring_bytes": None if given is None else int(given)}
+        )
     except UserError as error:
         raise UserError("--ring", given, error.problem, error.remedy) from None
     if given is not None and given < 2 * row_bytes:

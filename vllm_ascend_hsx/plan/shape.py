@@ -47,7 +47,9 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
     """
     name, content = read_config(model)
     config = text_config(content)
-    layers, hidden = (whole_number(model, config, field) for field in ("num_hidden_layers", "hidden_size"))
+    layers, hidden = (
+        whole_number(model, config, field) for field in ("num_hidden_layers", "hidden_size")
+    )
     return ModelShape(name, layers, hidden, _dtype(model, config, dtype))
 
 
@@ -65,15 +67,27 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     file = path / "config.json" if directory else path
     if not os.path.isfile(file):
         problem = "has no config.json" if directory else "is neither a preset nor a file"
-        raise UserError(MODEL, model, problem, f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.")
+        raise UserError(
+            MODEL,
+            model,
+            problem,
+            f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.",
+        )
     try:
         # not strict: configs of Mamba models contain Infinity
         content = json.loads(file.read_bytes())
     except OSError as error:
-        raise UserError(MODEL, model, f"cannot be read ({error.strerror or error})", "Give the config.json of a model.") from None
+        raise UserError(
+            MODEL,
+            model,
+            f"cannot be read ({error.strerror or error})",
+            "Give the config.json of a model.",
+        ) from None
     except (ValueError, RecursionError) as error:
         problem = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-        raise UserError(MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model.") from None
+        raise UserError(
+            MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model."
+        ) from None
     if not isinstance(content, dict):
         raise UserError(MODEL, model, "is not a JSON object", "Give the config.json of a model.")
     return file.absolute().parent.name, content
@@ -98,9 +112,13 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
     """
     if dtype != "auto":
         return dtype
-    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     if found not in DTYPE_BYTES:
-        raise UserError(MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32.")
+        raise UserError(
+            MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32."
+        )
     return "bfloat16" if found == "float32" else found
 
 
@@ -109,5 +127,10 @@ def whole_number(model: str, config: dict[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         problem = "has no" if value is None else f"has {value!r:.40} for"
-        raise UserError(MODEL, model, f"{problem} {field}", "Give the config.json of a decoder model, as it was published.")
+        raise UserError(
+            MODEL,
+            model,
+            f"{problem} {field}",
+            "Give the config.json of a decoder model, as it was published.",
+        )
     return value

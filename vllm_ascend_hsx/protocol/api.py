@@ -90,7 +90,9 @@ def read_params(params: object, server: ServerParams, request_id: str = "") -> R
         ParamsError: if the parameters are invalid or not allowed.
     """
     if params is None:
-        return RequestParams(extract=_by_default({}, server, request_id), include_output=server.include_output)
+        return RequestParams(
+            extract=_by_default({}, server, request_id), include_output=server.include_output
+        )
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
     if params.get("do_remote_prefill"):
@@ -99,7 +101,9 @@ def read_params(params: object, server: ServerParams, request_id: str = "") -> R
         params = {key: value for key, value in params.items() if key != PATH_KEY}
     else:
         _refuse_unknown(params.keys() - _KNOWN, server)
-    by_default = _by_default(params, server, request_id) or not params.keys().isdisjoint(_IMPLY_EXTRACTION)
+    by_default = _by_default(params, server, request_id) or not params.keys().isdisjoint(
+        _IMPLY_EXTRACTION
+    )
     if not _read_bool(params, EXTRACT_KEY, by_default):
         return RequestParams(extract=False)
     return RequestParams(
@@ -115,7 +119,10 @@ def _refuse_unknown(keys: set[object], server: ServerParams) -> None:
         near = _similar(key) if isinstance(key, str) else None
         if near is not None or not server.has_others:
             hint = f"did you mean {near!r}?" if near else f"the keys are: {', '.join(_OF_REQUESTS)}"
-            raise ParamsError(f"kv_transfer_params has the key {shown(key)}, which this server does not know; {hint}")
+            raise ParamsError(
+                f"kv_transfer_params has the key {shown(key)}, which this server does not know; "
+                f"{hint}"
+            )
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,7 +136,10 @@ def _by_default(params: Mapping[str, object], server: ServerParams, request_id: 
     """Return whether a request is extracted that does not say so. All processes decide alike."""
     key = params.get(SAMPLE_KEY)
     if SAMPLE_KEY in params and not isinstance(key, str):
-        raise ParamsError(f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all requests to keep together")
+        raise ParamsError(
+            f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all "
+            "requests to keep together"
+        )
     if server.sample_rate is None:
         return server.extract_all
     text = split_id(request_id)[0] if key is None else str(key)
@@ -149,13 +159,19 @@ def _read_path(value: object, server: ServerParams) -> Path:
         value = os.fspath(value)
     said = f"{_REFUSED_PATH}{shown(value)}"
     if server.directory is None:
-        raise ParamsError(f"{said}, but this server makes no files: it puts hidden states into a Mooncake store; leave it out")
+        raise ParamsError(
+            f"{said}, but this server makes no files: it puts hidden states into a Mooncake "
+            "store; leave it out"
+        )
     if not server.allow_path:
         raise ParamsError(
             f"{said}, but this server names its files itself; leave it out, or start the server "
             f"with kv_connector_extra_config.{PATH_OPTION}=true"
         )
-    remedy = f"use a path below {server.directory} that ends with .safetensors, absolute or relative to it"
+    remedy = (
+        f"use a path below {server.directory} that ends with .safetensors, absolute or relative "
+        "to it"
+    )
     if not isinstance(value, str):
         raise ParamsError(f"{said}; {remedy}")
     relative = _below(server.directory, value) if value.startswith("/") else value
@@ -197,7 +213,11 @@ def shown(value: object) -> str:
     """Return a client's value as short, printable text."""
     if isinstance(value, str):
         text = repr(value[:_SHOWN])
-        return text if len(value) <= _SHOWN and len(text) <= 2 * _SHOWN else f"{text[: 2 * _SHOWN]}... ({len(value)} characters)"
+        return (
+            text
+            if len(value) <= _SHOWN and len(text) <= 2 * _SHOWN
+            else f"{text[: 2 * _SHOWN]}... ({len(value)} characters)"
+        )
     # Python does not print integers of thousands of digits
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"

@@ -25,8 +25,12 @@ def deadline_after(timeout: float | None) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0:  # false for NaN too
-        raise ValueError(f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever")
+    if (
+        isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout >= 0
+    ):  # false for NaN too
+        raise ValueError(
+            f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever"
+        )
     return None if timeout >= threading.TIMEOUT_MAX else time.monotonic() + timeout
 
 
@@ -63,6 +67,8 @@ def parse_size(value: object) -> object:
     if isinstance(value, str):
         match = _SIZE.match(value)
         if match is None:
-            raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
+            raise ValueError(
+                "is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'"
+            )
         return int(match[1]) * _UNITS[match[2]]
     return value

@@ -40,7 +40,10 @@ class Digest:
         while begin < end:
             block = os.pread(fd, min(_BLOCK, end - begin), begin)
             if not block:
-                raise OSError(errno.EUCLEAN, f"the file was changed: it ends at byte {begin}, before its rows do")
+                raise OSError(
+                    errno.EUCLEAN,
+                    f"the file was changed: it ends at byte {begin}, before its rows do",
+                )
             self.update(block)
             begin += len(block)
 
@@ -185,4 +188,7 @@ def digest_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[in
 def unverifiable(metadata: Mapping[str, str]) -> str:
     """Return the reason why the checksum of a file cannot be compared."""
     algorithm = metadata.get("checksum_algorithm")
-    return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"
+    return (
+        f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is "
+        f"{algorithm})"
+    )

@@ -86,7 +86,13 @@ def open_name(
     return again_if_stale(os.open, path, flags, mode, dir_fd=dir_fd)
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+def open_regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    dir_fd: int | None = None,
+) -> int:
     """Return a descriptor of a regular file.
 
     Opening anything else could block forever (a FIFO) or have side effects (a device).
@@ -105,7 +111,9 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     """
     try:
         follows = not flags & os.O_NOFOLLOW
-        _require_regular(path, again_if_stale(os.stat, path, dir_fd=dir_fd, follow_symlinks=follows))
+        _require_regular(
+            path, again_if_stale(os.stat, path, dir_fd=dir_fd, follow_symlinks=follows)
+        )
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -124,7 +132,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 @contextmanager
 def opened(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    dir_fd: int | None = None,
 ) -> Iterator[int]:
     """Yield a descriptor from `open_regular`. Errors of the block name the file."""
     fd = open_regular(path, flags, mode, dir_fd=dir_fd)

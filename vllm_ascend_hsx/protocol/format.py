@@ -18,10 +18,21 @@ import numpy.typing as npt
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
 from vllm_ascend_hsx.protocol.files import read_bytes
-from vllm_ascend_hsx.protocol.placeholders import Placeholder, encode_placeholders, placeholders_of, within
+from vllm_ascend_hsx.protocol.placeholders import (
+    Placeholder,
+    encode_placeholders,
+    placeholders_of,
+    within,
+)
 from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
-from vllm_ascend_hsx.protocol.weights import LONGEST, UNKNOWN, Origin, encode_origin, weight_versions_of
+from vllm_ascend_hsx.protocol.weights import (
+    LONGEST,
+    UNKNOWN,
+    Origin,
+    encode_origin,
+    weight_versions_of,
+)
 
 FORMAT_VERSION = "2"  # the checksum covers the header since 2
 _READABLE = ("1", "2")
@@ -84,13 +95,23 @@ class FileLayout:
     """Offsets in one request's file: header space, rows by position, token ids and scales."""
 
     def __init__(
-        self, row_format: RowFormat, request_id: str, arrived_ns: int | None = None, placeholders: Sequence[Placeholder] = ()
+        self,
+        row_format: RowFormat,
+        request_id: str,
+        arrived_ns: int | None = None,
+        placeholders: Sequence[Placeholder] = (),
     ) -> None:
         self._row_format = row_format
         self._request_id = request_id
         self._late = arrived_ns, tuple(placeholders)
-        of_request = [valid_unicode(request_id), encode_placeholders(placeholders), encode_origin(LONGEST)]
-        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(of_request)) + _LATE_BYTES
+        of_request = [
+            valid_unicode(request_id),
+            encode_placeholders(placeholders),
+            encode_origin(LONGEST),
+        ]
+        needed = (
+            _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(of_request)) + _LATE_BYTES
+        )
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
@@ -101,7 +122,9 @@ class FileLayout:
         return self.data_start + position * self._row_format.stored_row_bytes
 
     def file_size(self, tokens: int) -> int:
-        return self.row_offset(tokens) + tokens * (_TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0))
+        return self.row_offset(tokens) + tokens * (
+            _TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0)
+        )
 
     def tail(self, token_ids: TokenIds, scales: npt.NDArray[np.float32] | None) -> bytes:
         """Return the bytes after the rows.
@@ -114,7 +137,9 @@ class FileLayout:
         ids = token_ids.astype("<i8", copy=False).tobytes()
         return ids if scales is None else ids + scales.astype("<f4", copy=False).tobytes()
 
-    def header(self, tokens: int, num_prompt_tokens: int, checksum: bool = False, origin: Origin = UNKNOWN) -> bytes:
+    def header(
+        self, tokens: int, num_prompt_tokens: int, checksum: bool = False, origin: Origin = UNKNOWN
+    ) -> bytes:
         """Return the first `data_start` bytes of the file, padded with spaces.
 
         Args:
@@ -123,7 +148,15 @@ class FileLayout:
             checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
             origin: the weights that computed the rows, and whether the request was aborted.
         """
-        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, *self._late, origin)
+        text = _header_json(
+            self._row_format,
+            self._request_id,
+            tokens,
+            num_prompt_tokens,
+            checksum,
+            *self._late,
+            origin,
+        )
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
@@ -135,11 +168,20 @@ def _fixed_bytes(row_format: RowFormat) -> int:
     return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, *late: Any) -> bytes:
+def _header_json(
+    row_format: RowFormat,
+    request_id: str,
+    tokens: int,
+    num_prompt_tokens: int,
+    checksum: bool,
+    *late: Any,
+) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
-        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum, *late),
+        "__metadata__": metadata_of(
+            row_format, request_id, tokens, num_prompt_tokens, checksum, *late
+        ),
         HIDDEN_STATES: {
             "dtype": row_format.stored_dtype,
             "shape": [tokens, *row_format.row_shape],
@@ -209,7 +251,11 @@ def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
         "layer_id_meaning": row_format.layer_id_meaning,
         "dtype": row_format.dtype,
         **({"basis": row_format.basis} if row_format.basis else {}),
-        **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
+        **(
+            {"quantization": QUANTIZATIONS[row_format.quantization]}
+            if row_format.is_quantized
+            else {}
+        ),
     }
 
 
@@ -239,14 +285,18 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
-        raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
+        raise FormatError(
+            f"it has {size} bytes, and its first 8 say that the header alone has {length}"
+        )
     content = prefix + read_bytes(fd, length, offset + _LENGTH.size)
     try:
         entries = parse(content[_LENGTH.size :])
         if not isinstance(entries, dict):
             raise ValueError("it is not an object")
         metadata = check_metadata(entries.pop("__metadata__", {}))
-        tensors = {name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()}
+        tensors = {
+            name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()
+        }
     except ValueError as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
     _check_places(tensors, offset, data_start, size)
@@ -285,7 +335,9 @@ def check_metadata(value: object) -> dict[str, str]:
     "".join((*value, *value.values())).encode()  # a lone surrogate raises a ValueError
     version = value.get("format_version")
     if value.get("producer") == PRODUCER and version not in _READABLE:
-        raise ValueError(f"format_version={_short(version)} is unknown to this version of {PRODUCER}")
+        raise ValueError(
+            f"format_version={_short(version)} is unknown to this version of {PRODUCER}"
+        )
     layer_ids_of(value)
     num_prompt_tokens_of(value)
     placeholders_of(value)
@@ -299,7 +351,9 @@ def _tensor_info(entry: object, data_start: int) -> TensorInfo:
     offsets = entry["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise ValueError(f"a tensor at {_short(offsets)}")
-    return tensor_info(entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1])
+    return tensor_info(
+        entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1]
+    )
 
 
 def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInfo:
@@ -311,12 +365,17 @@ def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInf
         raise ValueError(f"a tensor of dtype {_short(dtype)}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_count, shape)):
         raise ValueError(f"a tensor of shape {_short(shape)}")
-    if prod(shape) * DTYPE_BYTES[dtype] != end - begin or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST:
+    if (
+        prod(shape) * DTYPE_BYTES[dtype] != end - begin
+        or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST
+    ):
         raise ValueError(f"a tensor {dtype} {shape} of {end - begin} bytes")
     return TensorInfo(dtype, tuple(shape), begin, end)
 
 
-def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int) -> None:
+def _check_places(
+    tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int
+) -> None:
     """Require that the tensors fill the data without gaps, as safetensors demands.
 
     Raises FormatError.
@@ -324,9 +383,14 @@ def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: in
     end = offset + data_start
     for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if tensor.end > offset + size:
-            raise FormatError(f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}")
+            raise FormatError(
+                f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}"
+            )
         if tensor.begin != end:
-            raise FormatError(f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it ends at {end - offset}")
+            raise FormatError(
+                f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it "
+                f"ends at {end - offset}"
+            )
         end = tensor.end
     if end != offset + size:
         raise FormatError(f"its tensors end at byte {end - offset}, and the file has {size}")
@@ -335,7 +399,11 @@ def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: in
 def _short(value: object) -> str:
     """Return a value as short, printable text for an error."""
     try:
-        text = value if isinstance(value, str) and value.isidentifier() and value.isascii() else ascii(value)
+        text = (
+            value
+            if isinstance(value, str) and value.isidentifier() and value.isascii()
+            else ascii(value)
+        )
     except RecursionError:
         return "that nests too deep"
     return text if len(text) <= 100 else text[:100] + "..."

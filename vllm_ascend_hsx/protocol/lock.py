@@ -16,7 +16,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import OnError, again_if_stale, link, open_name, read_bytes, write_at
+from vllm_ascend_hsx.protocol.files import (
+    OnError,
+    again_if_stale,
+    link,
+    open_name,
+    read_bytes,
+    write_at,
+)
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -48,7 +55,13 @@ class HeldLock:
 
     @classmethod
     def acquire(
-        cls, dir_fd: int, name: str, mode: int, workspace_fd: int, gid: int = -1, by_link: bool = True
+        cls,
+        dir_fd: int,
+        name: str,
+        mode: int,
+        workspace_fd: int,
+        gid: int = -1,
+        by_link: bool = True,
     ) -> HeldLock:
         """Create and lock the lock file, or take over an existing one.
 
@@ -117,7 +130,11 @@ class HeldLock:
             return None
         held = None
         try:
-            if stat.S_ISREG(os.fstat(fd).st_mode) and flock_now(fd, fcntl.LOCK_EX) and has_name(fd, name, dir_fd):
+            if (
+                stat.S_ISREG(os.fstat(fd).st_mode)
+                and flock_now(fd, fcntl.LOCK_EX)
+                and has_name(fd, name, dir_fd)
+            ):
                 held = cls(dir_fd, name, fd)
         finally:
             if held is None:
@@ -247,7 +264,9 @@ def unlock_and_close(fd: int) -> None:
         os.close(fd)
 
 
-def has_name(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
+def has_name(
+    fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False
+) -> bool:
     """Return whether `name` is still a name of the file open at `fd`."""
     try:
         named = again_if_stale(os.stat, name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)

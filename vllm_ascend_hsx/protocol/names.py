@@ -19,7 +19,16 @@ SHARDS_MARK = "hsx-shards"
 REMOVED = f"hsx-removed{INDEX}"  # an index without a shard: consumers add the members to hide
 # Suffixes of all files that servers, consumers and `hsx generate` (ledger: *.jsonl) create in a
 # storage directory, except for SHARDS_MARK.
-_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, ACKNOWLEDGED_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
+_FILE_SUFFIXES = (
+    DATA_SUFFIX,
+    LOCK_SUFFIX,
+    ERROR_SUFFIX,
+    ACKNOWLEDGED_SUFFIX,
+    PARTIAL_SUFFIX,
+    TAR,
+    INDEX,
+    MANIFEST,
+)
 
 NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
 # Bytes that a companion adds to the name of the data. The longest is `.<name>.acknowledged.<8 hex
@@ -120,7 +129,11 @@ def path_refusal(path: str) -> str | None:
 
 def printable(text: str) -> str:
     """Return the text with control and other unprintable characters escaped."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    )
 
 
 def below(path: str, directory: str) -> str | None:

@@ -27,7 +27,11 @@ class Placeholder(NamedTuple):
 
 def within(placeholders: Sequence[Placeholder], end: int) -> list[Placeholder]:
     """Return the items, or their first rows, that are before row `end`."""
-    return [each._replace(length=min(each.length, end - each.start)) for each in placeholders if each.start < end]
+    return [
+        each._replace(length=min(each.length, end - each.start))
+        for each in placeholders
+        if each.start < end
+    ]
 
 
 def encode_placeholders(placeholders: Sequence[Placeholder]) -> dict[str, str]:
@@ -54,7 +58,10 @@ def placeholders_of(metadata: Mapping[str, str]) -> list[Placeholder]:
     starts = [each.start for each in items[1:]] + [int(prompt)] * prompt.isdecimal()
     for item, start in zip(items, starts, strict=False):
         if item.start + item.length > start:
-            raise ValueError(f"{PLACEHOLDERS}: rows [{item.start}, {item.start + item.length}) reach beyond row {start}")
+            raise ValueError(
+                f"{PLACEHOLDERS}: rows [{item.start}, {item.start + item.length}) reach beyond "
+                f"row {start}"
+            )
     return items
 
 

@@ -28,7 +28,9 @@ _LATER_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
 _PROMPT = "[0-9]{1,7}"
 _RANDOM = "(-[0-9a-f]{8})?"
 _INTERNAL_ID = re.compile(rf"(?:(?P<sample>[0-9]+)_)?(?P<id>.*?){_RANDOM}", re.DOTALL)
-_PROMPT_OF_SEVERAL = re.compile(rf"(?P<id>(?:{'|'.join(_NUMBERED)}).*)-(?P<prompt>[0-9]+)", re.DOTALL)
+_PROMPT_OF_SEVERAL = re.compile(
+    rf"(?P<id>(?:{'|'.join(_NUMBERED)}).*)-(?P<prompt>[0-9]+)", re.DOTALL
+)
 
 
 def split_id(request_id: str) -> tuple[str, tuple[str, str]]:

@@ -71,9 +71,13 @@ class RowFormat:
         if not self.layer_ids:
             raise ValueError("layer_ids=() names no layer. Give at least one.")
         if self.hidden_size < 1:
-            raise ValueError(f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size.")
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size."
+            )
         if self.dtype not in ROW_DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}.")
+            raise ValueError(
+                f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}."
+            )
         if self.stored_row_bytes % 8:
             raise ValueError(
                 f"hidden_size={self.hidden_size} with {self.num_layers} layers of "

@@ -12,7 +12,13 @@ from typing import Any
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import Digest
 from vllm_ascend_hsx.protocol.files import read_all
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
+from vllm_ascend_hsx.protocol.format import (
+    HIDDEN_STATES,
+    PRODUCER,
+    FormatError,
+    layer_ids_of,
+    read_header,
+)
 from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
@@ -140,10 +146,14 @@ def end_of_members(fd: int, index: bytes) -> int:
         if not isinstance(line, Member):
             raise ValueError(f"line {number} of its index cannot be used")
         if not is_headed(fd, line.offset, line.name, line.size, end):
-            raise ValueError(f"its index has {line.name!r} at byte {line.offset}, and the tar file has not")
+            raise ValueError(
+                f"its index has {line.name!r} at byte {line.offset}, and the tar file has not"
+            )
         end = line.end
     if (size := os.fstat(fd).st_size) < end:
-        raise ValueError(f"its index has members up to byte {end}, and the tar file has {size} bytes")
+        raise ValueError(
+            f"its index has members up to byte {end}, and the tar file has {size} bytes"
+        )
     return end
 
 
@@ -204,7 +214,9 @@ def _common_metadata(fd: int, member: Member) -> dict[str, Any]:
         states = header.tensors[HIDDEN_STATES]
     except (FormatError, KeyError) as error:
         raise OSError(f"the member {member.name!r} is not what its line says: {error!r}") from error
-    common: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in _OF_ONE}
+    common: dict[str, Any] = {
+        key: value for key, value in header.metadata.items() if key not in _OF_ONE
+    }
     if "layer_ids" in common:
         common["layer_ids"] = layer_ids_of(header.metadata)
     return {**common, "stored_dtype": states.dtype, "row_shape": list(states.shape[1:])}

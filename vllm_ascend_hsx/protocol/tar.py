@@ -36,7 +36,11 @@ def headers(start: int, name: str, size: int, mode: int, mtime: int) -> bytes:
     length = round_up(start + room, PAGE) - start - 2 * BLOCK
     comment = f"{length - len(records)} comment=".encode()
     records += comment.ljust(length - len(records) - 1) + b"\n"
-    return _block("././@PaxHeader", length, mode, mtime, b"x") + records + _block(name, size, mode, mtime)
+    return (
+        _block("././@PaxHeader", length, mode, mtime, b"x")
+        + records
+        + _block(name, size, mode, mtime)
+    )
 
 
 def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = None) -> bool:

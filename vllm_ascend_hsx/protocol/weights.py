@@ -50,7 +50,10 @@ def checked_name(name: object) -> str:
     """Return the name that a user gives a version. Raises ValueError if it cannot be used."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         shown = repr(name)[:60]
-        raise ValueError(f"a weight version cannot be named {shown}: use 1 to 128 printable ASCII characters other than \" and \\")
+        raise ValueError(
+            f"a weight version cannot be named {shown}: use 1 to 128 printable ASCII characters "
+            'other than " and \\'
+        )
     return name
 
 
@@ -63,8 +66,16 @@ def encode_origin(origin: Origin) -> dict[str, str]:
     """Return the metadata of rows. The fingerprint is there only if all rows have the same."""
     versions, fingerprints = origin.weights, {each.fingerprint for each in origin.weights}
     return {
-        **({WEIGHTS: versions[0].fingerprint} if len(fingerprints) == 1 and versions[0].fingerprint else {}),
-        **({WEIGHT_VERSIONS: json.dumps(numbers_and_names(versions), separators=(",", ":"))} if versions else {}),
+        **(
+            {WEIGHTS: versions[0].fingerprint}
+            if len(fingerprints) == 1 and versions[0].fingerprint
+            else {}
+        ),
+        **(
+            {WEIGHT_VERSIONS: json.dumps(numbers_and_names(versions), separators=(",", ":"))}
+            if versions
+            else {}
+        ),
         **({"aborted": "true"} if origin.is_aborted else {}),
     }
 
@@ -92,4 +103,9 @@ def weight_versions_of(metadata: Mapping[str, str]) -> list[WeightVersion]:
 
 
 def _is_version(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and isinstance(value[1], str)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and is_count(value[0])
+        and isinstance(value[1], str)
+    )

@@ -28,7 +28,14 @@ from vllm_ascend_hsx.protocol.weights import WEIGHTS
 from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference
 from vllm_ascend_hsx.reader.members import is_named
 from vllm_ascend_hsx.reader.shards import Place
-from vllm_ascend_hsx.reader.tensors import LEAST_SCALE, dequantized, dtype_name, model_dtype, read_at, torch_dtype
+from vllm_ascend_hsx.reader.tensors import (
+    LEAST_SCALE,
+    dequantized,
+    dtype_name,
+    model_dtype,
+    read_at,
+    torch_dtype,
+)
 
 Numbers = npt.NDArray[Any]
 
@@ -65,7 +72,10 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         basis = ", rotated" if self.rotated else ""
         adapter = f", adapter {self.lora}" if self.lora else ""
-        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}{basis}{adapter}"
+        return (
+            f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} "
+            f"{self.dtype}{basis}{adapter}"
+        )
 
 
 _UNKNOWN = Kind()
@@ -88,7 +98,10 @@ class Expected:
         if self.prompt is None:
             return None
         prompt = len(self.prompt)
-        parts = (("the prompt", self.prompt, token_ids[:prompt]), ("the generated tokens", self.output, token_ids[prompt:]))
+        parts = (
+            ("the prompt", self.prompt, token_ids[:prompt]),
+            ("the generated tokens", self.output, token_ids[prompt:]),
+        )
         for what, expected, found in parts:
             if expected is None:
                 break
@@ -96,7 +109,10 @@ class Expected:
                 return f"it has {len(found)} rows for {what} of {len(expected)} tokens"
             wrong = np.flatnonzero(np.asarray(expected, dtype=np.int64) != found)
             if wrong.size:
-                return f"token {wrong[0]} of {what} is {found[wrong[0]]} in it, and was {expected[wrong[0]]}"
+                return (
+                    f"token {wrong[0]} of {what} is {found[wrong[0]]} in it, and was "
+                    f"{expected[wrong[0]]}"
+                )
         return None
 
 
@@ -139,7 +155,10 @@ class Examination:
     @property
     def weights(self) -> str | None:
         """Fingerprint of the weights of target and adapter (if any); None if not stated."""
-        stated = [self.metadata.get(key) for key in ((WEIGHTS, LORA_WEIGHTS) if self.kind.lora else (WEIGHTS,))]
+        stated = [
+            self.metadata.get(key)
+            for key in ((WEIGHTS, LORA_WEIGHTS) if self.kind.lora else (WEIGHTS,))
+        ]
         return None if None in stated else "+".join(filter(None, stated))
 
     @property
@@ -151,7 +170,14 @@ class Examination:
         return [total / max(1, self.tokens) for total in mean]
 
 
-def examine(path: str | Path, *, listed: bool = False, checksum: bool = True, norms: bool = False, timeout: float = 0.0) -> Examination:
+def examine(
+    path: str | Path,
+    *,
+    listed: bool = False,
+    checksum: bool = True,
+    norms: bool = False,
+    timeout: float = 0.0,
+) -> Examination:
     """Check a file like `check`, but report every failure as the problem instead of raising it.
 
     Args:
@@ -182,7 +208,13 @@ def _is_gone(path: Path) -> bool:
 
 
 def check(
-    path: Path, expected: Expected | None = None, *, data: bool = True, checksum: bool = True, norms: bool = False, timeout: float = 0.0
+    path: Path,
+    expected: Expected | None = None,
+    *,
+    data: bool = True,
+    checksum: bool = True,
+    norms: bool = False,
+    timeout: float = 0.0,
 ) -> Examination:
     """Check a file that a server has completed. Each byte of the rows is read once.
 
@@ -225,7 +257,14 @@ def _describe(path: Path, place: Place, header: Header, scales: Numbers | None) 
         path,
         tokens=tokens,
         prompt_tokens=num_prompt_tokens_of(metadata),
-        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype, metadata.get("basis") == "rotated", metadata.get(LORA, "")),
+        kind=Kind(
+            tuple(layer_ids_of(metadata) or ()),
+            layers,
+            hidden,
+            dtype,
+            metadata.get("basis") == "rotated",
+            metadata.get(LORA, ""),
+        ),
         num_bytes=rows.end - rows.begin + (0 if scales is None else scales.nbytes),
         file_bytes=place.size,
         tiny_tokens=0 if scales is None else int((scales <= LEAST_SCALE).sum()),
@@ -287,7 +326,13 @@ def _not_finite(name: str, tensor: TensorInfo, begin: int, block: memoryview) ->
     return f"the row of token {token} in layer {layer} is not finite"
 
 
-def _norms(block: memoryview, tensor: TensorInfo, scales: Numbers | None, first: int, metadata: dict[str, str]) -> Numbers:
+def _norms(
+    block: memoryview,
+    tensor: TensorInfo,
+    scales: Numbers | None,
+    first: int,
+    metadata: dict[str, str],
+) -> Numbers:
     """Return the norms float32 [tokens, layers] of a block that begins with token `first`."""
     import torch
 

@@ -55,7 +55,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         if max_tokens is not None:
             require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r}: give a torch dtype of floating-point numbers, such as torch.float32, or None")
+            raise ValueError(
+                f"dtype={dtype!r}: give a torch dtype of floating-point numbers, such as "
+                "torch.float32, or None"
+            )
         self.paths = _paths(source)
         self._layer_ids = None if layer_ids is None else _layers(layer_ids)
         self._dtype = dtype
@@ -63,7 +66,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         self._verify = verify
 
     def __repr__(self) -> str:
-        options = f"layer_ids={self._layer_ids}, dtype={self._dtype}, max_tokens={self._max_tokens}, verify={self._verify}"
+        options = (
+            f"layer_ids={self._layer_ids}, dtype={self._dtype}, max_tokens={self._max_tokens}, "
+            f"verify={self._verify}"
+        )
         return f"HiddenStatesDataset({len(self)} files from {str(self.paths[0])!r} on, {options})"
 
     def __len__(self) -> int:
@@ -72,7 +78,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.paths[operator.index(index)]
         states = load(path, mmap=True, verify=self._verify, dequantize=False)
-        rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
+        rows, token_ids = (
+            states.hidden_states[: self._max_tokens],
+            states.token_ids[: self._max_tokens],
+        )
         if self._layer_ids is not None:
             rows = rows[:, _columns(path, states, self._layer_ids)]
         if states.scales is not None:
@@ -96,7 +105,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
 def _paths(source: Any) -> list[Path]:
     """Return the files that a source names. Raises ValueError."""
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | os.PathLike):
-        paths = [require_path(f"source[{number}]", path, "give the path of a file") for number, path in enumerate(source)]
+        paths = [
+            require_path(f"source[{number}]", path, "give the path of a file")
+            for number, path in enumerate(source)
+        ]
         if not paths:
             raise ValueError("source=[] names no file. Give at least one.")
         return paths
@@ -104,9 +116,15 @@ def _paths(source: Any) -> list[Path]:
     paths = paths_below(directory, (DATA_SUFFIX,)) if directory.is_dir() else []
     if not paths:
         problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
-        remedy = f"Name the directory that the server writes to; shards above it count only beside their {SHARDS_MARK}"
+        remedy = (
+            "Name the directory that the server writes to; shards above it count only beside "
+            f"their {SHARDS_MARK}"
+        )
         if directory.is_file():
-            problem, remedy = f"{directory} is a file", "Name the directory that the server writes to, or give a list of files"
+            problem, remedy = (
+                f"{directory} is a file",
+                "Name the directory that the server writes to, or give a list of files",
+            )
         raise ValueError(f"{problem}. {remedy}.")
     return paths
 
@@ -114,7 +132,11 @@ def _paths(source: Any) -> list[Path]:
 def _layers(layer_ids: Any) -> list[int]:
     """Return the ids of layers as a list. Raises ValueError."""
     remedy = "give a list of at least one layer, such as [2, 31], or None for all layers"
-    if isinstance(layer_ids, str) or not isinstance(layer_ids, Iterable) or not (ids := list(layer_ids)):
+    if (
+        isinstance(layer_ids, str)
+        or not isinstance(layer_ids, Iterable)
+        or not (ids := list(layer_ids))
+    ):
         raise ValueError(f"layer_ids={layer_ids!r:.100}: {remedy}")
     for number, layer_id in enumerate(ids):
         require_whole(f"layer_ids[{number}]", layer_id, 0, remedy)
@@ -124,12 +146,16 @@ def _layers(layer_ids: Any) -> list[int]:
 def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
     layers = states.hidden_states.shape[1]
     if "layer_ids" not in states.metadata:
-        raise HiddenStatesError(path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen")
+        raise HiddenStatesError(
+            path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen"
+        )
     stored = states.layer_ids
     if len(stored) != layers:
         raise HiddenStatesError(path, f"it names {len(stored)} layer ids and has {layers} layers")
     if missing := [layer_id for layer_id in wanted if layer_id not in stored]:
-        raise ValueError(f"{path} has layers {stored} and not {missing}. Choose from those, or extract again.")
+        raise ValueError(
+            f"{path} has layers {stored} and not {missing}. Choose from those, or extract again."
+        )
     return [stored.index(layer_id) for layer_id in wanted]
 
 
@@ -148,18 +174,29 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ValueError: if there is no item, or the items are of different layers or dtypes.
     """
     if not items or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"items={items!r:.100}: give a list of at least one item of a HiddenStatesDataset")
-    kinds = {f"{list(item['hidden_states'].shape[1:])} {item['hidden_states'].dtype}": item["path"] for item in items}
+        raise ValueError(
+            f"items={items!r:.100}: give a list of at least one item of a HiddenStatesDataset"
+        )
+    kinds = {
+        f"{list(item['hidden_states'].shape[1:])} {item['hidden_states'].dtype}": item["path"]
+        for item in items
+    }
     if len(kinds) > 1:
         found = " and ".join(f"{kind} ({path})" for kind, path in kinds.items())
-        raise ValueError(f"rows of one batch have different layers or dtypes: {found}. Choose them by layer_ids and dtype.")
+        raise ValueError(
+            f"rows of one batch have different layers or dtypes: {found}. Choose them by "
+            "layer_ids and dtype."
+        )
     lengths = torch.tensor([len(item["token_ids"]) for item in items])
 
     def padded(key: str) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([item[key] for item in items], batch_first=True)
 
     return {
-        **{key: padded(key) for key in ("hidden_states", "token_ids", "is_output", "is_placeholder")},
+        **{
+            key: padded(key)
+            for key in ("hidden_states", "token_ids", "is_output", "is_placeholder")
+        },
         "attention_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
         "lengths": lengths,
         "paths": [item["path"] for item in items],

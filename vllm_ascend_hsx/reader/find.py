@@ -16,7 +16,13 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_path, require_text, require_whole
 from vllm_ascend_hsx.protocol.files import again_if_stale
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+from vllm_ascend_hsx.protocol.names import (
+    DATA_SUFFIX,
+    ERROR_SUFFIX,
+    LOCK_SUFFIX,
+    file_name,
+    sanitize,
+)
 from vllm_ascend_hsx.protocol.request_ids import possible_ids
 from vllm_ascend_hsx.reader.load import RESPONSE_REMEDY, STORAGE_REMEDY, is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
@@ -29,7 +35,9 @@ _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
 
 
-def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
+def find(
+    directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0
+) -> Path:
     """Return the path, for `load`, of one prompt and sample of a response, complete or not.
 
     The path exists once the server has started the prompt, so always after text was returned. This
@@ -80,14 +88,21 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
     best = next(filter(None, found), set())
     if len(best) > 1:
         several = ", ".join(sorted(best))
-        raise LookupError(f"{_short(response_id)} is the id of several requests: {several}. Give each request its own id.")
+        raise LookupError(
+            f"{_short(response_id)} is the id of several requests: {several}. Give each request "
+            "its own id."
+        )
     if not best:
         if unreadable:
             raise unreadable[0]
-        problem = f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {_short(response_id)}"
+        problem = (
+            f"{directory} has no hidden states of prompt {prompt}, sample {sample} of "
+            f"{_short(response_id)}"
+        )
         if _is_hashed(forms[0][0]):
             problem += (
-                f", an id of {len(response_id)} characters: the name of its file ends with a hash and cannot be told from it; "
+                f", an id of {len(response_id)} characters: the name of its file ends with a "
+                "hash and cannot be told from it; "
                 "use kv_transfer_params of the response, or a shorter X-Request-Id"
             )
         raise FileNotFoundError(problem)
@@ -103,7 +118,9 @@ def _short(response_id: str) -> str:
     return repr(response_id) if len(response_id) <= _SHOWN else f"{response_id[:_SHOWN]!r}..."
 
 
-def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError], None]) -> Iterator[str]:
+def _names(
+    directory: str | os.PathLike[str], on_unreadable: Callable[[OSError], None]
+) -> Iterator[str]:
     with again_if_stale(os.scandir, directory) as entries:
         yield from (entry.name for entry in entries)
     yield from shards_of(directory).members(on_unreadable)
@@ -132,7 +149,9 @@ def orphaned_locks(directory: str | Path) -> list[Path]:
     return sorted(found)
 
 
-def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
+def files_in(
+    directory: str | Path, on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
     """Return the data and error files below a directory and the members of shards there, sorted.
 
     Hidden names are left out. A folder or index that cannot be read is skipped, and the error is

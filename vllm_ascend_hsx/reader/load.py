@@ -31,7 +31,13 @@ from vllm_ascend_hsx.protocol.format import (
     num_prompt_tokens_of,
     read_header,
 )
-from vllm_ascend_hsx.protocol.names import ACKNOWLEDGED_SUFFIX, DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK
+from vllm_ascend_hsx.protocol.names import (
+    ACKNOWLEDGED_SUFFIX,
+    DATA_SUFFIX,
+    ERROR_SUFFIX,
+    LOCK_SUFFIX,
+    SHARDS_MARK,
+)
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -40,7 +46,13 @@ from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
 from vllm_ascend_hsx.reader.other_machines import OtherMachines, may_be_written_elsewhere
 from vllm_ascend_hsx.reader.shards import Place, member_problem
-from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor, to_numpy
+from vllm_ascend_hsx.reader.tensors import (
+    check_tensors,
+    dequantized,
+    model_dtype,
+    read_tensor,
+    to_numpy,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +60,23 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 STORAGE_REMEDY = "give the directory to which the server writes"
 RESPONSE_REMEDY = "give the `id` of the response"
-PATH_REMEDY = "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
+PATH_REMEDY = (
+    "give the path from the response, kv_transfer_params['hidden_states_path'], or from `find`"
+)
 # Seconds to wait for another reader that tries an exclusive lock for a moment.
 _MOMENT_S = 0.05
 # Seconds between two looks for a file whose lock does not reach this machine. inotify does not
 # report changes that other machines make.
 _POLL_S = 0.5
 _NOTHING = (
-    "there are no hidden states, lock or error; was the request refused (see hidden_states_error in its response) "
+    "there are no hidden states, lock or error; was the request refused (see hidden_states_error "
+    "in its response) "
     f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
 )
-_DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
+_DIED = (
+    "the server died before the file was complete, or its storage took no reason: it left an "
+    "unheld lock file and no data"
+)
 _OUT_OF_REACH = (
     "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not "
     "reach the server's machine, or it has just died. Mount the directory on both with flock and "
@@ -118,7 +136,10 @@ class HiddenStates(_Stored):
     def __repr__(self) -> str:
         rows, layer_ids = self.hidden_states, self.metadata.get("layer_ids")
         path = None if self.path is None else str(self.path)
-        return f"HiddenStates(path={path!r}, shape={list(rows.shape)}, dtype={rows.dtype}, layer_ids={layer_ids})"
+        return (
+            f"HiddenStates(path={path!r}, shape={list(rows.shape)}, dtype={rows.dtype}, "
+            f"layer_ids={layer_ids})"
+        )
 
     def numpy(self, dtype: object = None) -> Arrays:
         """Return rows and token ids as numpy arrays. Quantised rows are dequantised, as by `load`.
@@ -146,8 +167,13 @@ class HiddenStates(_Stored):
 
     def _stated(self, key: str, value: _T | None) -> _T:
         if value is None:
-            problem = f"{key} is not among the metadata of {self.path or 'these rows'} ({', '.join(self.metadata) or 'none':.200})"
-            raise KeyError(f"{problem}: another producer wrote them. Test `{key!r} in states.metadata` first.")
+            problem = (
+                f"{key} is not among the metadata of {self.path or 'these rows'} "
+                f"({', '.join(self.metadata) or 'none':.200})"
+            )
+            raise KeyError(
+                f"{problem}: another producer wrote them. Test `{key!r} in states.metadata` first."
+            )
         return value
 
     @property
@@ -227,9 +253,17 @@ def load(
     if response_id is not None:
         require_text("response_id", response_id, f"{RESPONSE_REMEDY}; or None")
     with checked(path, timeout) as (place, header):
-        if response_id is not None and not belongs_to(owner := header.metadata.get("request_id", ""), response_id):
+        if response_id is not None and not belongs_to(
+            owner := header.metadata.get("request_id", ""), response_id
+        ):
             owner = owner or "by a producer that names none"
-            raise HiddenStatesError(path, f"these are rows of another request, {owner}, and not of the response {response_id}")
+            raise HiddenStatesError(
+                path,
+                (
+                    f"these are rows of another request, {owner}, and not of the response "
+                    f"{response_id}"
+                ),
+            )
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(path, problem)
         return assembled(path, header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
@@ -247,14 +281,20 @@ def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]
                 raise HiddenStatesError(path, problem)
             yield place, header
         except FormatError as error:
-            raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
+            raise HiddenStatesError(
+                path, f"this is not a file of hidden states: {error}"
+            ) from error
         except MemoryError as error:
-            raise OSError(errno.ENOMEM, f"not enough memory for a file of {place.size} bytes", str(path)) from error
+            raise OSError(
+                errno.ENOMEM, f"not enough memory for a file of {place.size} bytes", str(path)
+            ) from error
         finally:
             os.close(place.fd)
 
 
-def assembled(path: Path, header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool) -> HiddenStates:
+def assembled(
+    path: Path, header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool
+) -> HiddenStates:
     """Return the hidden states of a file or object whose tensors `read` returns."""
     tensors, metadata = header.tensors, header.metadata
     rows, token_ids = read(tensors[HIDDEN_STATES]), read(tensors[TOKEN_IDS])
@@ -321,7 +361,10 @@ def is_decided(path: Path) -> bool:
 
 
 def open_dir(
-    directory: str | os.PathLike[str], *, mmap: bool = False, on_bad: Callable[[HiddenStatesError], None] | None = None
+    directory: str | os.PathLike[str],
+    *,
+    mmap: bool = False,
+    on_bad: Callable[[HiddenStatesError], None] | None = None,
 ) -> Iterator[tuple[Path, HiddenStates]]:
     """Yield the complete files below a directory and the members of shards there, sorted by path.
 
@@ -382,8 +425,15 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     lock = _companion(path, LOCK_SUFFIX)
     with suppress(NotAFileError):
         wait_until_released(lock, _MOMENT_S)
-        if not os.path.lexists(path) and is_left_over(lock, partial(is_decided, path)) and may_be_written_elsewhere(path):
-            raise TimeoutError(f"{path}: its lock is free here, but a server on another machine may still be writing it")
+        if (
+            not os.path.lexists(path)
+            and is_left_over(lock, partial(is_decided, path))
+            and may_be_written_elsewhere(path)
+        ):
+            raise TimeoutError(
+                f"{path}: its lock is free here, but a server on another machine may still be "
+                "writing it"
+            )
     # The lock first: without a lock readers treat the data as complete; with a lock and no data
     # they would report a dead server.
     is_file = os.path.lexists(path)
@@ -412,7 +462,9 @@ def failure_reason(path: Path) -> str:
     """Return the server's reason from an error file. Raises OSError if it cannot be read."""
     content = read_regular(path)
     if not content:
-        return "the request failed, and the storage had no room for the reason: see the server's log"
+        return (
+            "the request failed, and the storage had no room for the reason: see the server's log"
+        )
     return reason_in(content, "reason")
 
 
@@ -436,4 +488,8 @@ def difference(place: Place, header: Header) -> str | None:
 def checksum_difference(expected: str, digest: Digest) -> str | None:
     """Return how the digest of all bytes differs from the stated checksum, or None."""
     found = digest.hexdigest()
-    return None if found == expected else f"it is not as it was written: its checksum is {found}, not {expected}"
+    return (
+        None
+        if found == expected
+        else f"it is not as it was written: its checksum is {found}, not {expected}"
+    )

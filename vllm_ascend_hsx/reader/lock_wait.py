@@ -32,7 +32,11 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
         return False
     with Naming(path):
         try:
-            return flock_now(fd, fcntl.LOCK_SH) and not is_decided() and has_name(fd, path, follow_symlinks=True)
+            return (
+                flock_now(fd, fcntl.LOCK_SH)
+                and not is_decided()
+                and has_name(fd, path, follow_symlinks=True)
+            )
         finally:
             unlock_and_close(fd)
 

@@ -90,7 +90,9 @@ def remove_member(path: Path, found: bool = False) -> None:
 
 
 def paths_below(
-    directory: str | os.PathLike[str], suffixes: tuple[str, ...], on_error: Callable[[OSError], None] | None = None
+    directory: str | os.PathLike[str],
+    suffixes: tuple[str, ...],
+    on_error: Callable[[OSError], None] | None = None,
 ) -> list[Path]:
     """Return the files below a directory with a suffix, and the members that have paths there.
 
@@ -122,7 +124,11 @@ def paths_below(
     found: set[str] = set()  # Path objects sort three times slower
     for folder, inside, names in os.walk(directory, onerror=tell):
         inside[:] = [name for name in inside if not name.startswith(".")]
-        found.update(os.path.join(folder, name) for name in (*inside, *names) if name.endswith(suffixes) and name[0] != ".")
+        found.update(
+            os.path.join(folder, name)
+            for name in (*inside, *names)
+            if name.endswith(suffixes) and name[0] != "."
+        )
         if SHARDS_MARK in names and folder != os.fspath(directory):
             found.update(os.path.join(folder, name) for name in members(shards_of(folder)))
     shards_of(directory)  # from now on it is searched even without the mark: a copy may lack it
@@ -146,4 +152,6 @@ def _members_above(directory: Path, members: Callable[[Shards], Iterable[str]]) 
     """Yield the paths below a directory of members from shards there or above."""
     for shards, name in _shards_above(directory / "_"):
         folder = name[:-1]
-        yield from (each.removeprefix(folder) for each in members(shards) if each.startswith(folder))
+        yield from (
+            each.removeprefix(folder) for each in members(shards) if each.startswith(folder)
+        )

@@ -16,9 +16,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
 from vllm_ascend_hsx.protocol.format import FormatError, TensorInfo
-from vllm_ascend_hsx.protocol.mooncake.manifest import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
+from vllm_ascend_hsx.protocol.mooncake.manifest import (
+    ERROR_KEY_SUFFIX,
+    HANDLE_KEY,
+    MANIFEST_KEY_SUFFIX,
+    keys_of,
+    read_manifest,
+)
 from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeError, MooncakeOptions
-from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, assembled, checksum_difference, reason_in
+from vllm_ascend_hsx.reader.load import (
+    HiddenStates,
+    HiddenStatesError,
+    assembled,
+    checksum_difference,
+    reason_in,
+)
 from vllm_ascend_hsx.reader.tensors import check_tensors, torch_dtype
 
 if TYPE_CHECKING:
@@ -66,7 +78,14 @@ class MooncakeReader:
         )
         self._client = MooncakeClient(options, segment=0)
 
-    def load(self, params: Handle, timeout: float | None = 60.0, *, verify: bool = True, dequantize: bool = True) -> HiddenStates:
+    def load(
+        self,
+        params: Handle,
+        timeout: float | None = 60.0,
+        *,
+        verify: bool = True,
+        dequantize: bool = True,
+    ) -> HiddenStates:
         """Wait until a request is complete, and load it.
 
         Args:
@@ -95,7 +114,10 @@ class MooncakeReader:
         if verify and names_checksum(header.metadata):
             stated = stated_checksum(text, header.metadata)
             if stated is None:
-                raise HiddenStatesError(Path(handle), "it cannot be verified: its manifest names a checksum of no known kind")
+                raise HiddenStatesError(
+                    Path(handle),
+                    "it cannot be verified: its manifest names a checksum of no known kind",
+                )
             stated[1].update(data.numpy().data)
             if problem := checksum_difference(*stated):
                 raise HiddenStatesError(Path(handle), problem)
@@ -122,7 +144,12 @@ class MooncakeReader:
     def __enter__(self) -> MooncakeReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _wait(self, handle: str, timeout: float | None) -> bytes:
@@ -139,9 +166,14 @@ class MooncakeReader:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 if has_manifest or has_failed:
-                    raise HiddenStatesError(Path(handle), f"it is in the store and cannot be read: {_OUT_OF_REACH}")
+                    raise HiddenStatesError(
+                        Path(handle), f"it is in the store and cannot be read: {_OUT_OF_REACH}"
+                    )
                 if has_data:
-                    problem = "its data is there, but its manifest is not: somebody has removed it, or it went with a process that ended"
+                    problem = (
+                        "its data is there, but its manifest is not: somebody has removed it, or "
+                        "it went with a process that ended"
+                    )
                     raise HiddenStatesError(Path(handle), problem)
                 problem = f"nothing is in the store under {handle!r} after {timeout:g} s"
                 raise TimeoutError(f"{problem}: is the request done, and its server alive?")
@@ -166,18 +198,26 @@ class MooncakeReader:
         finally:
             self._client.unregister(data.data_ptr())
         if read != stored:
-            raise HiddenStatesError(Path(handle), f"its data is not there any more: {_WHERE_IT_WENT}")
+            raise HiddenStatesError(
+                Path(handle), f"its data is not there any more: {_WHERE_IT_WENT}"
+            )
         return data
 
 
-_OUT_OF_REACH = "the process that holds it has ended, or is not at the address that it gave (mooncake.local_hostname)"
+_OUT_OF_REACH = (
+    "the process that holds it has ended, or is not at the address that it gave "
+    "(mooncake.local_hostname)"
+)
 _WHERE_IT_WENT = "somebody has removed it, or the process whose memory it was in has ended"
 
 
 def _handle(params: Handle) -> str:
     handle = params.get(HANDLE_KEY) if isinstance(params, Mapping) else params
     if not isinstance(handle, str) or not handle:
-        raise ValueError(f"there is no {HANDLE_KEY!r} in {params!r}; give the response's kv_transfer_params as they are")
+        raise ValueError(
+            f"there is no {HANDLE_KEY!r} in {params!r}; give the response's kv_transfer_params "
+            "as they are"
+        )
     return handle
 
 

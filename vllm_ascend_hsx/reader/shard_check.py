@@ -47,7 +47,11 @@ def _problems_in(directory: Path, names: set[str]) -> Iterator[tuple[Path, str]]
     paths = [directory / f"{stem}{TAR}" for stem in sorted(stems)]
     for path in [*paths, directory / REMOVED] if REMOVED in names else paths:
         try:
-            problem = _removals_problem(path) if path.name == REMOVED else _problem(path, f"{path.stem}{MANIFEST}" in names)
+            problem = (
+                _removals_problem(path)
+                if path.name == REMOVED
+                else _problem(path, f"{path.stem}{MANIFEST}" in names)
+            )
         except OSError as error:
             problem = _unreadable(path, error)
         if problem is not None:
@@ -78,7 +82,11 @@ def _unreadable(path: Path, error: OSError) -> str | None:
 def _removals_problem(path: Path) -> str | None:
     lines = [decode(line) for line in split_lines(_content(path, REMOVED_MAX))]
     bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Tombstone)]
-    return f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}" if bad else None
+    return (
+        f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}"
+        if bad
+        else None
+    )
 
 
 def _content(path: Path, most: int = INDEX_MAX) -> bytes:
@@ -97,10 +105,17 @@ def _problem(path: Path, sealed: bool) -> str | None:
                 check_end(fd, size, end_of_members(fd, index), index)
                 return None
             if os.fstat(fd).st_size != end + len(END) or any(os.pread(fd, len(END), end)):
-                return f"the tar file does not end after the last member of its index, at byte {end}"
+                return (
+                    f"the tar file does not end after the last member of its index, at byte {end}"
+                )
             for member in map(decode, split_lines(index)):
-                if isinstance(member, Member) and any(os.pread(fd, member.end - (at := member.offset + member.size), at)):
-                    return f"bytes follow {member.name!r} in the tar file that belong to no member, at byte {at}"
+                if isinstance(member, Member) and any(
+                    os.pread(fd, member.end - (at := member.offset + member.size), at)
+                ):
+                    return (
+                        f"bytes follow {member.name!r} in the tar file that belong to no member, "
+                        f"at byte {at}"
+                    )
             expected = shard_manifest(fd, index, "")
     except ValueError as error:
         return str(error)
@@ -109,4 +124,8 @@ def _problem(path: Path, sealed: bool) -> str | None:
         wrong = [key for key in _COUNTED if said[key] != expected[key]]
     except (ValueError, TypeError, KeyError) as error:
         return f"its manifest cannot be understood: {error!r}"
-    return f"its manifest says {wrong[0]}={said[wrong[0]]!r}, and it has {expected[wrong[0]]!r}" if wrong else None
+    return (
+        f"its manifest says {wrong[0]}={said[wrong[0]]!r}, and it has {expected[wrong[0]]!r}"
+        if wrong
+        else None
+    )

@@ -26,8 +26,22 @@ from vllm_ascend_hsx.protocol.files import (
     write_at,
 )
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
-from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name, printable
-from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, decode, encode
+from vllm_ascend_hsx.protocol.names import (
+    INDEX,
+    MANIFEST,
+    REMOVED,
+    TAR,
+    parse_shard_name,
+    printable,
+)
+from vllm_ascend_hsx.protocol.shard_index import (
+    INDEX_MAX,
+    REMOVED_MAX,
+    Member,
+    Tombstone,
+    decode,
+    encode,
+)
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import is_headed
 
@@ -74,7 +88,10 @@ def member_problem(place: Place, header: Header, line: Member) -> str | None:
         ("checksum", line.checksum, header.metadata.get("checksum", "")),
     ):
         if said != found:
-            return f"its index leads to another request: there {what} is {said!r}, and {found!r} in the shard"
+            return (
+                f"its index leads to another request: there {what} is {said!r}, and {found!r} in "
+                "the shard"
+            )
     if not is_headed(place.fd, place.offset, line.name, line.size):
         return "its index leads to another request: in the shard that has another name or size"
     return None
@@ -136,15 +153,27 @@ class Shards:
         """
         with self._mutex:
             self._refresh()
-            found = {name: max(all_, key=_age)[1] for name in sorted(self._members) if (all_ := self._present(name))}
+            found = {
+                name: max(all_, key=_age)[1]
+                for name in sorted(self._members)
+                if (all_ := self._present(name))
+            }
             unreadable = list(self._unreadable.values())
         for each in unreadable:
             if on_unreadable is None:
                 raise UnreadableIndexError(each)
             on_unreadable(UnreadableIndexError(each))
         # Servers write through no link. With a link, `load` and `remove` would leave the directory.
-        linked = {folder for folder in {os.path.dirname(name) for name in found} if self._is_linked(folder)}
-        return {name: line for name, line in found.items() if os.path.dirname(name) not in linked} if linked else found
+        linked = {
+            folder
+            for folder in {os.path.dirname(name) for name in found}
+            if self._is_linked(folder)
+        }
+        return (
+            {name: line for name, line in found.items() if os.path.dirname(name) not in linked}
+            if linked
+            else found
+        )
 
     def remove(self, name: str) -> bool:
         """Hide the members of a name from all readers. Return whether there was a member.
@@ -153,14 +182,21 @@ class Shards:
         if the removal cannot be recorded, and TimeoutError if another process holds the lock of the
         list. Also raises like `find`.
         """
-        lines = [encode(Tombstone(name, stem, member.offset)) for stem, member in self._all_of(name)]
+        lines = [
+            encode(Tombstone(name, stem, member.offset)) for stem, member in self._all_of(name)
+        ]
         if not lines:
             return False
-        with opened(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666) as fd:
+        with opened(
+            self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666
+        ) as fd:
             _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
             size = os.fstat(fd).st_size
             if size >= REMOVED_MAX:
-                problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
+                problem = (
+                    f"the list of removed members has {size} bytes, and readers take "
+                    f"{REMOVED_MAX}; write to a new directory"
+                )
                 raise OSError(errno.EFBIG, problem)
             if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line first
                 lines.insert(0, b"\n")
@@ -177,11 +213,18 @@ class Shards:
 
     def _present(self, name: str) -> list[tuple[str, Member]]:
         """Return the members of a name that were not removed. The caller holds the mutex."""
-        return [each for each in self._members.get(name, ()) if (each[0], each[1].offset) not in self._removed]
+        return [
+            each
+            for each in self._members.get(name, ())
+            if (each[0], each[1].offset) not in self._removed
+        ]
 
     def _is_linked(self, folder: str) -> bool:
         """Return whether the path of a folder below the directory has a symbolic link."""
-        return any(os.path.islink(self.directory / part) for part in accumulate(Path(folder).parts, os.path.join))
+        return any(
+            os.path.islink(self.directory / part)
+            for part in accumulate(Path(folder).parts, os.path.join)
+        )
 
     def _forget(self) -> None:
         self._indexes: dict[str, _Index] = {}
@@ -198,7 +241,9 @@ class Shards:
             self._update()
 
     def _update(self) -> bool:
-        return self._list() and all([self._read(stem, index) for stem, index in self._indexes.items()])
+        return self._list() and all(
+            [self._read(stem, index) for stem, index in self._indexes.items()]
+        )
 
     def _list(self) -> bool:
         """Add new indexes and manifests; return False if an index that was read is missing."""
@@ -210,7 +255,11 @@ class Shards:
         found, sealed = set(), set()
         with again_if_stale(os.scandir, self.directory) as entries:
             for entry in entries:
-                stem, _, suffix = parse_shard_name(entry.name) or (_REMOVED, "", INDEX if entry.name == REMOVED else "")
+                stem, _, suffix = parse_shard_name(entry.name) or (
+                    _REMOVED,
+                    "",
+                    INDEX if entry.name == REMOVED else "",
+                )
                 if suffix == INDEX:
                     found.add(stem)
                 elif suffix == MANIFEST:
@@ -249,7 +298,9 @@ class Shards:
             return True
         except OSError as error:
             if error.errno in LEADS_NOWHERE and os.path.islink(path):
-                self._report(stem, error.errno, 0, f"{path.name} is a symbolic link that leads nowhere")
+                self._report(
+                    stem, error.errno, 0, f"{path.name} is a symbolic link that leads nowhere"
+                )
                 return True
             if isinstance(error, FileNotFoundError):
                 return False
@@ -262,11 +313,20 @@ class Shards:
                     index.identity = identity
                 if index.identity != identity or status.st_size < index.position:
                     return False
-                end, most, seen = status.st_size, REMOVED_MAX if stem == _REMOVED else INDEX_MAX, (status.st_size, status.st_ctime_ns)
+                end, most, seen = (
+                    status.st_size,
+                    REMOVED_MAX if stem == _REMOVED else INDEX_MAX,
+                    (status.st_size, status.st_ctime_ns),
+                )
                 if seen == index.seen:
                     return True
                 if end > most:
-                    self._report(stem, identity, 0, f"{path.name} has {end} bytes, more than the {most} that readers take")
+                    self._report(
+                        stem,
+                        identity,
+                        0,
+                        f"{path.name} has {end} bytes, more than the {most} that readers take",
+                    )
                     if stem != _REMOVED:
                         return True
                     end = most  # the removals in these lines stay
@@ -296,7 +356,9 @@ class Shards:
             else:
                 self._members[line.name] = (*self._members.get(line.name, ()), (stem, line))
         if bad:
-            problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used"
+            problem = (
+                f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used"
+            )
             # Do not quote through a link: it may lead to a file that only this process may read.
             if not (self.directory / f"{stem}{INDEX}").is_symlink():
                 problem += f", first {bad[0][:_QUOTED].decode('utf-8', 'replace')!a}"

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo
+from vllm_ascend_hsx.protocol.format import (
+    HIDDEN_STATES,
+    QUANTIZATIONS,
+    SCALES,
+    TOKEN_IDS,
+    FormatError,
+    Header,
+    TensorInfo,
+)
 from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
 
 if TYPE_CHECKING:
@@ -31,7 +39,14 @@ _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
 LEAST_SCALE = 9.999999960041972e-13
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED of sys/mman.h
@@ -48,18 +63,29 @@ def check_tensors(header: Header) -> None:
         raise FormatError(f"it has no {' and no '.join(sorted(missing))}")
     states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
     if len(states.shape) != 3:
-        raise FormatError(f"{HIDDEN_STATES} has shape {list(states.shape)}, not [tokens, layers, hidden]")
+        raise FormatError(
+            f"{HIDDEN_STATES} has shape {list(states.shape)}, not [tokens, layers, hidden]"
+        )
     if not 0 < prod(states.shape[1:]) <= _LARGEST_ROW:
-        raise FormatError(f"{HIDDEN_STATES} {list(states.shape)} has rows of {prod(states.shape[1:])} numbers")
+        raise FormatError(
+            f"{HIDDEN_STATES} {list(states.shape)} has rows of {prod(states.shape[1:])} numbers"
+        )
     if len(ids.shape) != 1 or states.shape[:1] != ids.shape:
-        raise FormatError(f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
-    for name, tensor, dtypes in ((HIDDEN_STATES, states, _ROW_DTYPES), (TOKEN_IDS, ids, _ID_DTYPES)):
+        raise FormatError(
+            f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}"
+        )
+    for name, tensor, dtypes in (
+        (HIDDEN_STATES, states, _ROW_DTYPES),
+        (TOKEN_IDS, ids, _ID_DTYPES),
+    ):
         if tensor.dtype not in dtypes:
             raise FormatError(f"{name} is {tensor.dtype}, not one of {', '.join(dtypes)}")
     _check_quantization(header.metadata, states, header.tensors.get(SCALES))
 
 
-def _check_quantization(metadata: dict[str, str], states: TensorInfo, scales: TensorInfo | None) -> None:
+def _check_quantization(
+    metadata: dict[str, str], states: TensorInfo, scales: TensorInfo | None
+) -> None:
     said, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
     if said not in (None, *QUANTIZATIONS.values()):
         raise FormatError(f"its rows are quantised as {said!r}, which is unknown")
@@ -68,7 +94,10 @@ def _check_quantization(metadata: dict[str, str], states: TensorInfo, scales: Te
     if scales is None:
         return
     if (states.dtype, scales.dtype, scales.shape) != (FP8_DTYPE, "F32", (states.shape[0], 1, 1)):
-        fits_not = f"{scales.dtype} {list(scales.shape)} does not fit {HIDDEN_STATES} {states.dtype} {list(states.shape)}"
+        fits_not = (
+            f"{scales.dtype} {list(scales.shape)} does not fit {HIDDEN_STATES} {states.dtype} "
+            f"{list(states.shape)}"
+        )
         raise FormatError(f"{SCALES} {fits_not}")
     if before not in ROW_DTYPES:
         raise FormatError(f"its rows were quantised from {before}, which is not supported")
@@ -103,11 +132,15 @@ def to_numpy(rows: torch.Tensor, dtype: object) -> npt.NDArray[Any]:
             kind = import_module("ml_dtypes").bfloat16
         except ModuleNotFoundError:
             problem = "dtype='bfloat16' needs the package ml_dtypes, because numpy has no bfloat16"
-            remedy = "pip install ml_dtypes, or leave dtype out for float32, which has the same values"
+            remedy = (
+                "pip install ml_dtypes, or leave dtype out for float32, which has the same values"
+            )
             raise ModuleNotFoundError(f"{problem}; {remedy}", name="ml_dtypes") from None
         return rows.to(torch.bfloat16).view(torch.int16).numpy().view(kind)
     if name not in _NUMPY_DTYPES:
-        raise ValueError(f"dtype={dtype!r:.100}: give {', '.join(_NUMPY_DTYPES)} or bfloat16, or None")
+        raise ValueError(
+            f"dtype={dtype!r:.100}: give {', '.join(_NUMPY_DTYPES)} or bfloat16, or None"
+        )
     return rows.to(getattr(torch, name)).numpy()
 
 
@@ -138,7 +171,9 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
     if mapped and info.begin % dtype.itemsize == 0:  # other producers may not align their tensors
         start = info.begin // memory_map.ALLOCATIONGRANULARITY * memory_map.ALLOCATIONGRANULARITY
         view = _mapped(fd, start, info.end)
-        tensor = torch.frombuffer(view, dtype=dtype, count=size // dtype.itemsize, offset=info.begin - start)
+        tensor = torch.frombuffer(
+            view, dtype=dtype, count=size // dtype.itemsize, offset=info.begin - start
+        )
         return tensor.reshape(info.shape)
     try:
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -160,10 +195,21 @@ def _mapped(fd: int, start: int, end: int) -> memoryview:
     """
     if os.fstat(fd).st_size < end:
         raise FormatError("it was cut off while it was read")
-    address = _libc.mmap(None, end - start, memory_map.PROT_READ | memory_map.PROT_WRITE, memory_map.MAP_PRIVATE, fd, start)
+    address = _libc.mmap(
+        None,
+        end - start,
+        memory_map.PROT_READ | memory_map.PROT_WRITE,
+        memory_map.MAP_PRIVATE,
+        fd,
+        start,
+    )
     if address == _FAILED:
         number = ctypes.get_errno()
-        limit = "; drop some items (a mapped file takes two mappings), or raise vm.max_map_count" if number == errno.ENOMEM else ""
+        limit = (
+            "; drop some items (a mapped file takes two mappings), or raise vm.max_map_count"
+            if number == errno.ENOMEM
+            else ""
+        )
         raise OSError(number, os.strerror(number) + limit)
     view: memoryview = _view(address, end - start, _WRITABLE)
     # Not when the interpreter ends: tensors may be in use then.

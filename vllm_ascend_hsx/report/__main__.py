@@ -18,17 +18,23 @@ def main(name: str, context: str, told: str) -> None:
     """Do a step, with results in the file `told`; an error becomes the reason for what is not."""
     tell = Teller(Path(told))
 
-    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def explain(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         tell.failed(f"{kind.__name__}: {error}")
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = explain
     # So that `with` blocks stop servers. Nothing may be downloaded.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
+    )
     step = next(each for each in STEPS if each.name == name)
     module, _, function = step.work.partition(":")
-    getattr(importlib.import_module(f"vllm_ascend_hsx.report.{module}"), function)(Context.read(Path(context)), tell)
+    getattr(importlib.import_module(f"vllm_ascend_hsx.report.{module}"), function)(
+        Context.read(Path(context)), tell
+    )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,12 @@ def weight_bytes(model: Path) -> int:
 
 
 def choose_sizes(
-    config: dict[str, Any], weights: int, npus: int, free: int, tensor_parallel: int | None = None, data_parallel: int | None = None
+    config: dict[str, Any],
+    weights: int,
+    npus: int,
+    free: int,
+    tensor_parallel: int | None = None,
+    data_parallel: int | None = None,
 ) -> Sizes:
     """Choose DP x TP: the least TP that fits, but two ranks of each kind where there are NPUs.
 
@@ -133,7 +138,10 @@ def choose_sizes(
     powers = [1 << power for power in range(npus.bit_length())]
     fitting = [size for size in powers if size <= npus and heads % size == 0]
     several = [size for size in fitting if size > 1] or fitting
-    choices = [tensor_parallel] if tensor_parallel else several, [data_parallel] if data_parallel else [2, 1]
+    choices = (
+        [tensor_parallel] if tensor_parallel else several,
+        [data_parallel] if data_parallel else [2, 1],
+    )
     tried = list(itertools.product(*choices))
     enough = [Sizes(tp, dp, experts and tp * dp > 1) for tp, dp in tried if tp * dp <= npus]
     if not enough:
@@ -144,6 +152,7 @@ def choose_sizes(
         if weights / (sizes.npus if experts else sizes.tensor_parallel) <= WEIGHTS_SHARE * free:
             return sizes
     raise DoesNotFitError(
-        f"weights of {weights / 2**30:,.1f} GiB do not fit {npus} NPUs with {free / 2**30:,.1f} GiB free each: tried up to {enough[-1]}, "
+        f"weights of {weights / 2**30:,.1f} GiB do not fit {npus} NPUs with {free / 2**30:,.1f} "
+        f"GiB free each: tried up to {enough[-1]}, "
         f"with {WEIGHTS_SHARE:.0%} of it for weights"
     )

@@ -33,14 +33,22 @@ def write(context: Context, results: Sequence[Result]) -> tuple[Path, Path]:
         "serve_options": list(context.serve_options),
         "lines": [asdict(result) for result in results],
     }
-    for path, text in zip(paths, (markdown(context, results), json.dumps(content, indent=2, default=str) + "\n"), strict=True):
+    for path, text in zip(
+        paths,
+        (markdown(context, results), json.dumps(content, indent=2, default=str) + "\n"),
+        strict=True,
+    ):
         path.write_text(anonymous(text, context), encoding="utf-8")
     return paths
 
 
 def anonymous(text: str, context: Context) -> str:
     """Return a text without this machine's name and directories."""
-    hidden = {str(context.output): "OUTPUT", str(context.model.parent): "MODELS", os.path.expanduser("~"): "~"}
+    hidden = {
+        str(context.output): "OUTPUT",
+        str(context.model.parent): "MODELS",
+        os.path.expanduser("~"): "~",
+    }
     for found in sorted(hidden, key=len, reverse=True):
         text = text.replace(found, hidden[found]) if len(found) > 1 else text
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
@@ -49,14 +57,23 @@ def anonymous(text: str, context: Context) -> str:
 def markdown(context: Context, results: Sequence[Result]) -> str:
     """Return the report for people."""
     count = Counter(result.outcome for result in results)
-    summary = ", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN))
+    summary = ", ".join(
+        f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN)
+    )
     blocks = [
         f"# Hardware report of vllm-ascend-hsx {__version__}",
         f"Model `{context.model.name}`. Lines: {summary}.",
-        *(["**The NPUs are emulated on a CPU: no speed here says anything about hardware.**"] if context.emulated else []),
+        *(
+            ["**The NPUs are emulated on a CPU: no speed here says anything about hardware.**"]
+            if context.emulated
+            else []
+        ),
         _table(
             ("line", "", "found", "checklist"),
-            [(LINES[each.line].what, each.outcome, each.found, _listed(LINES[each.line].rows)) for each in results],
+            [
+                (LINES[each.line].what, each.outcome, each.found, _listed(LINES[each.line].rows))
+                for each in results
+            ],
         ),
         *_figures({result.line: result.data for result in results}),
         _left_over(),
@@ -76,9 +93,22 @@ def _figures(data: dict[str, dict[str, Any]]) -> list[str]:
             base = measured.get("off", {}).get(traffic)
             share = f"{figures['requests_per_s'] / base['requests_per_s']:.1%}" if base else ""
             tokens = data.get(f"KV cache, {name}", {}).get("tokens")
-            speeds = (f"{figures['requests_per_s']:,.2f}", share, f"{figures['prompt_tokens_per_s']:,.0f}", f"{figures['step_ms']:,.2f}")
+            speeds = (
+                f"{figures['requests_per_s']:,.2f}",
+                share,
+                f"{figures['prompt_tokens_per_s']:,.0f}",
+                f"{figures['step_ms']:,.2f}",
+            )
             rows.append((SERVERS[name], traffic, *speeds, "" if tokens is None else f"{tokens:,}"))
-    head = ("extraction", "traffic", "requests/s", "of none", "prompt tokens/s", "ms per step", "KV cache, tokens")
+    head = (
+        "extraction",
+        "traffic",
+        "requests/s",
+        "of none",
+        "prompt tokens/s",
+        "ms per step",
+        "KV cache, tokens",
+    )
     return ["## Throughput", _table(head, rows)]
 
 
@@ -93,7 +123,9 @@ def _details(context: Context, results: Sequence[Result]) -> list[str]:
     logs = [(LINES[result.line].what, result.log) for result in results if result.log]
     for title, text in [*([("npu-smi info", smi)] if smi else []), *logs]:
         fence = "````" if "```" in text else "```"
-        found.append(f"<details><summary>{title}</summary>\n\n{fence}text\n{text}\n{fence}\n\n</details>")
+        found.append(
+            f"<details><summary>{title}</summary>\n\n{fence}text\n{text}\n{fence}\n\n</details>"
+        )
     return found
 
 
@@ -103,5 +135,9 @@ def _listed(rows: Sequence[int]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; cells are on one line and have no bars of their own."""
-    lines = [head, ["---"] * len(head), *([" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -31,9 +31,20 @@ def software(context: Context, tell: Teller) -> None:
     from vllm_ascend_hsx.doctor.software import check_software
 
     findings = list(check_software())
-    problems = [f"{each.name}: {each.found}. {each.what_to_do}" for each in findings if each.verdict == "problem"]
-    words = "; ".join(problems) or ", ".join(f"{each.name} {each.found}" for each in findings if each.name not in ("NPUs", "plugin"))
-    tell("software", BROKE if problems else HELD, words, **{each.name: each.found for each in findings})
+    problems = [
+        f"{each.name}: {each.found}. {each.what_to_do}"
+        for each in findings
+        if each.verdict == "problem"
+    ]
+    words = "; ".join(problems) or ", ".join(
+        f"{each.name} {each.found}" for each in findings if each.name not in ("NPUs", "plugin")
+    )
+    tell(
+        "software",
+        BROKE if problems else HELD,
+        words,
+        **{each.name: each.found for each in findings},
+    )
     from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 
     try:
@@ -81,18 +92,37 @@ def npus(context: Context, tell: Teller) -> None:
         found.append({"name": npu().get_device_name(index), "free": free, "total": total})
     if not found:
         for line in ("npus", "sizes"):
-            tell(line, BROKE, "torch.npu finds none: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES")
+            tell(
+                line,
+                BROKE,
+                "torch.npu finds none: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES",
+            )
         return
     least = min(each["free"] for each in found)
-    words = f"{len(found)} x {found[0]['name']}, at least {least / 2**30:.2f} of {found[0]['total'] / 2**30:.2f} GiB free"
+    words = (
+        f"{len(found)} x {found[0]['name']}, at least {least / 2**30:.2f} of "
+        f"{found[0]['total'] / 2**30:.2f} GiB free"
+    )
     tell("npus", MEASURED, words, npus=found, npu_smi=npu_smi() or "not on PATH")
     weights = weight_bytes(context.model)
     try:
-        sizes = choose_sizes(context.config, weights, len(found), least, context.tensor_parallel, context.data_parallel)
+        sizes = choose_sizes(
+            context.config,
+            weights,
+            len(found),
+            least,
+            context.tensor_parallel,
+            context.data_parallel,
+        )
     except DoesNotFitError as error:
         tell("sizes", BROKE, str(error))
     else:
-        tell("sizes", MEASURED, f"{sizes} for weights of {weights / 2**30:.2f} GiB", **sizes._asdict())
+        tell(
+            "sizes",
+            MEASURED,
+            f"{sizes} for weights of {weights / 2**30:.2f} GiB",
+            **sizes._asdict(),
+        )
 
 
 def storage(context: Context, tell: Teller) -> None:
@@ -101,8 +131,14 @@ def storage(context: Context, tell: Teller) -> None:
     from vllm_ascend_hsx.sinks.data_file import FileOptions
 
     written = WRITTEN >> 3 if context.emulated else WRITTEN
-    findings = list(check_storage(context.files, FileOptions(), stored_format(str(context.model)), written))
-    problems = [f"{each.name}: {each.found}. {each.what_to_do}" for each in findings if each.verdict == "problem"]
+    findings = list(
+        check_storage(context.files, FileOptions(), stored_format(str(context.model)), written)
+    )
+    problems = [
+        f"{each.name}: {each.found}. {each.what_to_do}"
+        for each in findings
+        if each.verdict == "problem"
+    ]
     named = {each.name: each.found for each in findings}
     words = "; ".join(problems) or ", ".join(named[key] for key in ("filesystem", "write speed"))
     tell("storage", BROKE if problems else HELD, words, **named)

@@ -39,13 +39,19 @@ def run_all(
     with subreaper():
         for step in steps:
             write(context, _all(steps, results))
-            if reason := "left out with --steps" if step.name not in chosen else _missing(step, results):
+            if (
+                reason := "left out with --steps"
+                if step.name not in chosen
+                else _missing(step, results)
+            ):
                 found: Sequence[Result] = [Result(line.key, NOT_RUN, reason) for line in step.lines]
             else:
                 begin(step)
                 found = (run or run_process)(step, context)
             results |= {result.line: result for result in found}
-            context = replace(context, found={key: each.data for key, each in results.items() if each.data})
+            context = replace(
+                context, found={key: each.data for key, each in results.items() if each.data}
+            )
             show(step, found)
     write(context, _all(steps, results))
     return _all(steps, results)
@@ -78,4 +84,7 @@ def _missing(step: Step, results: dict[str, Result]) -> str:
 
 def _all(steps: Sequence[Step], results: dict[str, Result]) -> list[Result]:
     lines = [line for step in steps for line in step.lines]
-    return [results.get(line.key) or Result(line.key, NOT_RUN, "the command ended before it") for line in lines]
+    return [
+        results.get(line.key) or Result(line.key, NOT_RUN, "the command ended before it")
+        for line in lines
+    ]

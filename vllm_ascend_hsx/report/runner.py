@@ -37,7 +37,12 @@ def subreaper() -> Iterator[None]:
 
 
 def run_step(
-    step: Step, command: Sequence[str], told: Path, log: Path, limit_s: float | None = None, stop_s: float = STOP_S
+    step: Step,
+    command: Sequence[str],
+    told: Path,
+    log: Path,
+    limit_s: float | None = None,
+    stop_s: float = STOP_S,
 ) -> list[Result]:
     """Run a step's process and return a result for each of its lines.
 
@@ -52,7 +57,13 @@ def run_step(
     limit = step.limit_s if limit_s is None else limit_s
     before = descendants(os.getpid())
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     problem = ""
     try:
         code = process.wait(limit)
@@ -85,10 +96,14 @@ def _complete(step: Step, results: Sequence[Result], problem: str, tail: str) ->
     reason = problem or "the step ended without a word about it"
     missing = [line.key for line in step.lines if line.key not in found]
     # The log once: the other lines of the step have the same.
-    found |= {key: Result(key, BROKE, reason, log=tail if key == missing[0] else "") for key in missing}
+    found |= {
+        key: Result(key, BROKE, reason, log=tail if key == missing[0] else "") for key in missing
+    }
     if problem and not missing:  # all was measured, but the end was not clean
         last = step.lines[-1].key
-        found[last] = replace(found[last], found=f"{found[last].found}; {problem}", outcome=BROKE, log=tail)
+        found[last] = replace(
+            found[last], found=f"{found[last].found}; {problem}", outcome=BROKE, log=tail
+        )
     return [found[line.key] for line in step.lines]
 
 

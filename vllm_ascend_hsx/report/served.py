@@ -67,7 +67,12 @@ def serve_options(
 def serving(context: Context, name: str, serve: ServeOptions, **environ: str) -> Iterator[Server]:
     """Start a server, wait until it answers, and stop it. Raises ServerError."""
     environment = {"PYTHONUNBUFFERED": "1", **environ}
-    with Server(serve.command(), port=serve.port, log=context.output / "logs" / f"{name}.server.log", environment=environment) as server:
+    with Server(
+        serve.command(),
+        port=serve.port,
+        log=context.output / "logs" / f"{name}.server.log",
+        environment=environment,
+    ) as server:
         server.wait_ready(START_S)
         yield server
 
@@ -171,12 +176,20 @@ def check_rows(
     )
     rows = [verify(answer, layer_ids, check.reference) for answer in answers]
     passed, generated = sum(row.passed for row in rows), sum(row.generated for row in rows)
-    wrong = "".join(f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed)
+    wrong = "".join(
+        f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed
+    )
     sizes = sizes or str(context.sizes)
     of_output = f"with {generated} rows of generated tokens"
     words = f"{passed} of {len(rows)} requests match{check.why_not}, {of_output}, {sizes}{wrong}"
     # JSON has no NaN, which stands for what was not compared.
-    table = [{**row._asdict(), "max_difference": None if math.isnan(row.max_difference) else row.max_difference} for row in rows]
+    table = [
+        {
+            **row._asdict(),
+            "max_difference": None if math.isnan(row.max_difference) else row.max_difference,
+        }
+        for row in rows
+    ]
     data = {
         "passed": passed,
         "requests": len(rows),
@@ -184,7 +197,13 @@ def check_rows(
         "compared": check.reference is not None,
         "rows": table,
     }
-    tell(line, HELD if passed == len(rows) else BROKE, words, log="" if passed == len(rows) else server.log_tail(), **data)
+    tell(
+        line,
+        HELD if passed == len(rows) else BROKE,
+        words,
+        log="" if passed == len(rows) else server.log_tail(),
+        **data,
+    )
     return answers
 
 
@@ -199,11 +218,22 @@ def stop(server: Server, storage: Path, tell: Teller) -> None:
     seconds = time.monotonic() - begun
     left = len(group_members(server.process.pid))
     whole, failed, bad = files_after_stop(storage, paths)
-    words = f"ended {seconds:.0f} s after it; {whole} whole files, {failed} with the reason why there are no rows"
+    words = (
+        f"ended {seconds:.0f} s after it; {whole} whole files, {failed} with the reason why "
+        "there are no rows"
+    )
     if left:
         bad.insert(0, f"{left} processes were still running after {END_S:.0f} s")
     log = server.log_tail() if bad else ""
-    tell("stop", BROKE if bad else HELD, "; ".join([words, *bad]), log=log, seconds=seconds, whole=whole, failed=failed)
+    tell(
+        "stop",
+        BROKE if bad else HELD,
+        "; ".join([words, *bad]),
+        log=log,
+        seconds=seconds,
+        whole=whole,
+        failed=failed,
+    )
 
 
 @contextmanager
@@ -240,7 +270,9 @@ def files_after_stop(storage: Path, answered: Sequence[Path]) -> tuple[int, int,
     files = files_in(storage)
     found = [examine(path) for path in files if not path.name.endswith(ERROR_SUFFIX)]
     bad = [f"{each.path.name}: {each.problem}" for each in found if each.problem is not None]
-    lost = [path for path in answered if not (path.exists() or Path(f"{path}{ERROR_SUFFIX}").exists())]
+    lost = [
+        path for path in answered if not (path.exists() or Path(f"{path}{ERROR_SUFFIX}").exists())
+    ]
     bad += [f"{path.name}: answered, and neither there nor failed" for path in lost]
     bad += [f"{path.name}: a lock without a file" for path in orphaned_locks(storage)]
     return sum(each.problem is None for each in found), len(files) - len(found), bad

@@ -47,9 +47,25 @@ class Load:
 
 
 REAL = Load(
-    (Traffic("prefill-bound", 256, 1024, 1900, max_tokens=1), Traffic("decode-bound", 64, 16, 48, max_tokens=128)), 3, 2048, 64, 8192
+    (
+        Traffic("prefill-bound", 256, 1024, 1900, max_tokens=1),
+        Traffic("decode-bound", 64, 16, 48, max_tokens=128),
+    ),
+    3,
+    2048,
+    64,
+    8192,
 )
-EMULATED = Load((Traffic("prefill-bound", 8, 100, 400, max_tokens=1), Traffic("decode-bound", 8, 16, 48, max_tokens=12)), 1, 512, 16, 1024)
+EMULATED = Load(
+    (
+        Traffic("prefill-bound", 8, 100, 400, max_tokens=1),
+        Traffic("decode-bound", 8, 16, 48, max_tokens=12),
+    ),
+    1,
+    512,
+    16,
+    1024,
+)
 
 
 def load_of(context: Context) -> Load:
@@ -68,7 +84,9 @@ def vllm(context: Context, tell: Teller) -> None:
     _measure(context, tell, "vllm", VLLMS, VLLM_PLUGINS=plugins_without_ours())
 
 
-def _measure(context: Context, tell: Teller, name: str, connector: str | None, **environ: str) -> None:
+def _measure(
+    context: Context, tell: Teller, name: str, connector: str | None, **environ: str
+) -> None:
     """Measure one server. All three differ in extraction alone.
 
     vLLM refuses its connector together with chunked prefill, so all go without.
@@ -78,7 +96,10 @@ def _measure(context: Context, tell: Teller, name: str, connector: str | None, *
         workers.OPTIONS if name == "hsx" else ()
     )
     environ |= workers.ENVIRONMENT if name == "hsx" else {}
-    most = {each: getattr(load, each) for each in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
+    most = {
+        each: getattr(load, each)
+        for each in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    }
     serve = serve_options(
         context, name, sizes, own, connector=connector, whole_prompts=True, **most
     )
@@ -90,9 +111,15 @@ def _measure(context: Context, tell: Teller, name: str, connector: str | None, *
         probe = Probe(context, server) if name == "hsx" else None
         for traffic in load.traffics:
             prompts = [draw_prompts(traffic, turn, vocabulary) for turn in range(load.rounds + 1)]
-            rounds = [serve_round(server.url, traffic, each, REQUEST_S, extracts=connector is not None) for each in prompts]
+            rounds = [
+                serve_round(server.url, traffic, each, REQUEST_S, extracts=connector is not None)
+                for each in prompts
+            ]
             data[traffic.name] = figures = _figures(traffic, rounds[1:])
-            words.append(f"{traffic.name} {figures['requests_per_s']:,.1f} requests/s, {figures['step_ms']:,.1f} ms a step")
+            words.append(
+                f"{traffic.name} {figures['requests_per_s']:,.1f} requests/s, "
+                f"{figures['step_ms']:,.1f} ms a step"
+            )
         if unread := int(sum(figures["unread"] for figures in data.values())):
             words.append(f"{unread} files could not be read")
         tell(name, BROKE if unread and name == "hsx" else MEASURED, "; ".join(words), **data)
@@ -124,7 +151,9 @@ def _figures(traffic: Traffic, rounds: list[Round]) -> dict[str, float]:
     """Return medians over the rounds."""
     return {
         "requests_per_s": statistics.median(traffic.requests / each.seconds for each in rounds),
-        "prompt_tokens_per_s": statistics.median(each.prompt_tokens / each.seconds for each in rounds),
+        "prompt_tokens_per_s": statistics.median(
+            each.prompt_tokens / each.seconds for each in rounds
+        ),
         "step_ms": statistics.median(1e3 * each.seconds / each.steps for each in rounds),
         "steps": statistics.median(each.steps for each in rounds),
         "unread": sum(each.unread for each in rounds),
@@ -137,7 +166,12 @@ def _tell_memory(server: Server, line: str, tell: Teller) -> None:
     tokens = [int(found.replace(",", "")) for found in _TOKENS.findall(text)]
     memory = [float(found) for found in _MEMORY.findall(text)]
     if not tokens or not memory:
-        tell(line, BROKE, "the server's log has no line about the size of its KV cache", log=server.log_tail())
+        tell(
+            line,
+            BROKE,
+            "the server's log has no line about the size of its KV cache",
+            log=server.log_tail(),
+        )
         return
     words = f"{min(tokens):,} tokens in {min(memory):.2f} GiB per NPU"
     tell(line, MEASURED, words, tokens=min(tokens), bytes=int(min(memory) * 2**30))
@@ -145,7 +179,11 @@ def _tell_memory(server: Server, line: str, tell: Teller) -> None:
 
 def plan(context: Context, tell: Teller) -> None:
     """Compare the KV cache that is left with what `hsx plan` says of it."""
-    sizes, before, after = context.sizes, context.found["KV cache, off"], context.found["KV cache, hsx"]
+    sizes, before, after = (
+        context.sizes,
+        context.found["KV cache, off"],
+        context.found["KV cache, hsx"],
+    )
     load = load_of(context)
     planned = make_plan(
         Request(
@@ -164,8 +202,14 @@ def plan(context: Context, tell: Teller) -> None:
     )
     kept = after["tokens"] / before["tokens"]
     theirs = context.found.get("KV cache, vllm")
-    beside = "" if theirs is None else f"; with vLLM's connector {theirs['tokens'] / before['tokens']:.2%}"
-    words = f"{kept:.2%} is kept, planned are {planned.kept_at_least:.2%} to {planned.kept:.2%}{beside}"
+    beside = (
+        ""
+        if theirs is None
+        else f"; with vLLM's connector {theirs['tokens'] / before['tokens']:.2%}"
+    )
+    words = (
+        f"{kept:.2%} is kept, planned are {planned.kept_at_least:.2%} to {planned.kept:.2%}{beside}"
+    )
     held = kept >= planned.kept_at_least - TOLERANCE
     data = {key: value for key, value in asdict(planned).items() if key != "request"}
     tell("plan", HELD if held else BROKE, words, measured=kept, **data)

@@ -59,19 +59,32 @@ def draw_prompts(traffic: Traffic, seed: int, vocabulary: int = VOCABULARY) -> l
     return [draw.integers(3, vocabulary, size=int(length)).tolist() for length in lengths]
 
 
-def serve_round(url: str, traffic: Traffic, prompts: Sequence[Sequence[int]], timeout: float, *, extracts: bool) -> Round:
+def serve_round(
+    url: str, traffic: Traffic, prompts: Sequence[Sequence[int]], timeout: float, *, extracts: bool
+) -> Round:
     """Send all prompts at once and wait for answers and files, which are removed.
 
     Raises:
         HTTPError: a request failed, or took longer than `timeout` seconds.
         ValueError: an answer names no file.
     """
-    with httpx.Client(timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=len(prompts))) as client:
+    with httpx.Client(
+        timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=len(prompts))
+    ) as client:
         model = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
-        body = {"model": model, "max_tokens": traffic.max_tokens, "ignore_eos": True, "temperature": 0.0}
+        body = {
+            "model": model,
+            "max_tokens": traffic.max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
 
         def complete(prompt: Sequence[int]) -> dict[str, Any]:
-            answer: dict[str, Any] = client.post(f"{url}/v1/completions", json={**body, "prompt": prompt}).raise_for_status().json()
+            answer: dict[str, Any] = (
+                client.post(f"{url}/v1/completions", json={**body, "prompt": prompt})
+                .raise_for_status()
+                .json()
+            )
             return answer
 
         before = engine_steps(client, url)
@@ -110,5 +123,9 @@ def engine_steps(client: httpx.Client, url: str) -> dict[str, int]:
     from prometheus_client.parser import text_string_to_metric_families
 
     text = client.get(f"{url}/metrics").raise_for_status().text
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return {sample.labels["engine"]: int(sample.value) for sample in samples if sample.name == STEPS}
+    samples = (
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    )
+    return {
+        sample.labels["engine"]: int(sample.value) for sample in samples if sample.name == STEPS
+    }

@@ -21,8 +21,20 @@ from vllm_ascend_hsx.target import ONE_ONLY, layer_ids
 
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that hsx serve sets.
-_SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
-_TAKE_JSON = ("-config", "-overrides", "-kwargs")  # names of vllm serve's options that take an object
+_SET_BY_US = (
+    "--speculative-config",
+    "-sc",
+    "--spec-method",
+    "--spec-model",
+    "--spec-tokens",
+    "--kv-transfer-config",
+    "--model",
+)
+_TAKE_JSON = (
+    "-config",
+    "-overrides",
+    "-kwargs",
+)  # names of vllm serve's options that take an object
 _SHORT = {
     "-pp": "--pipeline-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
@@ -51,7 +63,12 @@ class Command:
 
     def __str__(self) -> str:
         """Return the command line, quoted for a shell."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()), shlex.join(self.arguments)])
+        return " ".join(
+            [
+                *(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()),
+                shlex.join(self.arguments),
+            ]
+        )
 
 
 def build(
@@ -93,12 +110,25 @@ def build(
         refuse_architecture(target.architecture, ids, target.language_model)
     except UserError as error:
         option, value = ("MODEL", model) if error.option == "model" else ("--layers", layers)
-        raise UserError(option, value, f"({target.architecture}) {error.problem}", error.remedy) from None
+        raise UserError(
+            option, value, f"({target.architecture}) {error.problem}", error.remedy
+        ) from None
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
-        *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
+        *(
+            "--kv-transfer-config",
+            json.dumps(
+                kv_transfer_config(None if config.sink == "mooncake" else storage, **options)
+            ),
+        ),
     )
-    return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target), config, given)
+    return Command(
+        ("vllm", "serve", model, *vllm_arguments, *settings),
+        _environ(environ),
+        _notes(target),
+        config,
+        given,
+    )
 
 
 def _arguments(vllm_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -121,13 +151,21 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
         name = option.partition(".")[0]
         if name in _SET_BY_US:
             raise UserError(
-                option, value, "is set by hsx serve", "Leave it out, or start vllm serve with the options that --dry-run prints."
+                option,
+                value,
+                "is set by hsx serve",
+                "Leave it out, or start vllm serve with the options that --dry-run prints.",
             )
         if name.endswith(_TAKE_JSON) and value.startswith("{"):
             _require_json(option, value)
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
-            raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
+            raise UserError(
+                option,
+                value,
+                ONE_ONLY[field],
+                "Use 1; scale with tensor, data and expert parallelism.",
+            )
 
 
 def _require_json(option: str, text: str) -> None:
@@ -168,7 +206,8 @@ def _notes(target: Model) -> tuple[str, ...]:
     if is_registered(target.architecture):
         return caveats
     return (
-        f"{target.architecture or 'a model without a class'} is none of vLLM's classes; if another plugin or vLLM's "
+        f"{target.architecture or 'a model without a class'} is none of vLLM's classes; if "
+        "another plugin or vLLM's "
         "Transformers backend serves it, the server checks it before it loads weights",
         *caveats,
     )

@@ -29,10 +29,18 @@ def check_machine(config: HsxConfig, given: Mapping[str, str]) -> None:
     # A file of --config may choose the port.
     if not {"--headless", "--uds", "--config"} & given.keys():
         require_free_port(given.get("--host", ""), given.get("--port", DEFAULT_PORT))
-    if config.shared_storage_path is not None and config.sink != "mooncake" and given.get(_OTHER_ENGINES) != "0":
+    if (
+        config.shared_storage_path is not None
+        and config.sink != "mooncake"
+        and given.get(_OTHER_ENGINES) != "0"
+    ):
         try:
             direct = config.io == "direct" and config.sink == "file"
-            check_directory(Path(config.shared_storage_path), use_lock=config.use_synchronization_lock, direct=direct)
+            check_directory(
+                Path(config.shared_storage_path),
+                use_lock=config.use_synchronization_lock,
+                direct=direct,
+            )
         except UserError as error:
             option = "--out" if error.option == OPTION else f"--option {error.option}"
             raise UserError(option, error.value, error.problem, error.remedy) from None
@@ -60,10 +68,21 @@ def require_free_port(host: str, port: str) -> None:
         try:
             probe.bind(address)
         except socket.gaierror as error:
-            raise UserError("--host", host, f"is no address: {error.strerror}", "Give an address of this machine.") from None
+            raise UserError(
+                "--host",
+                host,
+                f"is no address: {error.strerror}",
+                "Give an address of this machine.",
+            ) from None
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UserError("--port", int(port), "is in use on this machine", _FREE_ONE) from None
+                raise UserError(
+                    "--port", int(port), "is in use on this machine", _FREE_ONE
+                ) from None
             if error.errno == errno.EADDRNOTAVAIL:
-                raise UserError("--host", host, "is no address of this machine", "Give one of its addresses.") from None
-            raise UserError("--port", int(port), f"cannot be used: {error.strerror}", "Give another port.") from None
+                raise UserError(
+                    "--host", host, "is no address of this machine", "Give one of its addresses."
+                ) from None
+            raise UserError(
+                "--port", int(port), f"cannot be used: {error.strerror}", "Give another port."
+            ) from None

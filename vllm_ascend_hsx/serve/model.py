@@ -28,7 +28,13 @@ class Model(NamedTuple):
     language_model: tuple[str, ...] = ()
 
 
-def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None, hf_overrides: str = "") -> Model:
+def read_model(
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    hf_overrides: str = "",
+) -> Model:
     """Read a model's config.json.
 
     Args:
@@ -43,7 +49,12 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
         _, whole = read_config(os.path.abspath(path))
         text = text_config(whole)
     elif name.startswith((".", "/", "~")):
-        raise UserError(MODEL, name, "is not a directory", "Give the directory of a model, or a repository's name.")
+        raise UserError(
+            MODEL,
+            name,
+            "is not a directory",
+            "Give the directory of a model, or a repository's name.",
+        )
     else:
         whole, text = _ask_vllm(name, trust_remote_code, revision)
     names = whole.get("architectures")
@@ -64,14 +75,23 @@ def _parsed(hf_overrides: str) -> object:
         return None
 
 
-def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _ask_vllm(
+    name: str, trust_remote_code: bool, revision: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         from vllm_ascend_hsx.compat.targets import published_config
 
         return published_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except ModuleNotFoundError as error:
-        raise UserError(MODEL, name, f"can only be fetched by vLLM, and {error.name} is not installed", "Give a directory.") from None
+        raise UserError(
+            MODEL,
+            name,
+            f"can only be fetched by vLLM, and {error.name} is not installed",
+            "Give a directory.",
+        ) from None
     except (OSError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         remedy = "The log above may tell more. Give a directory, or a name that vllm serve takes."
-        raise UserError(MODEL, name, f"has no config.json that vLLM can read: {first_line}", remedy) from None
+        raise UserError(
+            MODEL, name, f"has no config.json that vLLM can read: {first_line}", remedy
+        ) from None

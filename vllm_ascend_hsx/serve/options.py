@@ -14,7 +14,11 @@ def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
 
     `layer_ids` are residual-stream ids in the file's order.
     """
-    return {"method": METHOD, "num_speculative_tokens": 1, "draft_model_config": {"hf_config": {LAYER_IDS_KEY: list(layer_ids)}}}
+    return {
+        "method": METHOD,
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {LAYER_IDS_KEY: list(layer_ids)}},
+    }
 
 
 def kv_transfer_config(storage: str | os.PathLike[str] | None, **options: Any) -> dict[str, Any]:
@@ -27,5 +31,8 @@ def kv_transfer_config(storage: str | os.PathLike[str] | None, **options: Any) -
     return {
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {**({} if storage is None else {"shared_storage_path": str(storage)}), **options},
+        "kv_connector_extra_config": {
+            **({} if storage is None else {"shared_storage_path": str(storage)}),
+            **options,
+        },
     }

@@ -11,7 +11,15 @@ from typing import NamedTuple
 from vllm_ascend_hsx.protocol.acknowledgement import acknowledges
 from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, NotAFileError, open_regular
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import ACKNOWLEDGED_SUFFIX, DATA_SUFFIX, INDEX, LOCK_SUFFIX, MANIFEST, TAR, parse_shard_name
+from vllm_ascend_hsx.protocol.names import (
+    ACKNOWLEDGED_SUFFIX,
+    DATA_SUFFIX,
+    INDEX,
+    LOCK_SUFFIX,
+    MANIFEST,
+    TAR,
+    parse_shard_name,
+)
 from vllm_ascend_hsx.sinks.orphans import Cleaning
 from vllm_ascend_hsx.sinks.storage import open_folder
 
@@ -53,7 +61,10 @@ class Acknowledged:
         Remove markers whose file is gone.
         """
         for folder in folders:
-            with self._cleaning.noting(f"could not look into {folder or '.'!r}"), open_folder(self._dir_fd, folder or ".") as fd:
+            with (
+                self._cleaning.noting(f"could not look into {folder or '.'!r}"),
+                open_folder(self._dir_fd, folder or ".") as fd,
+            ):
                 if fd >= 0:
                     self._look(fd, folder)
 
@@ -68,9 +79,14 @@ class Acknowledged:
             is_old = before is not None and file.time < before
             if not is_old and (keep_bytes is None or self.num_bytes <= keep_bytes):
                 continue
-            with self._cleaning.noting(f"could not look into {file.folder or '.'!r}"), open_folder(self._dir_fd, file.folder or ".") as fd:
+            with (
+                self._cleaning.noting(f"could not look into {file.folder or '.'!r}"),
+                open_folder(self._dir_fd, file.folder or ".") as fd,
+            ):
                 path = os.path.join(file.folder, file.name)
-                if fd >= 0 and self._cleaning.remove_acknowledged(path, partial(self._remove, fd, file.name)):
+                if fd >= 0 and self._cleaning.remove_acknowledged(
+                    path, partial(self._remove, fd, file.name)
+                ):
                     self.num_bytes -= file.size
 
     def _look(self, dir_fd: int, folder: str) -> None:
@@ -79,12 +95,19 @@ class Acknowledged:
         for name in names:
             if name.endswith(_LARGE):
                 self._look_at(dir_fd, folder, name, name + ACKNOWLEDGED_SUFFIX in names)
-            elif name.endswith(ACKNOWLEDGED_SUFFIX) and name.removesuffix(ACKNOWLEDGED_SUFFIX) not in names and not self._dry_run:
+            elif (
+                name.endswith(ACKNOWLEDGED_SUFFIX)
+                and name.removesuffix(ACKNOWLEDGED_SUFFIX) not in names
+                and not self._dry_run
+            ):
                 with self._cleaning.noting(f"could not remove {os.path.join(folder, name)!r}"):
                     _remove_rest(dir_fd, name.removesuffix(ACKNOWLEDGED_SUFFIX))
 
     def _look_at(self, dir_fd: int, folder: str, name: str, has_marker: bool) -> None:
-        with self._cleaning.noting(f"could not look at {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
+        with (
+            self._cleaning.noting(f"could not look at {os.path.join(folder, name)!r}"),
+            suppress(FileNotFoundError),
+        ):
             status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
             self.num_bytes += status.st_size
             if has_marker and (time := _acknowledged_at(dir_fd, name)) is not None:
@@ -98,7 +121,9 @@ class Acknowledged:
         end: Callable[[], None] = _nothing
         if (held := HeldLock.adopt(dir_fd, lock)) is not None:
             end = held.release
-        elif os.access(lock, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):  # held by a reader or a server
+        elif os.access(
+            lock, os.F_OK, dir_fd=dir_fd, follow_symlinks=False
+        ):  # held by a reader or a server
             return False
         elif not self._dry_run:  # a consumer has removed the lock
             with suppress(FileExistsError):
@@ -120,7 +145,9 @@ class Acknowledged:
 
     def _remove_shard(self, dir_fd: int, name: str) -> bool:
         parts = parse_shard_name(name)
-        if parts is None or not os.access(parts[0] + MANIFEST, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
+        if parts is None or not os.access(
+            parts[0] + MANIFEST, os.F_OK, dir_fd=dir_fd, follow_symlinks=False
+        ):
             return False  # a server may be writing it, or it is no shard of ours
         if _acknowledged_at(dir_fd, name) is None:
             return False

@@ -82,7 +82,13 @@ class RowSource:
         sums: checksums of prefixes of the rows, and of all rows; see digest_of_beginning.
     """
 
-    def __init__(self, fd: int, offset: int, scales: Scales | None = None, sums: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        scales: Scales | None = None,
+        sums: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.scales = scales
         self._fd = fd
         self._offset = offset
@@ -222,9 +228,13 @@ class DataFile:
             fd, offset: another file with the same bytes, and the offset of the bytes there.
         """
         sums = () if self._checksum is None else self._checksum.sums
-        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, self._scales, sums)
+        return RowSource(
+            os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, self._scales, sums
+        )
 
-    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None, origin: Origin) -> None:
+    def complete(
+        self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None, origin: Origin
+    ) -> None:
         """Write tail and header, truncate the file at the end, and sync it if it must be durable.
 
         No write may be in flight.

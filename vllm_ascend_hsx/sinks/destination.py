@@ -73,11 +73,14 @@ class InDirectory:
         """
         if self.options.io == "direct" and not self._is_direct:
             logger.warning(
-                "%s.io='direct' has no effect with sink='shard': shards are written through the page cache. "
+                "%s.io='direct' has no effect with sink='shard': shards are written through the "
+                "page cache. "
                 "Leave it out, or use sink='file'.",
                 EXTRA_CONFIG,
             )
-        return check_directory(self.directory, use_lock=self.options.use_lock, direct=self._is_direct).alignment
+        return check_directory(
+            self.directory, use_lock=self.options.use_lock, direct=self._is_direct
+        ).alignment
 
     def make_sink(self, row_format: RowFormat, memory: memoryview) -> Sink:
         """Create the sink of one worker. It writes rows from `memory`, the pinned ring.

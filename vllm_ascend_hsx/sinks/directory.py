@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, again_if_stale, describe, open_name
+from vllm_ascend_hsx.protocol.files import (
+    LEADS_NOWHERE,
+    OnError,
+    again_if_stale,
+    describe,
+    open_name,
+)
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
 from vllm_ascend_hsx.sinks.member_names import MemberNames
 from vllm_ascend_hsx.sinks.mounts import mounted_locks
-from vllm_ascend_hsx.sinks.storage import SpareDescriptors, Storage, is_in_memory, open_folder, reserve
+from vllm_ascend_hsx.sinks.storage import (
+    SpareDescriptors,
+    Storage,
+    is_in_memory,
+    open_folder,
+    reserve,
+)
 from vllm_ascend_hsx.sinks.workspace import Workspace
 
 OPTION = "shared_storage_path"
@@ -57,7 +69,9 @@ class Session:
         UserError: if files cannot be created in the directory, or not with these options.
     """
 
-    def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
+    def __init__(
+        self, directory: Path, options: FileOptions, memory: memoryview | None = None
+    ) -> None:
         self._directory = directory
         # speculators opens the lock for writing, so readers of the data need write permission.
         self._lock_mode = options.mode | (options.mode & 0o444) >> 1
@@ -82,7 +96,9 @@ class Session:
             fd = self.workspace.create(_PROBE)
             try:
                 os.pwrite(fd, b"x", 0)
-                os.rename(_PROBE, "renamed", src_dir_fd=self.workspace.fd, dst_dir_fd=self.workspace.fd)
+                os.rename(
+                    _PROBE, "renamed", src_dir_fd=self.workspace.fd, dst_dir_fd=self.workspace.fd
+                )
             finally:
                 os.close(fd)
             self.workspace.unlink("renamed")
@@ -120,7 +136,9 @@ class Session:
         try:
             return os.fstat(self.workspace.fd).st_nlink > 0
         except OSError as error:
-            problem = f"could not determine whether {self._directory} still has the hidden directory"
+            problem = (
+                f"could not determine whether {self._directory} still has the hidden directory"
+            )
             logger.error("%s", describe(problem, error))
             return True
 
@@ -133,7 +151,9 @@ class Session:
         try:
             return self._workspace.is_locked()
         except OSError as error:
-            problem = f"could not determine whether {self._directory} still has the lock of this server"
+            problem = (
+                f"could not determine whether {self._directory} still has the lock of this server"
+            )
             logger.error("%s", describe(problem, error))
             return True
 
@@ -144,7 +164,9 @@ class Session:
         """
         workspace = self._workspace
         workspace.note(folder)
-        return HeldLock.acquire(storage.fd, name, self._lock_mode, workspace.fd, gid, workspace.locks_follow_links)
+        return HeldLock.acquire(
+            storage.fd, name, self._lock_mode, workspace.fd, gid, workspace.locks_follow_links
+        )
 
     def enter(self, folders: Sequence[str], durable: bool) -> Storage:
         """Open the folder at the path `folders`; see Storage.enter. `leave` closes it.
@@ -199,7 +221,8 @@ class Session:
             if error.errno in _NO_FLOCK:
                 problem = f"is on a filesystem without flock: {error.strerror}"
                 remedy = (
-                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers "
+                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false "
+                    "and let readers "
                     "wait for the file to appear."
                 )
             else:

@@ -14,7 +14,14 @@ from pathlib import Path
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.lock import LockHeldError
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
+from vllm_ascend_hsx.protocol.names import (
+    ERROR_SUFFIX,
+    LOCK_SUFFIX,
+    SHARDS_MARK,
+    below,
+    file_name,
+    path_refusal,
+)
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.sinks.base import NAME_USED, REFUSED, SERVER_STOPPED, FilePath, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
@@ -157,7 +164,11 @@ class DirectorySink(Sink):
 
     def _has_unique_name(self, file: RequestFile) -> bool:
         """Return whether no other request can have this name."""
-        return self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id) is not None
+        return (
+            self._random_ids
+            and file.relative == file_name(file.request_id)
+            and _RANDOM_ID.fullmatch(file.request_id) is not None
+        )
 
     def _require_unused(self, file: RequestFile) -> None:
         """Raise SinkError if the name of a request already has rows. Also raises OSError."""
@@ -167,7 +178,12 @@ class DirectorySink(Sink):
             raise SinkError(file.request_id, file.path, NAME_USED, REFUSED)
 
     def _announce(
-        self, request_id: str, path: FilePath, relative: str, expected_tokens: int, arrived_ns: int | None
+        self,
+        request_id: str,
+        path: FilePath,
+        relative: str,
+        expected_tokens: int,
+        arrived_ns: int | None,
     ) -> RequestFile:
         """Make readers wait for a request. Raises SinkError."""
         session, reason = self._session, ""
@@ -178,7 +194,11 @@ class DirectorySink(Sink):
             reason, cause = str(error), error
         except OSError as error:
             is_gone = isinstance(error, FileNotFoundError)
-            problem = f"{self._directory} is not there any more" if is_gone else f"{self._directory} cannot be used"
+            problem = (
+                f"{self._directory} is not there any more"
+                if is_gone
+                else f"{self._directory} cannot be used"
+            )
             reason, cause = describe(problem, error), error
         if cause is not None and not session.is_at_its_path():
             raise SinkError(request_id, path, reason) from cause
@@ -187,14 +207,18 @@ class DirectorySink(Sink):
         except OSError as error:
             problem = describe("a directory on the way to it cannot be entered", error)
             raise SinkError(request_id, path, reason or problem) from cause or error
-        file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens, arrived_ns)
+        file = RequestFile(
+            self, session, storage, request_id, path, relative, expected_tokens, arrived_ns
+        )
         may_be_used = not self._has_unique_name(file)
         try:
             file.gid = session.group_in(storage)
             if may_be_used:  # before locking: readers of existing rows need not wait
                 self._require_unused(file)
             if self.options.use_lock:
-                file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0])
+                file.lock = session.hold_lock(
+                    storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0]
+                )
             if may_be_used:  # from here on no other request can publish under this name
                 self._require_unused(file)
                 storage.unlink(file.name + ERROR_SUFFIX)
@@ -203,7 +227,9 @@ class DirectorySink(Sink):
             raise
         except LockHeldError:
             session.leave(storage)
-            raise SinkError(request_id, path, "another request or server is writing this file", REFUSED) from None
+            raise SinkError(
+                request_id, path, "another request or server is writing this file", REFUSED
+            ) from None
         except OSError as error:
             reason, cause = reason or describe("it cannot be opened", error), cause or error
         if cause is not None:
@@ -239,7 +265,12 @@ class DirectorySink(Sink):
             file.withdraw()
             raise
         except OSError as error:  # a reason could hide rows
-            logger.error("request %r, %s: %s", file.request_id, file.path, describe("its name may have rows", error))
+            logger.error(
+                "request %r, %s: %s",
+                file.request_id,
+                file.path,
+                describe("its name may have rows", error),
+            )
             file.withdraw()
         else:
             file.refuse(reason)
@@ -259,13 +290,17 @@ class DirectorySink(Sink):
             if former.has_lock:
                 return former
             what = "lock" if former.has_workspace else "hidden directory"
-            problem = f"somebody has removed the {what} of this server; it makes another hidden directory"
+            problem = (
+                f"somebody has removed the {what} of this server; it makes another hidden directory"
+            )
             logger.warning("%s: %s", self._directory, problem)
         else:
             if not os.path.exists(self._directory):
                 code = errno.ENOENT
                 raise FileNotFoundError(code, os.strerror(code), os.fspath(self._directory))
-            logger.warning("%s is another directory than before; new files go there", self._directory)
+            logger.warning(
+                "%s is another directory than before; new files go there", self._directory
+            )
         self._session = self._new_session()
         self.release(former)
         return self._session

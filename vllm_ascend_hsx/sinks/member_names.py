@@ -63,7 +63,10 @@ class MemberNames:
         """Return whether a member has the name and was not removed."""
         self.look()
         key = hash(json.dumps(name).encode("ascii"))
-        return any(key in index.names and (stem, key) not in self._removed for stem, index in self._indexes.items())
+        return any(
+            key in index.names and (stem, key) not in self._removed
+            for stem, index in self._indexes.items()
+        )
 
     def look(self) -> None:
         """Read the new lines of the indexes."""
@@ -77,7 +80,10 @@ class MemberNames:
             self._list_at = began + _USED_FOR * seconds if seconds > _SLOW_S else 0.0
         for stem, index in self._indexes.items():
             if not index.is_final:
-                index.names.update(hash(match[1]) for match in _MEMBER.finditer(self._read(stem + INDEX, index, INDEX_MAX)))
+                index.names.update(
+                    hash(match[1])
+                    for match in _MEMBER.finditer(self._read(stem + INDEX, index, INDEX_MAX))
+                )
                 index.is_final = stem in sealed
         lines = self._read(REMOVED, self._list_of_removed, REMOVED_MAX)
         self._removed.update((match[2].decode(), hash(match[1])) for match in _GONE.finditer(lines))
@@ -91,12 +97,21 @@ class MemberNames:
 
     def _list(self) -> tuple[set[str], set[str]]:
         """Return the stems of all shards with an index, and of all shards with a manifest."""
-        found = [parts for name in os.listdir(self._dir_fd) if (parts := parse_shard_name(name)) is not None]
-        return {stem for stem, _, suffix in found if suffix == INDEX}, {stem for stem, _, suffix in found if suffix == MANIFEST}
+        found = [
+            parts
+            for name in os.listdir(self._dir_fd)
+            if (parts := parse_shard_name(name)) is not None
+        ]
+        return {stem for stem, _, suffix in found if suffix == INDEX}, {
+            stem for stem, _, suffix in found if suffix == MANIFEST
+        }
 
     def _read(self, name: str, index: _Index, most: int) -> bytes:
         """Return the new whole lines of an index. Skip an index of more than `most` bytes."""
-        with suppress(*_UNREADABLE), opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._dir_fd) as fd:
+        with (
+            suppress(*_UNREADABLE),
+            opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._dir_fd) as fd,
+        ):
             before, index.size = index.size, os.fstat(fd).st_size
             if before < index.size <= most:
                 added = read_bytes(fd, index.size - index.end, index.end)

@@ -69,7 +69,9 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         # A warning, because vLLM's logging shows only warnings of this package.
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
         nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
-        logger.warning("%s: after %s that died or could not clean up: %s", directory, which, done or nothing)
+        logger.warning(
+            "%s: after %s that died or could not clean up: %s", directory, which, done or nothing
+        )
     elif done:
         logger.info("%s: %s", directory, done)
     if cleaning.problems:
@@ -125,7 +127,11 @@ class Cleaning:
             sealed, removed: templates with {} for the sealed shards and the removed files.
         """
         kinds = ((self.hidden, "hidden file", ""), (self.locks, "lock", " without data"))
-        others = (self.errors, "error", ""), (self.lost, "lost shard", ""), (self.acknowledged, "acknowledged file", "")
+        others = (
+            (self.errors, "error", ""),
+            (self.lost, "lost shard", ""),
+            (self.acknowledged, "acknowledged file", ""),
+        )
         gone = [_count(*kind) for kind in (*kinds, *others) if kind[0]]
         parts = [removed.format(", ".join(gone))] if gone else []
         if self.shards:  # only sealing counts requests
@@ -153,7 +159,10 @@ class Cleaning:
 
     def clean_folder(self, folder: str) -> None:
         """Clean a folder below the directory. It may be the storage directory of a server."""
-        with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder) as dir_fd:
+        with (
+            self.noting(f"could not clean {folder!r}"),
+            open_folder(self._dir_fd, folder) as dir_fd,
+        ):
             if dir_fd >= 0:
                 self._clean(dir_fd, folder)
 
@@ -164,10 +173,16 @@ class Cleaning:
             folder: folder below the directory; "" is the directory itself.
             before: seconds since the epoch.
         """
-        with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder or ".") as dir_fd:
+        with (
+            self.noting(f"could not clean {folder!r}"),
+            open_folder(self._dir_fd, folder or ".") as dir_fd,
+        ):
             for name in _errors(dir_fd) if dir_fd >= 0 else []:
                 # Another cleaning process may be faster.
-                with self.noting(f"could not remove {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
+                with (
+                    self.noting(f"could not remove {os.path.join(folder, name)!r}"),
+                    suppress(FileNotFoundError),
+                ):
                     self._remove_error(dir_fd, folder, name, before)
 
     def remove_acknowledged(self, path: str, remove: Callable[[], bool]) -> bool:
@@ -186,7 +201,9 @@ class Cleaning:
             names = {entry.name for entry in entries}
         parts = {parsed[:2] for name in names if (parsed := parse_shard_name(name))}
         for stem, token in sorted(parts):
-            is_ended = stem + MANIFEST in names or not names.intersection((workspace_name(token), workspace_name(token, False)))
+            is_ended = stem + MANIFEST in names or not names.intersection(
+                (workspace_name(token), workspace_name(token, False))
+            )
             if is_ended and stem + TAR not in names:
                 with self.noting(f"could not remove {os.path.join(folder, stem + INDEX)!r}"):
                     self._remove_lost(dir_fd, folder, stem)
@@ -231,14 +248,20 @@ class Cleaning:
                 if not self._dry_run:
                     self._cleaned.discard(inside)  # this server may have left new locks
                 is_other = suppress(NotADirectoryError)  # a link may have replaced the folder
-                with self.noting(f"could not clean {inside!r}"), is_other, open_folder(self._dir_fd, inside) as inside_fd:
+                with (
+                    self.noting(f"could not clean {inside!r}"),
+                    is_other,
+                    open_folder(self._dir_fd, inside) as inside_fd,
+                ):
                     if inside_fd >= 0:
                         self._remove_locks(inside_fd, inside)
             if self.problems == problems:
                 files = workspace.files()
                 self.hidden += len(files)
                 for name in files:
-                    self._tell("removed", os.path.join(folder, workspace_name(workspace.token), name))
+                    self._tell(
+                        "removed", os.path.join(folder, workspace_name(workspace.token), name)
+                    )
                 if not self._dry_run:
                     end = workspace.remove
         finally:
@@ -345,7 +368,11 @@ def _any_elsewhere(dir_fd: int, tokens: list[str]) -> bool:
 
 def _errors(dir_fd: int) -> list[str]:
     with os.scandir(dir_fd) as entries:
-        return [each.name for each in entries if each.name.endswith(_DATA_ERROR) and not each.name.startswith(".")]
+        return [
+            each.name
+            for each in entries
+            if each.name.endswith(_DATA_ERROR) and not each.name.startswith(".")
+        ]
 
 
 def _modified(dir_fd: int, name: str) -> float:

@@ -24,7 +24,10 @@ from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-MOVED = "the storage directory or the folder of the file was moved or replaced before all rows were written; send the request again"
+MOVED = (
+    "the storage directory or the folder of the file was moved or replaced before all rows were "
+    "written; send the request again"
+)
 
 
 class Owner(Protocol):
@@ -157,7 +160,10 @@ class RequestFile(SinkFile):
     def withdraw(self) -> None:
         """Release lock and folder without a change at the path, instead of opening the file."""
         if self.lock is not None:
-            self._attempt("release the lock", self.lock.release if self._sink.keeps_locks else self.lock.remove)
+            self._attempt(
+                "release the lock",
+                self.lock.release if self._sink.keeps_locks else self.lock.remove,
+            )
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:

@@ -40,12 +40,22 @@ class ShardSink(DirectorySink):
         self._shard_bytes = shard_bytes
         self._shards: dict[Session, SessionShards] = {}
         # With direct I/O, rows would be written to disk, read back, and written again.
-        super().__init__(directory, row_format, replace(options, io="buffered"), memory, random_ids=random_ids)
+        super().__init__(
+            directory, row_format, replace(options, io="buffered"), memory, random_ids=random_ids
+        )
         self._file_options = replace(self.options, durability="none")  # the shard is synced instead
 
     def make_data(self, file: RequestFile) -> DataFile:
         session, hidden = file.session, self._shards[file.session].hidden_file()
-        return DataFile(session.workspace, hidden, -1, file.layout, self._file_options, file.expected_tokens, session.filesystem)
+        return DataFile(
+            session.workspace,
+            hidden,
+            -1,
+            file.layout,
+            self._file_options,
+            file.expected_tokens,
+            session.filesystem,
+        )
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
         shards = self._shards[file.session]
@@ -60,7 +70,9 @@ class ShardSink(DirectorySink):
             shards.spares.append(data.detach())
 
     def end_session(self, session: Session) -> None:
-        self._shards.pop(session).close(session.workspace if session.has_workspace else self._session.workspace)
+        self._shards.pop(session).close(
+            session.workspace if session.has_workspace else self._session.workspace
+        )
 
     def _new_session(self) -> Session:
         session = super()._new_session()

@@ -20,7 +20,14 @@ from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
 from vllm_ascend_hsx.protocol.lock import has_name
-from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
+from vllm_ascend_hsx.protocol.names import (
+    INDEX,
+    MANIFEST,
+    SHARDS_MARK,
+    TAR,
+    parse_shard_name,
+    shard_stem,
+)
 from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_LARGEST,
     SEAL_AT,
@@ -40,7 +47,9 @@ from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
 
-_LOST = "its tar file was removed: put it back, or give its requests up with `hsx clean --lost-shards`"
+_LOST = (
+    "its tar file was removed: put it back, or give its requests up with `hsx clean --lost-shards`"
+)
 
 
 class Shard:
@@ -60,7 +69,13 @@ class Shard:
     """
 
     def __init__(
-        self, storage: Storage, stem: str, fds: tuple[int, int], durable: bool, index_end: int = 0, end: int = 0
+        self,
+        storage: Storage,
+        stem: str,
+        fds: tuple[int, int],
+        durable: bool,
+        index_end: int = 0,
+        end: int = 0,
     ) -> None:
         self.end = end
         self.is_sound = True
@@ -97,7 +112,8 @@ class Shard:
         """
         files = ((self._fd, TAR, self.end), (self._index_fd, INDEX, self._index_end))
         return all(
-            has_name(fd, self._stem + suffix, self._storage.fd) and os.fstat(fd).st_size >= size for fd, suffix, size in files
+            has_name(fd, self._stem + suffix, self._storage.fd) and os.fstat(fd).st_size >= size
+            for fd, suffix, size in files
         )
 
     def append(self, data: DataFile, name: str, tokens: int, request_id: str) -> None:
@@ -160,7 +176,9 @@ class Shard:
         """
         try:
             if not self.is_there():
-                logger.error("%s was removed or cut off by somebody while it was written", self._stem + TAR)
+                logger.error(
+                    "%s was removed or cut off by somebody while it was written", self._stem + TAR
+                )
             elif not self._index_end:
                 self._storage.unlink(self._stem + TAR)
                 self._storage.unlink(self._stem + INDEX)
@@ -180,7 +198,10 @@ class Shard:
 
     def _write_manifest(self, workspace: Storage, sealed_by: str) -> None:
         name = self._stem + MANIFEST
-        text = json.dumps(shard_manifest(self._fd, read_index(self._index_fd), sealed_by), indent=1) + "\n"
+        text = (
+            json.dumps(shard_manifest(self._fd, read_index(self._index_fd), sealed_by), indent=1)
+            + "\n"
+        )
         workspace.unlink(name)  # left by a server that died while sealing this shard
         gid = workspace.group_in(os.fstat(self._storage.fd))
         with workspace.new_file(name, gid, self._storage, name) as fd:
@@ -228,7 +249,9 @@ class SessionShards:
             member: name of the member that will be appended.
         """
         with self._appending:
-            if self._shard is not None and (member in self._shard.names or not self._shard.is_there()):
+            if self._shard is not None and (
+                member in self._shard.names or not self._shard.is_there()
+            ):
                 self._seal(self._session.workspace)
             shard = self._shard = self._shard or self._make()
             try:
@@ -275,7 +298,11 @@ class SessionShards:
 def unsealed_shards(dir_fd: int, token: str) -> list[str]:
     """Return the stems of a server's shards without a manifest, sorted. Raises OSError."""
     with os.scandir(dir_fd) as entries:
-        found = [parts for entry in entries if (parts := parse_shard_name(entry.name)) and parts[1] == token]
+        found = [
+            parts
+            for entry in entries
+            if (parts := parse_shard_name(entry.name)) and parts[1] == token
+        ]
     sealed = {stem for stem, _, suffix in found if suffix == MANIFEST}
     return sorted({stem for stem, _, _ in found} - sealed)
 

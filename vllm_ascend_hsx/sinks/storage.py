@@ -144,7 +144,9 @@ class Storage:
             try:
                 os.unlink(name, dir_fd=self.fd)
             except OSError as error:  # the file is published; the hidden directory is removed later
-                logger.warning("%s: %s", new_name, describe("its hidden name could not be removed", error))
+                logger.warning(
+                    "%s: %s", new_name, describe("its hidden name could not be removed", error)
+                )
         elif target.has_name(new_name):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_name)
         else:
@@ -270,7 +272,10 @@ def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) 
         if copied == 0:
             block = os.pread(source, min(_BLOCK, size - position), begin + position)
             if not block:
-                raise OSError(errno.EUCLEAN, f"the file was changed: it ends at byte {begin + position}, before its rows do")
+                raise OSError(
+                    errno.EUCLEAN,
+                    f"the file was changed: it ends at byte {begin + position}, before its rows do",
+                )
             copied = len(block)
             write_at(target, memoryview(block), offset + position)
         position += copied

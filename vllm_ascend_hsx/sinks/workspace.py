@@ -34,7 +34,9 @@ class Workspace:
         locks_follow_links: whether a lock is seen through a hard link; False without a lock.
     """
 
-    def __init__(self, parent_fd: int, name: str, token: str, fd: int, lock: HeldLock | None) -> None:
+    def __init__(
+        self, parent_fd: int, name: str, token: str, fd: int, lock: HeldLock | None
+    ) -> None:
         self.token = token
         self.fd = fd
         self._name = name
@@ -116,7 +118,10 @@ class Workspace:
             lock = HeldLock.adopt(fd, LOCK)
             if lock is None and LOCK not in (files := os.listdir(fd)):
                 if files:
-                    problem = "its lock was removed, so its server may be alive; if not, remove the directory"
+                    problem = (
+                        "its lock was removed, so its server may be alive; if not, remove the "
+                        "directory"
+                    )
                     raise OSError(errno.ENOLCK, problem)
                 if remove_empty:
                     _remove_empty(name, parent_fd)

@@ -18,7 +18,14 @@ from vllm_ascend_hsx import __version__, load
 from vllm_ascend_hsx.demo.server import group_members
 
 HSX = str(Path(sys.executable).with_name("hsx"))
-ONE_NPU = ("--data-parallel-size", "1", "--tensor-parallel-size", "1", "--no-expert-parallel", "--no-sequence-parallel")
+ONE_NPU = (
+    "--data-parallel-size",
+    "1",
+    "--tensor-parallel-size",
+    "1",
+    "--no-expert-parallel",
+    "--no-sequence-parallel",
+)
 NAMES = ("# curl", "# python", "# generate")
 LAYERS = [1, 2, 4]
 
@@ -32,7 +39,13 @@ class Served:
     work: Path
 
     def run(self, name: str) -> str:
-        done = subprocess.run(["bash", "-c", self.lines[name]], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            ["bash", "-c", self.lines[name]],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -77,15 +90,23 @@ def test_the_python_line_prints_the_shape_of_the_rows(served: Served) -> None:
 
 def test_the_generate_line_writes_a_file_for_each_prompt(served: Served) -> None:
     served.run("# generate")
-    rows = [load(path) for path in sorted((served.work / "hidden_states" / "generated").glob("hs_*.safetensors"))]
+    rows = [
+        load(path)
+        for path in sorted((served.work / "hidden_states" / "generated").glob("hs_*.safetensors"))
+    ]
     assert [states.layer_ids for states in rows] == [LAYERS] * 3
 
 
 def test_the_server_has_introduced_itself_once_and_reads_weights_once(served: Served) -> None:
     log = (served.work / "server.log").read_text()
-    said = f"vllm-ascend-hsx {__version__} extracts layers 1,2,4 of tiny-minimax-m2: 1536 bytes per token, into {served.work}/hidden_states"
+    said = (
+        f"vllm-ascend-hsx {__version__} extracts layers 1,2,4 of tiny-minimax-m2: 1536 bytes per "
+        f"token, into {served.work}/hidden_states"
+    )
     assert log.count(said) == 1, log
-    assert re.search(r"\(sink file\)\. Each worker has a pinned ring of 256 MiB and \d writer threads\.", log)
+    assert re.search(
+        r"\(sink file\)\. Each worker has a pinned ring of 256 MiB and \d writer threads\.", log
+    )
     assert len(re.findall("Loading weights took", log)) == 1
 
 
@@ -93,5 +114,7 @@ def test_an_interrupt_ends_every_process(served: Served) -> None:
     session = os.getsid(served.process.pid)
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(120) == 130
-    left = subprocess.run(["pgrep", "-f", str(served.work)], capture_output=True, text=True, check=False).stdout.split()
+    left = subprocess.run(
+        ["pgrep", "-f", str(served.work)], capture_output=True, text=True, check=False
+    ).stdout.split()
     assert not group_members(session) and not left

@@ -32,10 +32,20 @@ def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
 def test_every_patch_point_holds_on_the_real_wheels(tmp_path: Path) -> None:
     words = ["doctor", "--json", "--out", str(tmp_path / "rows"), "--model", "minimax-m2"]
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    done = subprocess.run([HSX, "emulate", "--npus", "2", "--", HSX, *words], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [HSX, "emulate", "--npus", "2", "--", HSX, *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["findings"]
-    held = {each["name"] for each in found if each["topic"] == "patch points" and each["verdict"] == "ok"}
+    held = {
+        each["name"]
+        for each in found
+        if each["topic"] == "patch points" and each["verdict"] == "ok"
+    }
     assert held == {point.name for point in POINTS if point.fits}
     assert {each["topic"] for each in found} == {"software", "patch points", "storage", "target"}
     assert next(each["found"] for each in found if each["name"] == "NPUs").startswith("2, emulated")

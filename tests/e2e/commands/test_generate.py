@@ -39,20 +39,45 @@ class Serving:
     storage: Path
     work: Path
 
-    def generate(self, output: str, records: list[dict[str, Any]], *options: str, dies_at: int | None = None) -> tuple[int, str]:
+    def generate(
+        self, output: str, records: list[dict[str, Any]], *options: str, dies_at: int | None = None
+    ) -> tuple[int, str]:
         """Return exit code and output."""
         data = self.work / f"{output}.jsonl"
         data.write_text("".join(json.dumps(each) + "\n" for each in records))
-        arguments = ["--data", str(data), "--output", str(self.storage / output), "--endpoint", f"{self.server.url}/v1", *options]
+        arguments = [
+            "--data",
+            str(data),
+            "--output",
+            str(self.storage / output),
+            "--endpoint",
+            f"{self.server.url}/v1",
+            *options,
+        ]
         command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate"]
         if dies_at is not None:
-            command = [sys.executable, "-m", "tests.ut.fakes.generate_process", str(self.work / "killed.log"), str(dies_at)]
-        done = subprocess.run([*command, *arguments], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
+            command = [
+                sys.executable,
+                "-m",
+                "tests.ut.fakes.generate_process",
+                str(self.work / "killed.log"),
+                str(dies_at),
+            ]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            timeout=250,
+            check=False,
+        )
         return done.returncode, done.stdout + done.stderr
 
     def left(self, output: str = "") -> list[str]:
         """Return the visible names in the server's directory or a folder below it."""
-        return sorted(path.name for path in (self.storage / output).iterdir() if not path.name.startswith("."))
+        return sorted(
+            path.name for path in (self.storage / output).iterdir() if not path.name.startswith(".")
+        )
 
     def ledger(self, output: str) -> dict[int, dict[str, Any]]:
         """Return the last line of each row."""
@@ -71,17 +96,48 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @contextmanager
-def serve(model: Path, storage: Path, directory: Path, *options: str, layer_ids: tuple[int, ...] = LAYER_IDS) -> Iterator[Serving]:
+def serve(
+    model: Path,
+    storage: Path,
+    directory: Path,
+    *options: str,
+    layer_ids: tuple[int, ...] = LAYER_IDS,
+) -> Iterator[Serving]:
     """Start a server; its log and datasets are in `directory`."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(model)),
-        *("--layers", ",".join(map(str, layer_ids)), "--out", str(storage), "--option", "extract=requested", "--"),
-        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+        *(
+            "--layers",
+            ",".join(map(str, layer_ids)),
+            "--out",
+            str(storage),
+            "--option",
+            "extract=requested",
+            "--",
+        ),
+        *(
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--enforce-eager",
+            "--gpu-memory-utilization",
+            "0.4",
+        ),
+        *(
+            "--max-model-len",
+            str(MAX_MODEL_LEN),
+            "--max-num-seqs",
+            "16",
+            "--max-num-batched-tokens",
+            "64",
+        ),
         *options,
     ]
-    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1))
+    server = Server(
+        command, port=port, log=directory / "server.log", environment=process_environment(npus=1)
+    )
     with server:
         server.wait_ready(START_SECONDS)
         yield Serving(server, model, storage, directory)
@@ -90,19 +146,36 @@ def serve(model: Path, storage: Path, directory: Path, *options: str, layer_ids:
 def cached_tokens(server: Server) -> float:
     """Return the number of prompt tokens found in the prefix cache."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("vllm:prefix_cache_hits_total")
+    )
 
 
-def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use_the_prefix_cache(serving: Serving) -> None:
+def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use_the_prefix_cache(
+    serving: Serving,
+) -> None:
     before, reused = cached_tokens(serving.server), 0
     for params in (None, None, {"hidden_states": True}, {"include_output_tokens": True}):
-        body = {"model": str(serving.model), "prompt": tokens(300), "max_tokens": 1, **({"kv_transfer_params": params} if params else {})}
-        response = httpx.post(f"{serving.server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        body = {
+            "model": str(serving.model),
+            "prompt": tokens(300),
+            "max_tokens": 1,
+            **({"kv_transfer_params": params} if params else {}),
+        }
+        response = (
+            httpx.post(f"{serving.server.url}/v1/completions", json=body, timeout=120)
+            .raise_for_status()
+            .json()
+        )
         if params is None:
             assert response["kv_transfer_params"] is None
             assert serving.left() == []
         else:
-            assert load(response["kv_transfer_params"]["hidden_states_path"], timeout=60).token_ids.tolist() == tokens(300)
+            assert load(
+                response["kv_transfer_params"]["hidden_states_path"], timeout=60
+            ).token_ids.tolist() == tokens(300)
             remove(response["kv_transfer_params"]["hidden_states_path"])
             reused += response["kv_transfer_params"].get("reused_tokens", 0)
     assert cached_tokens(serving.server) - before == 256 + reused  # of the second, in whole blocks
@@ -110,7 +183,9 @@ def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use
 
 def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
-    code, printed = serving.generate("tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT)
+    code, printed = serving.generate(
+        "tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT
+    )
     assert code == -signal.SIGKILL, printed
     before = {row for row in range(len(LENGTHS)) if serving.path("tokens", row).exists()}
     assert 0 < len(before) < len(LENGTHS)
@@ -119,9 +194,13 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     code, printed = serving.generate("tokens", records, "--concurrency", "3")
     assert code == 0, printed
     assert {row: serving.path("tokens", row).stat().st_mtime_ns for row in before} == stamps
-    assert serving.left("tokens") == sorted(["ledger.jsonl", *(f"hs_{row}.safetensors" for row in range(10))])
+    assert serving.left("tokens") == sorted(
+        ["ledger.jsonl", *(f"hs_{row}.safetensors" for row in range(10))]
+    )
     for row, record in enumerate(records):
-        comparison = compare_file(serving.path("tokens", row), serving.model, record["token_ids"], LAYER_IDS)
+        comparison = compare_file(
+            serving.path("tokens", row), serving.model, record["token_ids"], LAYER_IDS
+        )
         assert comparison.matches, (row, comparison)
     lines = serving.ledger("tokens")
     assert {line["status"] for line in lines.values()} <= {"done", "found"}
@@ -130,22 +209,31 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     }
     checkpoint = find_checkpoint(serving.model, "auto")
     assert checkpoint is not None
-    assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {fingerprint(checkpoint)}
+    assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {
+        fingerprint(checkpoint)
+    }
     # Everything that is there is as it was written.
     code, printed = serving.generate("tokens", records, "--validate")
     assert code == 0, printed
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(serving: Serving, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(
+    serving: Serving, tmp_path: Path
+) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
     assert serving.generate("replaced", records, "--validate", "--limit", "4")[0] == 0
     model = Path(shutil.copytree(serving.model, tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"] *= 1.01
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    before = {name: (serving.storage / "replaced" / name).read_bytes() for name in serving.left("replaced")}
-    with serve(model, serving.storage, tmp_path, "--served-model-name", str(serving.model)) as other:
+    before = {
+        name: (serving.storage / "replaced" / name).read_bytes()
+        for name in serving.left("replaced")
+    }
+    with serve(
+        model, serving.storage, tmp_path, "--served-model-name", str(serving.model)
+    ) as other:
         code, printed = other.generate("replaced", records, "--validate")
     assert code == 2 and "holds rows of another server: weights was " in printed, printed
     assert serving.left("replaced") == list(before)
@@ -157,15 +245,26 @@ def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(se
     assert {name: (serving.storage / "replaced" / name).read_bytes() for name in before} == before
 
 
-def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(serving: Serving) -> None:
+def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(
+    serving: Serving,
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(serving.model)
     said = [{"role": "user", "content": "Which way?"}]
     answered = [*said, {"role": "assistant", "content": "That one."}]
-    chats = [{"from": "human", "value": "Which way?"}], [{"from": "human", "value": "Which way?"}, {"from": "gpt", "value": "That one."}]
-    records = [{"prompt": "The capital of France"}, *({"conversations": chat} for chat in chats), {"input_ids": tokens(MAX_MODEL_LEN + 1)}]
-    code, printed = serving.generate("texts", records, "--validate", "--include-output-tokens", "--max-tokens", "6")
+    chats = (
+        [{"from": "human", "value": "Which way?"}],
+        [{"from": "human", "value": "Which way?"}, {"from": "gpt", "value": "That one."}],
+    )
+    records = [
+        {"prompt": "The capital of France"},
+        *({"conversations": chat} for chat in chats),
+        {"input_ids": tokens(MAX_MODEL_LEN + 1)},
+    ]
+    code, printed = serving.generate(
+        "texts", records, "--validate", "--include-output-tokens", "--max-tokens", "6"
+    )
     assert code == 1, printed
     prompts = [
         tokenizer("The capital of France").input_ids,
@@ -180,7 +279,12 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(ser
     failed = serving.ledger("texts")[3]
     assert (failed["status"], failed["attempts"]) == ("failed", 1)
     assert "answers 400: " in failed["error"] and "maximum context length" in failed["error"]
-    files = ["answers.jsonl", *(f"hs_{row}.safetensors" for row in range(3)), "ledger.jsonl", "training_data"]
+    files = [
+        "answers.jsonl",
+        *(f"hs_{row}.safetensors" for row in range(3)),
+        "ledger.jsonl",
+        "training_data",
+    ]
     assert serving.left("texts") == files
 
 
@@ -189,8 +293,23 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     records = [{"token_ids": tokens(20)}]
     data = serving.work / "long.jsonl"
     data.write_text(json.dumps(records[0]))
-    command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(serving.storage / "long")]
-    command += ["--endpoint", serving.server.url, "--include-output-tokens", "--max-tokens", str(MAX_MODEL_LEN - 20)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_ascend_hsx.cli.main",
+        "generate",
+        "--data",
+        str(data),
+        "--output",
+        str(serving.storage / "long"),
+    ]
+    command += [
+        "--endpoint",
+        serving.server.url,
+        "--include-output-tokens",
+        "--max-tokens",
+        str(MAX_MODEL_LEN - 20),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         while not (serving.storage / "long" / "hs_0.safetensors.lock").exists():
@@ -208,11 +327,17 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     assert code == 0, printed
 
 
-def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(serving: Serving) -> None:
+def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(
+    serving: Serving,
+) -> None:
     lengths = (5, 70, 33)
     code, printed = serving.generate("shown", [{"token_ids": tokens(length)} for length in lengths])
     assert code == 0, printed
-    directory, damaged, plot = serving.storage / "shown", serving.path("shown", 1), serving.work / "norms.png"
+    directory, damaged, plot = (
+        serving.storage / "shown",
+        serving.path("shown", 1),
+        serving.work / "norms.png",
+    )
 
     code, shown = hsx("inspect", directory)
     assert code == 0, shown
@@ -227,7 +352,9 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
     for layer_id in LAYER_IDS:
         assert str(layer_id) in shown
     code, said = hsx("verify", directory, "--json")
-    (result,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]  # a slow command says on stderr what it is at
+    (result,) = [
+        json.loads(line) for line in said.splitlines() if line.startswith("{")
+    ]  # a slow command says on stderr what it is at
     assert (code, result["good"]) == (0, len(lengths)), said
 
     with damaged.open("r+b") as file:
@@ -246,5 +373,7 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
 def hsx(*words: object) -> tuple[int, str]:
     """Return exit code and output."""
     command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, capture_output=True, timeout=250, check=False
+    )
     return done.returncode, done.stdout + done.stderr

@@ -35,14 +35,27 @@ TEMPLATE = """\
 """
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-SCHEMA = {"type": "object", "properties": {"town": {"type": "string", "default": None}}, "required": ["town"]}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": SCHEMA}}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"type": "string", "default": None}},
+    "required": ["town"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a town", "parameters": SCHEMA},
+    }
+]
 DOCUMENTS = [{"title": "Sums", "text": "Two and two are four."}]
 WITH_TOOLS = {"tools": TOOLS, "tool_choice": "none"}
 
 
 def called(arguments: Any, number: int = 1, name: str = "weather") -> dict[str, Any]:
-    return {"role": "assistant", "content": "", "tool_calls": [_call(arguments, f"c{number}", name)]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_call(arguments, f"c{number}", name)],
+    }
 
 
 def _call(arguments: Any, call_id: str, name: str = "weather") -> dict[str, Any]:
@@ -76,7 +89,10 @@ def separated(path: Path, rows: list[dict[str, Any]]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(rows[0])
-        writer.writerows([value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows)
+        writer.writerows(
+            [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+            for row in rows
+        )
 
 
 class Case(NamedTuple):
@@ -89,18 +105,45 @@ class Case(NamedTuple):
 
 
 IN_OSLO, SUM = {"town": "Oslo"}, {"a": 17, "b": 3}
-ARGUMENTS = [{"messages": [USER, called(IN_OSLO)]}, {"messages": [USER, called(SUM, 2, "multiply")]}]
-ARGUMENTS_SENT = [chat(USER, called(json.dumps(IN_OSLO))), chat(USER, called(json.dumps(SUM), 2, "multiply"))]
-TALK = [USER, called('{"town": "Oslo"}'), {"role": "tool", "tool_call_id": "c1", "content": "rain"}, ANSWER]
-OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"town": "Oslo"}'}}
+ARGUMENTS = [
+    {"messages": [USER, called(IN_OSLO)]},
+    {"messages": [USER, called(SUM, 2, "multiply")]},
+]
+ARGUMENTS_SENT = [
+    chat(USER, called(json.dumps(IN_OSLO))),
+    chat(USER, called(json.dumps(SUM), 2, "multiply")),
+]
+TALK = [
+    USER,
+    called('{"town": "Oslo"}'),
+    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ANSWER,
+]
+OLD_CALL = {
+    "role": "assistant",
+    "content": None,
+    "function_call": {"name": "weather", "arguments": '{"town": "Oslo"}'},
+}
 OLD_RESULT = {"role": "function", "name": "weather", "content": "rain"}
 NOW_CALLED = {"role": "assistant", "tool_calls": [_call('{"town": "Oslo"}', "call00000")]}
 NOW_RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "rain"}
 SHAREGPT = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 CASES = {
-    "tools": Case("d.jsonl", lines, [{"messages": TALK, "tools": TOOLS}], [chat(*TALK, **WITH_TOOLS)]),
-    "tools as JSON": Case("d.jsonl", lines, [{"messages": TALK, "tools": json.dumps(TOOLS)}], [chat(*TALK, **WITH_TOOLS)]),
-    "functions": Case("d.jsonl", lines, [{"messages": TALK, "functions": [TOOLS[0]["function"]]}], [chat(*TALK, **WITH_TOOLS)]),
+    "tools": Case(
+        "d.jsonl", lines, [{"messages": TALK, "tools": TOOLS}], [chat(*TALK, **WITH_TOOLS)]
+    ),
+    "tools as JSON": Case(
+        "d.jsonl",
+        lines,
+        [{"messages": TALK, "tools": json.dumps(TOOLS)}],
+        [chat(*TALK, **WITH_TOOLS)],
+    ),
+    "functions": Case(
+        "d.jsonl",
+        lines,
+        [{"messages": TALK, "functions": [TOOLS[0]["function"]]}],
+        [chat(*TALK, **WITH_TOOLS)],
+    ),
     "kwargs": Case(
         "d.jsonl",
         lines,
@@ -129,18 +172,30 @@ CASES = {
             {
                 "conversations": [
                     SHAREGPT[0],
-                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"town": "Oslo"}}'},
+                    {
+                        "from": "function_call",
+                        "value": '{"name": "weather", "arguments": {"town": "Oslo"}}',
+                    },
                     {"from": "observation", "value": "rain"},
                     SHAREGPT[1],
                 ]
             },
         ],
-        [chat(USER, NOW_CALLED, {**NOW_RESULT, "name": "weather"}, ANSWER), chat(USER, NOW_CALLED, NOW_RESULT, ANSWER)],
+        [
+            chat(USER, NOW_CALLED, {**NOW_RESULT, "name": "weather"}, ANSWER),
+            chat(USER, NOW_CALLED, NOW_RESULT, ANSWER),
+        ],
     ),
     "padding": Case(
         "d.jsonl",
         lines,
-        [{"input_ids": [9, 10, 11, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0], "loss_mask": [0, 0, 1, 0, 0, 0]}],
+        [
+            {
+                "input_ids": [9, 10, 11, 0, 0, 0],
+                "attention_mask": [1, 1, 1, 0, 0, 0],
+                "loss_mask": [0, 0, 1, 0, 0, 0],
+            }
+        ],
         [{"prompt": [9, 10, 11]}],
     ),
     "ShareGPT": Case(
@@ -153,7 +208,9 @@ CASES = {
         ],
         [chat(USER, ANSWER), "conversations is empty", chat(USER, ANSWER)],
     ),
-    "a pretty list": Case("d.json", pretty, [{"id": "a", "conversations": SHAREGPT}], [chat(USER, ANSWER)]),
+    "a pretty list": Case(
+        "d.json", pretty, [{"id": "a", "conversations": SHAREGPT}], [chat(USER, ANSWER)]
+    ),
     "TRL": Case(
         "d.jsonl.gz",
         packed,
@@ -169,16 +226,30 @@ CASES = {
         "d.jsonl",
         lines,
         [
-            {"instruction": "Add.", "input": "2+2", "output": "4", "history": [["2+2?", "4"]], "system": "Be brief."},
+            {
+                "instruction": "Add.",
+                "input": "2+2",
+                "output": "4",
+                "history": [["2+2?", "4"]],
+                "system": "Be brief.",
+            },
             {"instruction": "2+2?", "input": ""},
         ],
-        [chat(SYSTEM, USER, ANSWER, {"role": "user", "content": "Add.\n2+2"}, ANSWER), chat(USER, ask=True)],
+        [
+            chat(SYSTEM, USER, ANSWER, {"role": "user", "content": "Add.\n2+2"}, ANSWER),
+            chat(USER, ask=True),
+        ],
     ),
-    "CSV": Case("d.csv", separated, [{"messages": TALK, "tools": TOOLS}], [chat(*TALK, **WITH_TOOLS)]),
+    "CSV": Case(
+        "d.csv", separated, [{"messages": TALK, "tools": TOOLS}], [chat(*TALK, **WITH_TOOLS)]
+    ),
     "messages and conversations": Case(
         "d.parquet",
         parquet,
-        [{"messages": [USER, ANSWER], "conversations": None}, {"messages": None, "conversations": SHAREGPT}],
+        [
+            {"messages": [USER, ANSWER], "conversations": None},
+            {"messages": None, "conversations": SHAREGPT},
+        ],
         [chat(USER, ANSWER), chat(USER, ANSWER)],
     ),
 }
@@ -188,7 +259,11 @@ CASES = {
 def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("rows")
     (directory / "template.jinja").write_text(TEMPLATE)
-    options = ["--chat-template", str(directory / "template.jinja"), *(["--enable-scale-out"] if installed_is(">=0.30") else [])]
+    options = [
+        "--chat-template",
+        str(directory / "template.jinja"),
+        *(["--enable-scale-out"] if installed_is(">=0.30") else []),
+    ]
     with serve(tiny_minimax_m2, directory / "hidden_states", directory, *options) as started:
         yield started
 
@@ -196,30 +271,58 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def rendered(serving: Serving, body: dict[str, Any]) -> list[int]:
     """Return the tokens that the server makes of a body."""
     path = "chat/completions" if "messages" in body else "completions"
-    answer = httpx.post(f"{serving.server.url}/v1/{path}/render", json={"model": str(serving.model), **body}, timeout=120)
+    answer = httpx.post(
+        f"{serving.server.url}/v1/{path}/render",
+        json={"model": str(serving.model), **body},
+        timeout=120,
+    )
     assert answer.is_success, (answer.text, body)
     found = answer.json()
     return (found if "messages" in body else found[0])["token_ids"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_has_the_tokens_of_the_whole_row_or_its_refusal_names_the_column(name: str, serving: Serving, tmp_path: Path) -> None:
+def test_a_row_has_the_tokens_of_the_whole_row_or_its_refusal_names_the_column(
+    name: str, serving: Serving, tmp_path: Path
+) -> None:
     case = CASES[name]
     data, output = tmp_path / case.file, serving.storage / name
     case.write(data, case.rows)
     read = list(open_dataset(Options(str(data), output)).records(lambda row: True))
-    expected = [each if isinstance(each, str) else rendered(serving, each) for each in case.expected]
+    expected = [
+        each if isinstance(each, str) else rendered(serving, each) for each in case.expected
+    ]
     for row, right in zip(read, expected, strict=True):
         if isinstance(right, str):
             assert isinstance(row, BadRow) and row.problem.startswith(right)
         else:
             assert isinstance(row, Row) and rendered(serving, row.prompt()) == right
-    assert main(["--data", str(data), "--output", str(output), "--endpoint", serving.server.url, "--skip-invalid", "--validate"]) == 0
+    assert (
+        main(
+            [
+                "--data",
+                str(data),
+                "--output",
+                str(output),
+                "--endpoint",
+                serving.server.url,
+                "--skip-invalid",
+                "--validate",
+            ]
+        )
+        == 0
+    )
     stored = {
-        index: load(serving.path(name, index)).token_ids.tolist() for index, right in enumerate(expected) if not isinstance(right, str)
+        index: load(serving.path(name, index)).token_ids.tolist()
+        for index, right in enumerate(expected)
+        if not isinstance(right, str)
     }
-    assert stored == {index: right for index, right in enumerate(expected) if not isinstance(right, str)}
-    assert len(serving.left(name)) == len(stored) + len([each for each in serving.left(name) if not each.startswith("hs_")])
+    assert stored == {
+        index: right for index, right in enumerate(expected) if not isinstance(right, str)
+    }
+    assert len(serving.left(name)) == len(stored) + len(
+        [each for each in serving.left(name) if not each.startswith("hs_")]
+    )
 
 
 def test_the_template_shows_every_part_of_a_row(serving: Serving) -> None:
@@ -234,7 +337,9 @@ def test_the_template_shows_every_part_of_a_row(serving: Serving) -> None:
         assert isinstance(body, dict)
         for key in body.keys() - {"messages", "tool_choice", "add_generation_prompt"}:
             assert rendered(serving, body) != rendered(
-                serving, {name: value for name, value in body.items() if name != key} | {"tool_choice": "none"}
+                serving,
+                {name: value for name, value in body.items() if name != key}
+                | {"tool_choice": "none"},
             )
         for number, message in enumerate(body["messages"]):
             for key in message.keys() - {"role", "content"}:
@@ -244,11 +349,14 @@ def test_the_template_shows_every_part_of_a_row(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_server_accepts_messages_of_every_form(form: str, serving: Serving, tmp_path: Path) -> None:
+def test_the_server_accepts_messages_of_every_form(
+    form: str, serving: Serving, tmp_path: Path
+) -> None:
     given, expected = FORMS[form]
     data = tmp_path / "d.jsonl"
     lines(data, [{"messages": given}])
     (row,) = open_dataset(Options(str(data), tmp_path)).rows()
     assert rendered(serving, row.prompt()) == rendered(
-        serving, {"messages": expected, "add_generation_prompt": row.prompt()["add_generation_prompt"]}
+        serving,
+        {"messages": expected, "add_generation_prompt": row.prompt()["add_generation_prompt"]},
     )

@@ -32,17 +32,23 @@ def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     directory = tmp_path_factory.mktemp("in_place")
     connector = {"sink": "shard", "shard_bytes": SHARD_BYTES, "allow_custom_save_path": True}
     options = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM}
-    with tiny_server(directory, tiny_minimax_m2, LAYER_IDS, connector=connector, **options) as server:
+    with tiny_server(
+        directory, tiny_minimax_m2, LAYER_IDS, connector=connector, **options
+    ) as server:
         server.wait_ready(START_SECONDS)
         yield server
 
 
-def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Server, tiny_minimax_m2: Path) -> None:
+def test_killed_and_started_again_every_row_is_in_a_shard_and_right(
+    server: Server, tiny_minimax_m2: Path
+) -> None:
     output = server.log.parent / "hidden_states"
     data = server.log.parent / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": tokens(length)}) + "\n" for length in LENGTHS))
     arguments = ["--data", str(data), "--output", str(output), "--endpoint", f"{server.url}/v1"]
-    with subprocess.Popen([*HSX, "generate", *arguments, "--concurrency", "1"], stdout=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(
+        [*HSX, "generate", *arguments, "--concurrency", "1"], stdout=subprocess.DEVNULL
+    ) as killed:
         while len(shards_of(output).members()) < 3:
             with suppress(subprocess.TimeoutExpired):
                 killed.wait(0.02)
@@ -56,13 +62,20 @@ def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Serv
     after = shards_of(output).members()
     assert list(after) == sorted(f"hs_{row}.safetensors" for row in range(len(LENGTHS)))
     assert {name: after[name] for name in before} == before, "a finished row is not asked for again"
-    assert sorted(path.name for path in output.iterdir() if not path.name.startswith((".", "hsx-"))) == ["ledger.jsonl"]
+    assert sorted(
+        path.name for path in output.iterdir() if not path.name.startswith((".", "hsx-"))
+    ) == ["ledger.jsonl"]
     for row, length in enumerate(LENGTHS):
         states = load(output / f"hs_{row}.safetensors", verify=True)
         assert states.token_ids.tolist() == tokens(length)
-        comparison = compare(states.hidden_states, reference_hidden_states(tiny_minimax_m2, tokens(length), LAYER_IDS))
+        comparison = compare(
+            states.hidden_states,
+            reference_hidden_states(tiny_minimax_m2, tokens(length), LAYER_IDS),
+        )
         assert comparison.matches, (row, comparison)
-    assert [len(item["token_ids"]) for item in map(HiddenStatesDataset(output).__getitem__, range(2))] == [LENGTHS[0], LENGTHS[1]]
+    assert [
+        len(item["token_ids"]) for item in map(HiddenStatesDataset(output).__getitem__, range(2))
+    ] == [LENGTHS[0], LENGTHS[1]]
     code, printed = hsx("verify", str(output), "--json")
     assert (code, json.loads(printed.splitlines()[0])["good"]) == (0, len(LENGTHS)), printed
     code, printed = hsx("inspect", str(output))
@@ -81,5 +94,7 @@ def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Serv
 
 def hsx(*words: str) -> tuple[int, str]:
     """Return exit code and output."""
-    done = subprocess.run([*HSX, *words], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
+    done = subprocess.run(
+        [*HSX, *words], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False
+    )
     return done.returncode, done.stdout + done.stderr

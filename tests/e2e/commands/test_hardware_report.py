@@ -26,11 +26,17 @@ def reported(directory: Path, *options: str, late: bool = False) -> tuple[dict[s
     before = descendants(1)
     emulated = [HSX, "emulate", "--npus", "2", *(["--late"] if late else []), "--"]
     command = [*emulated, HSX, "hardware-report", "--output", str(directory), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert not [pid for pid in descendants(1) - before if str(directory) in _command_of(pid)]
-    assert not list((directory / "files").rglob("*.safetensors")), "rows of a large model would fill the disk"
-    return json.loads((directory / "hardware-report.json").read_text()), (directory / "hardware-report.md").read_text()
+    assert not list((directory / "files").rglob("*.safetensors")), (
+        "rows of a large model would fill the disk"
+    )
+    return json.loads((directory / "hardware-report.json").read_text()), (
+        directory / "hardware-report.md"
+    ).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,9 @@ def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> 
     """Those without a server."""
     names = ("software", "environment", "npus", "copies", "pinned", "storage", "direct")
     content, text = reported(tmp_path / "out", "--steps", ",".join(names))
-    measured = {each["line"] for each in content["lines"] if each["outcome"] in ("held", "measured")}
+    measured = {
+        each["line"] for each in content["lines"] if each["outcome"] in ("held", "measured")
+    }
     assert measured == {line.key for step in STEPS if step.name in names for line in step.lines}
     assert "0 did not hold" in text
 
@@ -55,7 +63,9 @@ def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> 
 @pytest.mark.long
 def test_every_line_was_measured(report: tuple[dict[str, Any], str]) -> None:
     content, text = report
-    assert [each["line"] for each in content["lines"]] == [line.key for step in STEPS for line in step.lines]
+    assert [each["line"] for each in content["lines"]] == [
+        line.key for step in STEPS for line in step.lines
+    ]
     left_out = {
         each["line"]: each["found"] for each in content["lines"] if each["outcome"] == "not run"
     }
@@ -96,8 +106,12 @@ def test_rows_of_long_steps_are_right_eager_and_with_graphs(tmp_path: Path) -> N
 
 def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
     command = [HSX, "hardware-report", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 2
-    told = [line for line in done.stdout.splitlines() if not line.endswith(" ...")]  # signs of life of a slow machine
+    told = [
+        line for line in done.stdout.splitlines() if not line.endswith(" ...")
+    ]  # signs of life of a slow machine
     assert len(told) == 1 and "this machine has no NPUs" in told[0]
     assert not (tmp_path / "out").exists()

@@ -28,13 +28,24 @@ MODELS = {"dense": {}, "hybrid": {"language_model_only": True, "enable_prefix_ca
 
 @pytest.fixture(scope="module")
 def models(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"dense": tiny_qwen3, "hybrid": build_qwen3_5_moe(tmp_path_factory.mktemp("models") / "qwen3_5_moe")}
+    return {
+        "dense": tiny_qwen3,
+        "hybrid": build_qwen3_5_moe(tmp_path_factory.mktemp("models") / "qwen3_5_moe"),
+    }
 
 
 def hsx_plan(model: Path | str, **options: Any) -> dict[str, Any]:
     """Return what the command prints in a process without emulated NPUs."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    program = [str(Path(sys.executable).with_name("hsx")), "plan", str(model), "--layers", ",".join(map(str, LAYER_IDS)), *words, "--json"]
+    program = [
+        str(Path(sys.executable).with_name("hsx")),
+        "plan",
+        str(model),
+        "--layers",
+        ",".join(map(str, LAYER_IDS)),
+        *words,
+        "--json",
+    ]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -57,10 +68,20 @@ def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    staging = hsx_plan(models[kind], tp=1, max_num_batched_tokens=64, kv_memory=MEMORY)["staging_bytes"]
+def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(
+    kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    staging = hsx_plan(models[kind], tp=1, max_num_batched_tokens=64, kv_memory=MEMORY)[
+        "staging_bytes"
+    ]
     assert staging == 2 * 64 * 3 * 256 * 2
-    options = {"tensor_parallel": 1, "max_model_len": 512, "max_num_batched_tokens": 64, "kv_bytes": MEMORY, "staging_bytes": staging}
+    options = {
+        "tensor_parallel": 1,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "kv_bytes": MEMORY,
+        "staging_bytes": staging,
+    }
     (counted,) = planner_facts([str(models[kind])], **options).values()
     # An engine takes all of kv_cache_memory_bytes; the benchmark first subtracts staging slots.
     for name, more, memory in (
@@ -68,31 +89,44 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(ki
         ("hsx", {}, MEMORY - staging),
         ("upstream", {"ours": False}, MEMORY),
     ):
-        facts = engine_facts(tmp_path / name, models[kind], kv_cache_memory_bytes=memory, **MODELS[kind], **more)
+        facts = engine_facts(
+            tmp_path / name, models[kind], kv_cache_memory_bytes=memory, **MODELS[kind], **more
+        )
         capacity = counted["capacities"][name]
         assert facts["num_gpu_blocks"] == capacity["num_blocks"], name
         if installed_is("<0.30"):  # since then each tensor has the size of the whole pool
             assert facts["kv_bytes"] == capacity["num_blocks"] * capacity["block_bytes"], name
-        assert sorted(map(len, facts["kv_groups"])) == sorted(layers for layers, _ in capacity["groups"]), name
+        assert sorted(map(len, facts["kv_groups"])) == sorted(
+            layers for layers, _ in capacity["groups"]
+        ), name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(tiny_qwen3: Path, tmp_path: Path, ranks: int) -> None:
+def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(
+    tiny_qwen3: Path, tmp_path: Path, ranks: int
+) -> None:
     """With 2,048 tokens per step the last layers are the peak: collected layers add to it."""
     options = {"max_num_batched_tokens": 2048, "max_model_len": 512, "tensor_parallel_size": ranks}
     plain = engine_facts(tmp_path / "plain", tiny_qwen3, extract=False, **options)
     ours = engine_facts(tmp_path / "ours", tiny_qwen3, **options)
-    planned = hsx_plan(tiny_qwen3, tp=ranks, max_num_batched_tokens=2048, kv_memory=plain["kv_bytes"])
+    planned = hsx_plan(
+        tiny_qwen3, tp=ranks, max_num_batched_tokens=2048, kv_memory=plain["kv_bytes"]
+    )
     taken = planned["staging_bytes"] + planned["collected_bytes"]
     block_bytes = plain["kv_bytes"] // plain["num_gpu_blocks"]
     lost = plain["num_gpu_blocks"] - ours["num_gpu_blocks"]
     assert abs(lost * block_bytes - taken) <= block_bytes, (lost * block_bytes, taken, block_bytes)
-    assert abs(ours["kv_bytes"] / plain["kv_bytes"] - planned["kept_at_least"]) <= block_bytes / plain["kv_bytes"]
+    assert (
+        abs(ours["kv_bytes"] / plain["kv_bytes"] - planned["kept_at_least"])
+        <= block_bytes / plain["kv_bytes"]
+    )
 
 
 @pytest.mark.long
-def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(tmp_path: Path) -> None:
+def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(
+    tmp_path: Path,
+) -> None:
     directories = {str(tmp_path / name): name for name in CONFIGS}
     for directory, name in directories.items():
         config = CONFIGS[name]
@@ -106,8 +140,14 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchm
         Path(directory).mkdir()
         (Path(directory) / "config.json").write_text(json.dumps(config))
     defaults = command.parse_arguments(["MODEL"])
-    options = {"tensor_parallel": 4, "max_model_len": 8192, "max_num_batched_tokens": defaults.max_num_batched_tokens}
-    for directory, made in planner_facts(list(directories), **options, kv_bytes=30 << 30, staging_bytes=0).items():
+    options = {
+        "tensor_parallel": 4,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": defaults.max_num_batched_tokens,
+    }
+    for directory, made in planner_facts(
+        list(directories), **options, kv_bytes=30 << 30, staging_bytes=0
+    ).items():
         name = directories[directory]
         shape, planned = shape_of(CONFIGS[name]), read_shape(name)
         assert read_shape(directory) == replace(planned, name=name), "with the text part on top"
@@ -115,10 +155,18 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchm
         # Since 0.30 the worker chooses those of a hybrid, by the backends of its layers.
         final = installed_is("<0.30") or not shape.is_hybrid
         assert made["block_size"] == capacity["block_size"] or not final, name
-        assert made["enable_prefix_caching"] is (installed_is(">=0.30") or not shape.is_hybrid), name
-        assert (made["hidden_size"], made["num_layers"], made["dtype"]) == (planned.hidden_size, planned.num_layers, planned.dtype), name
+        assert made["enable_prefix_caching"] is (installed_is(">=0.30") or not shape.is_hybrid), (
+            name
+        )
+        assert (made["hidden_size"], made["num_layers"], made["dtype"]) == (
+            planned.hidden_size,
+            planned.num_layers,
+            planned.dtype,
+        ), name
         assert made["head_size"] == shape.head_dim, name
-        assert made["attention_layers"] == sum(kind is not LayerKind.LINEAR for kind in shape.layers), name
+        assert made["attention_layers"] == sum(
+            kind is not LayerKind.LINEAR for kind in shape.layers
+        ), name
         assert made["max_num_batched_tokens"] == defaults.max_num_batched_tokens
         assert made["max_concurrent_batches"] == 2
         if shape.is_hybrid and final:

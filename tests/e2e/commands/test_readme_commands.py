@@ -25,8 +25,12 @@ def test_the_demo_matches_sixteen_of_sixteen_in_late_mode(tmp_path: Path) -> Non
     recipe = subprocess.run(make, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert recipe.splitlines()[-1] == f"{BIN.parent.name}/{BIN.name}/hsx demo"
     command = [str(BIN / "hsx"), "demo", "--late", "--output", str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.rstrip().endswith("16 of 16 requests match")
-    published = re.search(r'vllm:hsx_files_total\{outcome="published"\} +│ +(\d+) │ +(\d+) │', done.stdout)
+    published = re.search(
+        r'vllm:hsx_files_total\{outcome="published"\} +│ +(\d+) │ +(\d+) │', done.stdout
+    )
     assert published is not None and sum(map(int, published.groups())) == 16, done.stdout

@@ -45,7 +45,10 @@ LAYER_IDS = (2, 4, 5, 8)  # what speculators chooses for 8 layers
 WAIT_S = 60
 EPOCHS = 3
 # What the README's server has instead of a tiny one's.
-SMALL = "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64 --enforce-eager --gpu-memory-utilization 0.4"
+SMALL = (
+    "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64 "
+    "--enforce-eager --gpu-memory-utilization 0.4"
+)
 if installed_is(">=0.30"):
     SMALL += " --enable-scale-out"  # as the document says
 
@@ -86,22 +89,40 @@ class Workplace:
     @property
     def names(self) -> dict[str, object]:
         """What replaces the names in the document."""
-        return {"MiniMaxAI/MiniMax-M2": self.model, "training_data": self.dataset, "http://localhost:8000": self.server.url}
+        return {
+            "MiniMaxAI/MiniMax-M2": self.model,
+            "training_data": self.dataset,
+            "http://localhost:8000": self.server.url,
+        }
 
     def run(self, label: str, *more: str, environment: Mapping[str, str] | None = None) -> str:
         """Run a command of the document with more options, and return its output."""
         words = command(label, self.names)
         own = {"HF_HOME": str(self.directory / "hf"), "COLUMNS": "300", **(environment or {})}
         done = subprocess.run(
-            [*words, *more], cwd=self.directory, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*words, *more],
+            cwd=self.directory,
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert done.returncode == 0, done.stdout[-6000:]
         return done.stdout
 
     def request(self, prompt: list[int]) -> dict[str, Any]:
         """Send a request as speculators does, and return its kv_transfer_params."""
-        body = {"model": str(self.model), "prompt": prompt, "max_tokens": 1, "return_token_ids": True}
-        response = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        body = {
+            "model": str(self.model),
+            "prompt": prompt,
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
+        response = (
+            httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120)
+            .raise_for_status()
+            .json()
+        )
         assert response["choices"][0]["prompt_token_ids"] == prompt
         params: dict[str, Any] = response["kv_transfer_params"]
         return params
@@ -124,12 +145,32 @@ class Workplace:
 
 def conversations() -> list[dict[str, Any]]:
     """Return eleven, one with two turns; some longer than the server computes at once."""
-    ends = ["the ships were ready.", "the people crossed the bridge.", "the captain asked for one more cup of coffee."]
-    question, repeated = "What does layer {} of the model say about the river?", "the sun rose over the harbour, and "
-    found = [[question.format(i), "It says that " + repeated * (1 + i % 4) + ends[i % 3]] for i in range(10)]
-    found.append(["And then?", "The sun rose.", "Who crossed the bridge?", "The people who cross it every day."])
+    ends = [
+        "the ships were ready.",
+        "the people crossed the bridge.",
+        "the captain asked for one more cup of coffee.",
+    ]
+    question, repeated = (
+        "What does layer {} of the model say about the river?",
+        "the sun rose over the harbour, and ",
+    )
+    found = [
+        [question.format(i), "It says that " + repeated * (1 + i % 4) + ends[i % 3]]
+        for i in range(10)
+    ]
+    found.append(
+        [
+            "And then?",
+            "The sun rose.",
+            "Who crossed the bridge?",
+            "The people who cross it every day.",
+        ]
+    )
     roles = ["user", "assistant"]
-    return [{"conversations": [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]} for turns in found]
+    return [
+        {"conversations": [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]}
+        for turns in found
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +185,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         "/data/hidden_states": directory / "hidden_states",
         "--data-parallel-size 2 --tensor-parallel-size 8 --enable-expert-parallel": f"{SMALL} --port {port}",
     }
-    environment = process_environment(npus=1, instruments={"gated_writes": str(directory / "gate")}) | SPAWN
-    server = Server(command("launch", names), port=port, log=directory / "server.log", environment=environment)
+    environment = (
+        process_environment(npus=1, instruments={"gated_writes": str(directory / "gate")}) | SPAWN
+    )
+    server = Server(
+        command("launch", names), port=port, log=directory / "server.log", environment=environment
+    )
     with server:
         server.wait_ready(START_SECONDS)
         yield Workplace(directory, model, server)
@@ -154,7 +199,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 @pytest.fixture(scope="module")
 def generated(workplace: Workplace) -> str:
     """The output of generate-offline-data for the conversations."""
-    (workplace.directory / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations())))
+    (workplace.directory / "conversations.jsonl").write_text(
+        "\n".join(map(json.dumps, conversations()))
+    )
     workplace.run("prepare", "--seq-length", "500")
     return workplace.run("generate")
 
@@ -215,7 +262,9 @@ class Reader(threading.Thread):
             self.error = error
 
 
-def test_the_server_is_ours_and_extracts_the_layers_that_speculators_wants(workplace: Workplace) -> None:
+def test_the_server_is_ours_and_extracts_the_layers_that_speculators_wants(
+    workplace: Workplace,
+) -> None:
     first, *_ = workplace.server.log.read_text().splitlines()
     assert "--hidden-states-backend hsx" in first
     assert workplace.server.process is not None
@@ -224,10 +273,15 @@ def test_the_server_is_ours_and_extracts_the_layers_that_speculators_wants(workp
     assert json.loads(options["--kv_transfer_config"]) == kv_transfer_config(workplace.storage)
     speculative = json.loads(options["--speculative_config"])
     assert speculative["method"] == "extract_hidden_states"
-    assert tuple(speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]) == LAYER_IDS
+    assert (
+        tuple(speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"])
+        == LAYER_IDS
+    )
 
 
-def test_their_reader_waits_from_before_the_commit(workplace: Workplace, watched: WatchedTime, tmp_path: Path) -> None:
+def test_their_reader_waits_from_before_the_commit(
+    workplace: Workplace, watched: WatchedTime, tmp_path: Path
+) -> None:
     prompt = tokens(150)
     with workplace.slow_disk() as let_write:
         params = workplace.request(prompt)
@@ -246,7 +300,9 @@ def test_their_reader_waits_from_before_the_commit(workplace: Workplace, watched
     assert workplace.left_over() == []
 
 
-def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(workplace: Workplace, watched: WatchedTime, tmp_path: Path) -> None:
+def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(
+    workplace: Workplace, watched: WatchedTime, tmp_path: Path
+) -> None:
     prompt = tokens(40)
     with workplace.slow_disk() as let_write:
         params = workplace.request(prompt)
@@ -265,18 +321,24 @@ def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(workplace: 
     assert workplace.left_over() == []
 
 
-def test_offline_generation_makes_a_dataset_of_the_right_rows(workplace: Workplace, generated: str, rows: list[dict[str, Any]]) -> None:
+def test_offline_generation_makes_a_dataset_of_the_right_rows(
+    workplace: Workplace, generated: str, rows: list[dict[str, Any]]
+) -> None:
     assert len(rows) == 12  # one of the eleven has two turns
     assert max(row["seq_len"] for row in rows) > 64
     assert "Saved 12 new data points" in generated
     assert "Skipping" not in generated
-    assert sorted(path.name for path in workplace.samples.iterdir()) == sorted(f"hs_{i}.safetensors" for i in range(12))
+    assert sorted(path.name for path in workplace.samples.iterdir()) == sorted(
+        f"hs_{i}.safetensors" for i in range(12)
+    )
     for index, row in enumerate(rows):
         workplace.assert_right(workplace.samples / f"hs_{index}.safetensors", row["input_ids"])
     assert workplace.left_over() == []
 
 
-def test_generation_goes_on_where_it_was_interrupted(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
+def test_generation_goes_on_where_it_was_interrupted(
+    workplace: Workplace, rows: list[dict[str, Any]]
+) -> None:
     from speculators.cli.generate_offline_data import generate_offline_data
 
     (workplace.samples / "hs_3.safetensors").unlink()
@@ -284,11 +346,21 @@ def test_generation_goes_on_where_it_was_interrupted(workplace: Workplace, rows:
     cut.write_bytes(cut.read_bytes()[:5000])
     before = {path.name: path.stat().st_mtime_ns for path in workplace.samples.iterdir()}
     endpoint = f"{workplace.server.url}/v1"
-    generate_offline_data(endpoint=endpoint, preprocessed_data=str(workplace.dataset), concurrency=2, validate_outputs=True)
+    generate_offline_data(
+        endpoint=endpoint,
+        preprocessed_data=str(workplace.dataset),
+        concurrency=2,
+        validate_outputs=True,
+    )
     after = {path.name: path.stat().st_mtime_ns for path in workplace.samples.iterdir()}
-    assert {name for name in after if after[name] != before.get(name)} == {"hs_3.safetensors", "hs_7.safetensors"}
+    assert {name for name in after if after[name] != before.get(name)} == {
+        "hs_3.safetensors",
+        "hs_7.safetensors",
+    }
     for index in (3, 7):
-        workplace.assert_right(workplace.samples / f"hs_{index}.safetensors", rows[index]["input_ids"])
+        workplace.assert_right(
+            workplace.samples / f"hs_{index}.safetensors", rows[index]["input_ids"]
+        )
 
 
 def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, Any]:
@@ -318,8 +390,12 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
 
 
 @pytest.mark.parametrize("on_missing", ["raise", "generate"])
-@pytest.mark.parametrize("backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"])
-def test_their_loader_takes_every_sample(workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str) -> None:
+@pytest.mark.parametrize(
+    "backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"]
+)
+def test_their_loader_takes_every_sample(
+    workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str
+) -> None:
     """Generated before training, or during it: then the server keeps no sample."""
     transfer = backend(workplace.samples if on_missing == "raise" else tmp_path)
     seen = []
@@ -335,14 +411,26 @@ def test_their_loader_takes_every_sample(workplace: Workplace, rows: list[Any], 
     assert workplace.left_over() == []
 
 
-def test_training_an_eagle3_draft_on_them_lowers_its_loss(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
+def test_training_an_eagle3_draft_on_them_lowers_its_loss(
+    workplace: Workplace, rows: list[dict[str, Any]]
+) -> None:
     """The validation loss falls with each epoch; the trainer runs on an emulated NPU."""
     checkpoints = workplace.directory / "checkpoints"
-    options = f"--epochs {EPOCHS} --total-seq-len 256 --num-workers 0 --lr 1e-3 --train-data-ratio 0.75"
+    options = (
+        f"--epochs {EPOCHS} --total-seq-len 256 --num-workers 0 --lr 1e-3 --train-data-ratio 0.75"
+    )
     workplace.run("train", *options.split(), environment=process_environment(npus=1))
-    losses = [json.loads((checkpoints / str(epoch) / "val_metrics.json").read_text())["loss_epoch"] for epoch in range(EPOCHS)]
+    losses = [
+        json.loads((checkpoints / str(epoch) / "val_metrics.json").read_text())["loss_epoch"]
+        for epoch in range(EPOCHS)
+    ]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.97 * losses[0]
     config = json.loads((checkpoints / str(EPOCHS - 1) / "config.json").read_text())
     assert tuple(config["eagle_aux_hidden_state_layer_ids"]) == LAYER_IDS[:-1]
-    assert json.loads((checkpoints / str(EPOCHS - 1) / "training_state.json").read_text())["global_step"] >= 2 * EPOCHS
+    assert (
+        json.loads((checkpoints / str(EPOCHS - 1) / "training_state.json").read_text())[
+            "global_step"
+        ]
+        >= 2 * EPOCHS
+    )

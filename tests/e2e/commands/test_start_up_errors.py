@@ -47,15 +47,33 @@ def layers(*ids: int) -> Mapping[str, str]:
 
 WRONG_ROLE = {TRANSFER: json.dumps({**kv_transfer_config("/tmp"), "kv_role": "kv_consumer"})}
 CASES = {
-    "a layer that the target lacks": Case(layers(2, 99), {"--layers": "2,99"}, ("has id 99, which the target does not have",)),
+    "a layer that the target lacks": Case(
+        layers(2, 99), {"--layers": "2,99"}, ("has id 99, which the target does not have",)
+    ),
     "a duplicate layer": Case(layers(2, 2), {"--layers": "2,2"}, ("has id 2 twice",)),
-    "a directory that cannot be made": Case(transfer(storage=NOWHERE), {"--out": str(NOWHERE)}, (f"{str(NOWHERE)!r} cannot be created",)),
-    "a read-only directory": Case(transfer(storage=READ_ONLY), {"--out": str(READ_ONLY)}, (f"{str(READ_ONLY)!r} ",)),
-    "no JSON": Case({TRANSFER: "{kv"}, {"--hf-overrides": "{kv"}, (f"argument {TRANSFER}", "--hf-overrides='{kv' is not JSON")),
-    "an unknown key": Case(transfer(io_mode=1), {"--option": "io_mode=1"}, ("kv_connector_extra_config.io_mode=1 is not an option",)),
-    "another role": Case(WRONG_ROLE, None, ("Set \"kv_role\": \"kv_producer\"",)),
+    "a directory that cannot be made": Case(
+        transfer(storage=NOWHERE), {"--out": str(NOWHERE)}, (f"{str(NOWHERE)!r} cannot be created",)
+    ),
+    "a read-only directory": Case(
+        transfer(storage=READ_ONLY), {"--out": str(READ_ONLY)}, (f"{str(READ_ONLY)!r} ",)
+    ),
+    "no JSON": Case(
+        {TRANSFER: "{kv"},
+        {"--hf-overrides": "{kv"},
+        (f"argument {TRANSFER}", "--hf-overrides='{kv' is not JSON"),
+    ),
+    "an unknown key": Case(
+        transfer(io_mode=1),
+        {"--option": "io_mode=1"},
+        ("kv_connector_extra_config.io_mode=1 is not an option",),
+    ),
+    "another role": Case(WRONG_ROLE, None, ('Set "kv_role": "kv_producer"',)),
     "no model": Case({"MODEL": "/nowhere"}, {"MODEL": "/nowhere"}, ("/nowhere",)),
-    "a port in use": Case({"--port": "USED"}, {"--port": "USED"}, ("Address already in use", "is in use on this machine")),
+    "a port in use": Case(
+        {"--port": "USED"},
+        {"--port": "USED"},
+        ("Address already in use", "is in use on this machine"),
+    ),
 }
 
 
@@ -66,26 +84,51 @@ def used_port() -> Iterator[str]:
 
 
 def words(arguments: Mapping[str, str], used_port: str) -> list[str]:
-    model, *rest = [arguments["MODEL"]], *((option, value) for option, value in arguments.items() if option != "MODEL")
+    model, *rest = (
+        [arguments["MODEL"]],
+        *((option, value) for option, value in arguments.items() if option != "MODEL"),
+    )
     return [used_port if word == "USED" else word for pair in (model, *rest) for word in pair]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_vllm_serve_ends_with_the_reason(case: Case, tiny_qwen3: Path, tmp_path: Path, used_port: str) -> None:
+def test_vllm_serve_ends_with_the_reason(
+    case: Case, tiny_qwen3: Path, tmp_path: Path, used_port: str
+) -> None:
     right = {"MODEL": str(tiny_qwen3), **layers(1, 2), **transfer(storage=tmp_path), "--port": "0"}
-    code, printed = run_module("vllm.entrypoints.cli.main", "serve", *words({**right, **case.vllm}, used_port))
+    code, printed = run_module(
+        "vllm.entrypoints.cli.main", "serve", *words({**right, **case.vllm}, used_port)
+    )
     assert code != 0
     assert case.reasons[0] in "\n".join(printed.splitlines()[-3:]), printed
     assert "Starting to load model" not in printed and "See root cause above" not in printed
 
 
-@pytest.mark.parametrize(("case"), [case for case in CASES.values() if case.hsx is not None], ids=[n for n, c in CASES.items() if c.hsx])
-def test_hsx_serve_says_the_reason_without_a_traceback(case: Case, tiny_qwen3: Path, tmp_path: Path, used_port: str) -> None:
+@pytest.mark.parametrize(
+    ("case"),
+    [case for case in CASES.values() if case.hsx is not None],
+    ids=[n for n, c in CASES.items() if c.hsx],
+)
+def test_hsx_serve_says_the_reason_without_a_traceback(
+    case: Case, tiny_qwen3: Path, tmp_path: Path, used_port: str
+) -> None:
     assert case.hsx is not None
     right = {"MODEL": str(tiny_qwen3), "--layers": "1,2", "--out": str(tmp_path), "--port": "0"}
-    command = [str(Path(sys.executable).with_name("hsx")), "serve", *words({**right, **case.hsx}, used_port)]
+    command = [
+        str(Path(sys.executable).with_name("hsx")),
+        "serve",
+        *words({**right, **case.hsx}, used_port),
+    ]
     environ = {**os.environ, **process_environment(npus=1)}
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 2, done.stdout
     assert case.reasons[-1] in "\n".join(done.stdout.splitlines()[-3:]), done.stdout
     assert "Traceback" not in done.stdout

@@ -36,7 +36,9 @@ class Shown(NamedTuple):
 
 
 A2 = Shown("a2", 2, {"--tensor-parallel-size": "2"})
-A3 = Shown("a3", 4, {"--tensor-parallel-size": "2", "--data-parallel-size": "2"})  # experts by fused MC2
+A3 = Shown(
+    "a3", 4, {"--tensor-parallel-size": "2", "--data-parallel-size": "2"}
+)  # experts by fused MC2
 
 
 class Served(NamedTuple):
@@ -45,8 +47,13 @@ class Served(NamedTuple):
     checkpoint: Path
 
 
-@pytest.fixture(scope="module", params=[pytest.param(A2, id="a2"), pytest.param(A3, id="a3", marks=pytest.mark.long)])
-def served(request: pytest.FixtureRequest, tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(A2, id="a2"), pytest.param(A3, id="a3", marks=pytest.mark.long)],
+)
+def served(
+    request: pytest.FixtureRequest, tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """The command for an A2, with TP=2 in the place of 8; that for an A3, with DP=2 x TP=2."""
     form: Shown = request.param
     directory = tmp_path_factory.mktemp("tutorial")
@@ -55,7 +62,12 @@ def served(request: pytest.FixtureRequest, tiny_minimax_m2: Path, tmp_path_facto
     command = smaller(shown, checkpoint, directory / "hidden_states", LAYER_IDS, **form.sizes)
     port = free_port()
     environment = process_environment(npus=form.npus, soc=form.soc)
-    with ForkedServer([*command, "--port", str(port)], port=port, log=directory / "server.log", environment=environment) as server:
+    with ForkedServer(
+        [*command, "--port", str(port)],
+        port=port,
+        log=directory / "server.log",
+        environment=environment,
+    ) as server:
         server.wait_ready(START_SECONDS)
         yield Served(server.url, shown.options["--served-model-name"], checkpoint)
 
@@ -63,7 +75,9 @@ def served(request: pytest.FixtureRequest, tiny_minimax_m2: Path, tmp_path_facto
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 def test_rows_are_in_the_models_own_basis(served: Served, prompt: list[int]) -> None:
     body = {"model": served.name, "prompt": prompt, "max_tokens": 1}
-    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    answer = (
+        httpx.post(f"{served.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    )
     states = load(answer["kv_transfer_params"]["hidden_states_path"], timeout=60, verify=True)
     assert states.metadata["basis"] == "model"
     expected = rows_in_the_models_basis(served.checkpoint, prompt, LAYER_IDS)

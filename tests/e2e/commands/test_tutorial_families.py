@@ -155,11 +155,24 @@ def server(tutorial: Tutorial, model: Path, directory: Path) -> ForkedServer:
     words: list[str] = []
     for option, value in options.items():
         if value is not None:
-            words += [option] if value is True else [option, value if isinstance(value, str) else json.dumps(value)]
+            words += (
+                [option]
+                if value is True
+                else [option, value if isinstance(value, str) else json.dumps(value)]
+            )
     npus = int(options["--tensor-parallel-size"]) * int(options.get("--data-parallel-size", "1"))
     environment = process_environment(npus=npus, soc=tutorial.soc) | ENVIRON
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        *words,
+        "--port",
+        str(port),
+    ]
     return ForkedServer(command, port=port, log=directory / "server.log", environment=environment)
 
 
@@ -171,13 +184,24 @@ def test_rows_are_right_with_the_command_of_a_tutorial(name: str, tmp_path: Path
         started.wait_ready(START_SECONDS)
 
         def complete(prompt: list[int]) -> Any:
-            body = {"model": tutorial.options["--served-model-name"], "prompt": prompt, **GENERATING, **WITH_OUTPUT}
-            return httpx.post(f"{started.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+            body = {
+                "model": tutorial.options["--served-model-name"],
+                "prompt": prompt,
+                **GENERATING,
+                **WITH_OUTPUT,
+            }
+            return (
+                httpx.post(f"{started.url}/v1/completions", json=body, timeout=120)
+                .raise_for_status()
+                .json()
+            )
 
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(complete, PROMPTS))
         started.stop()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         rows_of = prompt + answer["choices"][0]["token_ids"][:-1]
-        comparison = compare_file(Path(answer["kv_transfer_params"]["hidden_states_path"]), model, rows_of, LAYER_IDS)
+        comparison = compare_file(
+            Path(answer["kv_transfer_params"]["hidden_states_path"]), model, rows_of, LAYER_IDS
+        )
         assert comparison.matches, f"{len(prompt)}: {comparison}"

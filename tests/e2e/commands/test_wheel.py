@@ -20,19 +20,42 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
     (site,) = where.glob("lib/python*/site-packages")
     # Paths alone: the .pth of the editable install, which is there, too, is not read.
-    (site / "release.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (site / "release.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )
     return where / "bin"
 
 
 @pytest.mark.long
 def test_the_doctor_of_the_wheel_finds_no_problem(installed: Path, tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VLLM_PLUGINS")
+    }
     hsx = str(installed / "hsx")
     where = [installed / "python", "-c", "import vllm_ascend_hsx; print(vllm_ascend_hsx.__file__)"]
-    found = subprocess.run(where, env=environ, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    found = subprocess.run(
+        where, env=environ, cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
     assert found.startswith(str(installed.parent))
-    command = [hsx, "emulate", "--npus", "2", "--", hsx, "doctor", "--json", "--out", "rows", "--model", "minimax-m2"]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [
+        hsx,
+        "emulate",
+        "--npus",
+        "2",
+        "--",
+        hsx,
+        "doctor",
+        "--json",
+        "--out",
+        "rows",
+        "--model",
+        "minimax-m2",
+    ]
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {each["verdict"] for each in json.loads(done.stdout)["findings"]}
     assert "problem" not in verdicts

@@ -43,7 +43,11 @@ class Driver:
             "async_scheduling": self.core.async_scheduling,
             "hybrid_kv_cache_manager": not self.core.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
             "mamba_cache_mode": self.core.vllm_config.cache_config.mamba_cache_mode,
-            "ascend_config": {name: value for name, value in vars(get_ascend_config()).items() if isinstance(value, bool | int)},
+            "ascend_config": {
+                name: value
+                for name, value in vars(get_ascend_config()).items()
+                if isinstance(value, bool | int)
+            },
         }
 
     def runner(self) -> str:
@@ -63,7 +67,11 @@ class Driver:
         def record(request: Any, timestamp: float, **options: Any) -> None:
             computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
             self.preemptions.append(
-                {"internal_id": request.request_id, "computed": computed, "phase": "prefill" if computed < prompt else "decode"}
+                {
+                    "internal_id": request.request_id,
+                    "computed": computed,
+                    "phase": "prefill" if computed < prompt else "decode",
+                }
             )
             preempt(request, timestamp, **options)
 
@@ -104,15 +112,26 @@ class Driver:
         if "output_kind" in options:
             options["output_kind"] = RequestOutputKind[options["output_kind"]]
         if "logit_bias" in options:  # JSON has no keys but strings
-            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+            options["logit_bias"] = {
+                int(token): bias for token, bias in options["logit_bias"].items()
+            }
         if "structured_outputs" in options:
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        prompt: Any = {"prompt_embeds": self._embeddings(token_ids)} if as_embeds else {"prompt_token_ids": token_ids}
+        prompt: Any = (
+            {"prompt_embeds": self._embeddings(token_ids)}
+            if as_embeds
+            else {"prompt_token_ids": token_ids}
+        )
         if pictures or clip:
             from tiny_vision import embedded_clip, picture
 
-            data = {"image": [picture(*each) for each in pictures or ()], "video": embedded_clip(*clip) if clip else None}
-            prompt["multi_modal_data"] = {modality: items for modality, items in data.items() if items}
+            data = {
+                "image": [picture(*each) for each in pictures or ()],
+                "video": embedded_clip(*clip) if clip else None,
+            }
+            prompt["multi_modal_data"] = {
+                modality: items for modality, items in data.items() if items
+            }
         internal_id: str = self.engine.add_request(
             request_id,
             prompt,
@@ -142,7 +161,12 @@ class Driver:
                         "num_cached_tokens": output.num_cached_tokens,
                         "kv_transfer_params": output.kv_transfer_params,
                         "outputs": [
-                            {"index": each.index, "tokens": list(each.token_ids), "text": each.text, "stop_reason": each.stop_reason}
+                            {
+                                "index": each.index,
+                                "tokens": list(each.token_ids),
+                                "text": each.text,
+                                "stop_reason": each.stop_reason,
+                            }
                             for each in output.outputs
                         ],
                     }
@@ -325,7 +349,11 @@ class Driver:
         found: dict[str, Any] = {
             "fds": sorted(filter(None, map(_descriptor, fds))),
             # vLLM starts a pool when it first compiles a grammar, and keeps it.
-            "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("ThreadPoolExecutor")),
+            "threads": sorted(
+                thread.name
+                for thread in threading.enumerate()
+                if not thread.name.startswith("ThreadPoolExecutor")
+            ),
             "device_bytes": torch.npu.memory_allocated(),
         }
         if self.engine is None:
@@ -344,16 +372,26 @@ class Driver:
             found["busy"]["computing"] = len(index._computing)
         for name, half in halves.items():
             held = vars(half) | vars(worker._progress if half is worker else half._admission)
-            found[name] = {key: len(value) for key, value in held.items() if isinstance(value, dict | set)}
-            found[name] |= {key: sum(value) for key, value in held.items() if isinstance(value, list) and _numbers(value)}
+            found[name] = {
+                key: len(value) for key, value in held.items() if isinstance(value, dict | set)
+            }
+            found[name] |= {
+                key: sum(value)
+                for key, value in held.items()
+                if isinstance(value, list) and _numbers(value)
+            }
         found["wanted"] = len(worker._staging.wanted)
         return found
 
     def footprint(self) -> dict[str, int]:
         """Return what a leak would increase: bytes, objects of our classes, file locks."""
         gc.collect()
-        ours = sum(type(each).__module__.startswith("vllm_ascend_hsx.") for each in gc.get_objects())
-        locks = sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines())
+        ours = sum(
+            type(each).__module__.startswith("vllm_ascend_hsx.") for each in gc.get_objects()
+        )
+        locks = sum(
+            f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()
+        )
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), "objects": ours, "locks": locks}
 
@@ -361,7 +399,10 @@ class Driver:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         scheduler, worker = self.core.scheduler.connector, get_kv_transfer_group()
-        ours = [next(each for each in getattr(side, "_connectors", [side]) if hasattr(each, "_worker")) for side in (scheduler, worker)]
+        ours = [
+            next(each for each in getattr(side, "_connectors", [side]) if hasattr(each, "_worker"))
+            for side in (scheduler, worker)
+        ]
         return {"scheduler": ours[0]._scheduler, "worker": ours[1]._worker}
 
     def real_events(self) -> None:

@@ -84,7 +84,9 @@ def serve(driver: Any, actions: Any, answers: Any) -> None:
         action = json.loads(line)
         answer: dict[str, Any] = {"result": None, "error": None}
         try:
-            answer["result"] = getattr(driver, action["action"])(*action.get("args", ()), **action.get("kwargs", {}))
+            answer["result"] = getattr(driver, action["action"])(
+                *action.get("args", ()), **action.get("kwargs", {})
+            )
         except BaseException:  # noqa: BLE001 - the test decides what the failure means
             answer["error"] = traceback.format_exc()
         answer["events"], driver.events = driver.events, []

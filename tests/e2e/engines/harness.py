@@ -64,19 +64,36 @@ class Run:
 
     def compare(self, request_id: str) -> Comparison:
         """Compare the request's file with transformers."""
-        return compare_file(self.path(request_id), self.model, self.sequence(request_id), self.layer_ids)
+        return compare_file(
+            self.path(request_id), self.model, self.sequence(request_id), self.layer_ids
+        )
 
 
-def compare_file(path: Path, model: Path, prompt: Sequence[int], layer_ids: Sequence[int]) -> Comparison:
+def compare_file(
+    path: Path, model: Path, prompt: Sequence[int], layer_ids: Sequence[int]
+) -> Comparison:
     """Compare token ids and rows of a file with transformers on the CPU."""
-    wait_until_released(path.with_name(path.name + LOCK_SUFFIX), PUBLISH_SECONDS)  # a server publishes after its answer
+    wait_until_released(
+        path.with_name(path.name + LOCK_SUFFIX), PUBLISH_SECONDS
+    )  # a server publishes after its answer
     tensors = load_file(path)
     if tensors["token_ids"].tolist() != list(prompt):
-        return Comparison(float("nan"), "mismatch", f"token_ids {tensors['token_ids'].tolist()} are not the prompt's")
+        return Comparison(
+            float("nan"),
+            "mismatch",
+            f"token_ids {tensors['token_ids'].tolist()} are not the prompt's",
+        )
     return compare(tensors["hidden_states"], reference_hidden_states(model, prompt, layer_ids))
 
 
-def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *, timeout: float = 900, **options: Any) -> Run:
+def run_engine(
+    directory: Path,
+    model: Path,
+    script: Sequence[Sequence[Any]],
+    *,
+    timeout: float = 900,
+    **options: Any,
+) -> Run:
     """Run an engine in a process of its own.
 
     Args:
@@ -109,7 +126,9 @@ def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *,
     except EngineError as failure:
         error = str(failure)
     result = {**session.facts, "preemptions": len(session.preemptions), "error": error}
-    result["requests"] = {each.id: {**vars(each), "tokens": each.tokens} for each in session.requests.values()}
+    result["requests"] = {
+        each.id: {**vars(each), "tokens": each.tokens} for each in session.requests.values()
+    }
     return Run(model, session.storage, session.layer_ids, result, session.log)
 
 
@@ -128,7 +147,9 @@ def names_in(storage: Path) -> set[str]:
 def read_trace(directory: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the events of the instruments, in order, by process id."""
     return {
-        int(path.stem.removeprefix("trace-")): [json.loads(line) for line in path.read_text().splitlines()]
+        int(path.stem.removeprefix("trace-")): [
+            json.loads(line) for line in path.read_text().splitlines()
+        ]
         for path in sorted(directory.glob("trace-*.jsonl"))
     }
 
@@ -145,12 +166,18 @@ def check_contexts(trace: Mapping[int, list[dict[str, Any]]], npus: int) -> None
     for event in last.values():
         others = [each for each in event["contexts"] if each["device"] != event["device"]]
         shown = "".join(
-            f"\nthread {each['thread']} used NPU {each['device']} by {each['call']}:\n{each['python']}" for each in others
+            (
+                f"\nthread {each['thread']} used NPU {each['device']} by "
+                f"{each['call']}:\n{each['python']}"
+            )
+            for each in others
         )
         assert not others, f"the worker of NPU {event['device']} has other contexts, too:{shown}"
     for event in last.values():
         used, unused = event["processes"][:npus], event["processes"][npus:]
-        assert (set(used), sum(unused)) == ({1}, 0), f"processes with a context on each NPU: {event['processes']}"
+        assert (set(used), sum(unused)) == ({1}, 0), (
+            f"processes with a context on each NPU: {event['processes']}"
+        )
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

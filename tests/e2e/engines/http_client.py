@@ -48,7 +48,11 @@ class Case(NamedTuple):
 
     @property
     def files(self) -> list[tuple[int, int]]:
-        return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.body.get("n", 1))]
+        return [
+            (prompt, sample)
+            for prompt in range(len(self.prompts))
+            for sample in range(self.body.get("n", 1))
+        ]
 
 
 MESSAGES = [{"role": "user", "content": "Which layer is the best one?"}]
@@ -89,27 +93,46 @@ class Client:
             return self._take([json.loads(line) for line in lines if line != "[DONE]"], case)
 
     def stream(self, case: Case) -> Any:
-        body = {"model": str(self.model), "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **case.body}
+        body = {
+            "model": str(self.model),
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **case.body,
+        }
         headers = {"X-Request-Id": case.request_id.encode()} if case.request_id else {}
-        return httpx.stream("POST", f"{self.server.url}/v1/{case.endpoint}", json=body, headers=headers, timeout=120)
+        return httpx.stream(
+            "POST", f"{self.server.url}/v1/{case.endpoint}", json=body, headers=headers, timeout=120
+        )
 
     @staticmethod
     def _take(parts: list[dict[str, Any]], case: Case) -> Answer:
         (response_id,) = {part["id"] for part in parts}
-        params = next((part["kv_transfer_params"] for part in parts if part.get("kv_transfer_params")), None)
+        params = next(
+            (part["kv_transfer_params"] for part in parts if part.get("kv_transfer_params")), None
+        )
         answer = Answer(response_id, params, [], {}, {})
         for part in parts:
             for choice in part["choices"]:
                 answer.samples.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
-                text = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+                text = (
+                    choice.get("text")
+                    or (choice.get("message") or choice.get("delta") or {}).get("content")
+                    or ""
+                )
                 answer.texts[choice["index"]] = answer.texts.get(choice["index"], "") + text
-        answer.prompts = case.prompts if case.endpoint == COMPLETIONS else [parts[0]["prompt_token_ids"]]
+        answer.prompts = (
+            case.prompts if case.endpoint == COMPLETIONS else [parts[0]["prompt_token_ids"]]
+        )
         return answer
 
     def find(self, answer: Answer, prompt: int, sample: int) -> Path:
         return vllm_ascend_hsx.find(self.storage, answer.id, prompt=prompt, sample=sample)
 
-    def verdict(self, path: Path, token_ids: list[int], num_prompt_tokens: int | None = None) -> str:
+    def verdict(
+        self, path: Path, token_ids: list[int], num_prompt_tokens: int | None = None
+    ) -> str:
         """Compare a file with the rows of these tokens."""
         own = Served(str(path), (*token_ids, 0), 0, None)
         rows = len(token_ids)

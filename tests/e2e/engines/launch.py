@@ -39,15 +39,30 @@ MOST_NPUS = 4
 # Sequence parallelism.
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # What makes a command of the documentation fit emulated NPUs.
-SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num-seqs": "8", "--max-num-batched-tokens": "64"}
+SMALL = {
+    "--gpu-memory-utilization": "0.4",
+    "--max-model-len": "512",
+    "--max-num-seqs": "8",
+    "--max-num-batched-tokens": "64",
+}
 
 
 def process_environment(
-    *, npus: int, ours: bool = True, late: bool = True, soc: str = "a2", instruments: Mapping[str, Any] | None = None
+    *,
+    npus: int,
+    ours: bool = True,
+    late: bool = True,
+    soc: str = "a2",
+    instruments: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return what to add to the environment of a process on emulated NPUs."""
     added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc, queue=late)
-    folders = [str(HERE / "instruments"), str(HERE.parent / "models"), added["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(HERE / "instruments"),
+        str(HERE.parent / "models"),
+        added["PYTHONPATH"],
+        os.environ.get("PYTHONPATH", ""),
+    ]
     unique = dict.fromkeys(filter(None, os.pathsep.join(folders).split(os.pathsep)))
     added["PYTHONPATH"] = os.pathsep.join(unique)
     added["HSX_TEST_INSTRUMENTS"] = json.dumps(instruments or {})
@@ -134,7 +149,9 @@ class ForkServer:
 _fork_servers: dict[tuple[str | None, ...], ForkServer] = {}
 
 
-def fork(environ: Mapping[str, str], command: Sequence[str], log_fd: int, *descriptors: int) -> Process:
+def fork(
+    environ: Mapping[str, str], command: Sequence[str], log_fd: int, *descriptors: int
+) -> Process:
     """Fork a process from a server with its plugins, which is started if there is none."""
     key = tuple(map(environ.get, IMPORT_TIME))
     if key not in _fork_servers:
@@ -210,10 +227,14 @@ def tiny_server(
     npus = data_parallel * tensor_parallel
     environment = process_environment(npus=npus, late=late, soc=soc, instruments=instruments)
     log = directory / "server.log"
-    return ForkedServer(command, port=serve.port, log=log, environment=environment | (environ or {}))
+    return ForkedServer(
+        command, port=serve.port, log=log, environment=environment | (environ or {})
+    )
 
 
-def smaller(shown: Command, model: Path, storage: Path, layer_ids: Sequence[int], **sizes: str) -> list[str]:
+def smaller(
+    shown: Command, model: Path, storage: Path, layer_ids: Sequence[int], **sizes: str
+) -> list[str]:
     """Return a command of the documentation for a tiny model on few NPUs.
 
     Args:
@@ -221,7 +242,20 @@ def smaller(shown: Command, model: Path, storage: Path, layer_ids: Sequence[int]
     """
     transfer = json.loads(shown.options["--kv-transfer-config"])
     transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
-    own = {**sizes, "--speculative-config": json.dumps(speculative_config(layer_ids)), "--kv-transfer-config": json.dumps(transfer)}
+    own = {
+        **sizes,
+        "--speculative-config": json.dumps(speculative_config(layer_ids)),
+        "--kv-transfer-config": json.dumps(transfer),
+    }
     assert own.keys() <= shown.options.keys()
     words = [word for option in {**shown.options, **own, **SMALL}.items() for word in option]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words, *sorted(shown.switches), "--enforce-eager"]
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        *words,
+        *sorted(shown.switches),
+        "--enforce-eager",
+    ]

@@ -31,8 +31,21 @@ def main() -> None:
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
     }
     transfer = BACKENDS[args.hidden_states_backend].build_kv_transfer_config(args)
-    json_options = ["--speculative_config", json.dumps(speculative), "--kv_transfer_config", json.dumps(transfer)]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", args.model, *json_options, *sys.argv[end + 1 :]]
+    json_options = [
+        "--speculative_config",
+        json.dumps(speculative),
+        "--kv_transfer_config",
+        json.dumps(transfer),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        args.model,
+        *json_options,
+        *sys.argv[end + 1 :],
+    ]
     os.execv(command[0], command)
 
 

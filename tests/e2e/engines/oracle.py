@@ -95,7 +95,14 @@ class Oracle:
         self._dtype = reference.dtype
         self._eps = layer_eps(reference.dtype, self._layer_ids)
 
-    def verdict(self, path: Path, own: Served, num_rows: int, num_prompt_tokens: int, served: Iterable[Served] = ()) -> str:
+    def verdict(
+        self,
+        path: Path,
+        own: Served,
+        num_rows: int,
+        num_prompt_tokens: int,
+        served: Iterable[Served] = (),
+    ) -> str:
         """Return what is wrong with a file, or the empty string.
 
         Args:
@@ -110,10 +117,18 @@ class Oracle:
         except (HiddenStatesError, FileNotFoundError, TimeoutError) as error:
             return f"{own.name}: there is no file: {error}"
         others = [each for each in served if each.name != own.name]
-        problem = self._labels(states, own.token_ids[:num_rows], num_prompt_tokens, others) or self._rows(states, own, num_rows, others)
+        problem = self._labels(
+            states, own.token_ids[:num_rows], num_prompt_tokens, others
+        ) or self._rows(states, own, num_rows, others)
         return f"{own.name}: {problem}" if problem else ""
 
-    def _labels(self, states: HiddenStates, expected: tuple[int, ...], num_prompt_tokens: int, others: Sequence[Served]) -> str:
+    def _labels(
+        self,
+        states: HiddenStates,
+        expected: tuple[int, ...],
+        num_prompt_tokens: int,
+        others: Sequence[Served],
+    ) -> str:
         """Return what is wrong besides the rows."""
         found = tuple(states.token_ids.tolist())
         if found != expected:
@@ -122,17 +137,30 @@ class Oracle:
                 return f"token_ids are those of {twins[0]}"
             if found[: len(expected)] == expected or expected[: len(found)] == found:
                 return f"it has {len(found)} tokens, expected {len(expected)}"
-            first = next(index for index, (a, e) in enumerate(zip(found, expected, strict=False)) if a != e)
-            return f"token_ids differ from position {first} on: {found[first]}, expected {expected[first]}"
+            first = next(
+                index for index, (a, e) in enumerate(zip(found, expected, strict=False)) if a != e
+            )
+            return (
+                f"token_ids differ from position {first} on: {found[first]}, expected "
+                f"{expected[first]}"
+            )
         if states.hidden_states.dtype != self._dtype or tuple(states.layer_ids) != self._layer_ids:
-            return f"it says {states.hidden_states.dtype} and layers {states.layer_ids}, expected {self._dtype} and {self._layer_ids}"
+            return (
+                f"it says {states.hidden_states.dtype} and layers {states.layer_ids}, expected "
+                f"{self._dtype} and {self._layer_ids}"
+            )
         if states.num_prompt_tokens != num_prompt_tokens:
-            return f"it says that {states.num_prompt_tokens} tokens are the prompt's, expected {num_prompt_tokens}"
+            return (
+                f"it says that {states.num_prompt_tokens} tokens are the prompt's, expected "
+                f"{num_prompt_tokens}"
+            )
         return ""
 
     # Rows
 
-    def _rows(self, states: HiddenStates, own: Served, num_rows: int, others: Sequence[Served]) -> str:
+    def _rows(
+        self, states: HiddenStates, own: Served, num_rows: int, others: Sequence[Served]
+    ) -> str:
         actual = states.hidden_states.to(WIDER[self._dtype])
         expected = self._reference.rows(own.token_ids[:num_rows], self._layer_ids)
         if actual.shape != expected.shape:
@@ -163,7 +191,12 @@ class Oracle:
     def _layer_order(self, actual: torch.Tensor, expected: torch.Tensor) -> list[int] | None:
         """Return whose rows each layer slot holds, if every slot holds those of some slot."""
         slots = [slice(index, index + 1) for index in range(expected.shape[1])]
-        order = [next((m.start for m in slots if self._equal(actual[:, i], expected[:, m], m).all()), None) for i in slots]
+        order = [
+            next(
+                (m.start for m in slots if self._equal(actual[:, i], expected[:, m], m).all()), None
+            )
+            for i in slots
+        ]
         return None if None in order else order
 
     def _candidates(self, own: Served, others: Sequence[Served]) -> list[tuple[str, torch.Tensor]]:
@@ -175,7 +208,13 @@ class Oracle:
             rows.append((whose, self._reference.rows(other.token_ids, self._layer_ids)))
         return rows
 
-    def _identify(self, row: torch.Tensor, bad: torch.Tensor, position: int, candidates: Sequence[tuple[str, torch.Tensor]]) -> Found:
+    def _identify(
+        self,
+        row: torch.Tensor,
+        bad: torch.Tensor,
+        position: int,
+        candidates: Sequence[tuple[str, torch.Tensor]],
+    ) -> Found:
         """Name what the wrong layers of a row [layers, hidden] hold."""
         where = "" if bad.all() else f" in layer slots {bad.nonzero().flatten().tolist()}"
         if not row.isfinite().all():
@@ -185,7 +224,9 @@ class Oracle:
         for whose, rows in candidates:
             sources = self._equal(row, rows)[:, bad].all(1).nonzero().flatten().tolist()
             if sources:
-                return Found(where, whose, min(sources, key=lambda source: abs(source - position)) - position)
+                return Found(
+                    where, whose, min(sources, key=lambda source: abs(source - position)) - position
+                )
         return Found(f"garbage{where}: in no request's rows")
 
 
@@ -195,4 +236,8 @@ def _clause(rows: list[int], what: str, whose: str, shift: int | None) -> str:
     if not whose:
         return f"{name_rows(rows)} shifted by {shift:+d}{what}"
     first, last = rows[0] + shift, rows[-1] + shift
-    return f"{name_rows(rows)} from {whose}, position {first}" + (f" to {last}" if last > first else "") + what
+    return (
+        f"{name_rows(rows)} from {whose}, position {first}"
+        + (f" to {last}" if last > first else "")
+        + what
+    )

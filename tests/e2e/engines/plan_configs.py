@@ -49,10 +49,14 @@ def main() -> int:
             "num_kv_heads": model.get_num_kv_heads(config.parallel_config),
             "hidden_size": model.get_hidden_size(),
             "num_layers": model.get_total_num_hidden_layers(),
-            "attention_layers": model.get_num_layers_by_block_type(config.parallel_config, "attention"),
+            "attention_layers": model.get_num_layers_by_block_type(
+                config.parallel_config, "attention"
+            ),
             "dtype": str(model.dtype).removeprefix("torch."),
             "capacities": {
-                layout.name.lower(): asdict(each) for layout, each in layouts.items() if isinstance(each, vllm_planner.Capacity)
+                layout.name.lower(): asdict(each)
+                for layout, each in layouts.items()
+                if isinstance(each, vllm_planner.Capacity)
             },
         }
     print("configs:" + json.dumps(found))

@@ -16,7 +16,9 @@ def repeated_and_extended_prompts(stage: Stage) -> None:
     stage.drain()
     again = stage.add(prompt, name="again")
     extended = stage.add([*prompt, *tokens(30)], name="extended")
-    ordinary = stage.add([*prompt, *tokens(31)], name="ordinary", expect="nothing", params={"hidden_states": False})
+    ordinary = stage.add(
+        [*prompt, *tokens(31)], name="ordinary", expect="nothing", params={"hidden_states": False}
+    )
     stage.drain()
     assert again.num_cached_tokens == 0
     assert extended.num_cached_tokens in (0, BLOCK)  # it may wait for the rows of the one before
@@ -38,7 +40,15 @@ def rows_of_a_prefix_are_copied(stage: Stage) -> None:
         stage.add(prompt, name="again"),
         stage.add([*prompt, *tokens(BLOCK - 10, seed=12)], name="extended"),
         stage.add(prompt[: BLOCK + 1], name="shorter", expect="output", max_tokens=5),
-        stage.add([*prompt[:BLOCK], *tokens(3, seed=13)], name="samples", n=2, expect="output", max_tokens=3, temperature=1.0, seed=1),
+        stage.add(
+            [*prompt[:BLOCK], *tokens(3, seed=13)],
+            name="samples",
+            n=2,
+            expect="output",
+            max_tokens=3,
+            temperature=1.0,
+            seed=1,
+        ),
     ]
     stage.session.settle()
     assert [each.reused for each in (source, *requests)] == [0, BLOCK, BLOCK, BLOCK, BLOCK]
@@ -55,7 +65,12 @@ def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
     turn = [*first.sequence(), *tokens(9, seed=15)]
     second = stage.add(turn, name="second-turn", expect="output", max_tokens=3)
     stage.session.settle()
-    ordinary = stage.add([*turn, *tokens(BLOCK, seed=16)], name="ordinary", expect="nothing", params={"hidden_states": False})
+    ordinary = stage.add(
+        [*turn, *tokens(BLOCK, seed=16)],
+        name="ordinary",
+        expect="nothing",
+        params={"hidden_states": False},
+    )
     stage.session.settle()
     third = stage.add([*turn, *tokens(BLOCK + 1, seed=16)], name="third-turn")
     stage.session.settle()
@@ -68,7 +83,9 @@ def cached_states_are_those_that_were_computed(stage: Stage) -> None:
     prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
     fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
     stage.session.settle()
-    cached = stage.add(prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8)
+    cached = stage.add(
+        prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8
+    )
     again = stage.add(prompt, name="again", max_tokens=8, expect="output")
     stage.drain()
     assert (fresh.reused, cached.num_cached_tokens, again.reused) == (0, 2 * BLOCK, 2 * BLOCK)
@@ -122,4 +139,6 @@ def the_prefix_cache_is_reset(stage: Stage) -> None:
     stage.session.settle()
     after.append(stage.add(prompt, name="and-again"))
     stage.session.settle()
-    assert (found := [each.reused for each in (*before, *after)]) == [0, 2 * BLOCK, 0, 2 * BLOCK], found
+    assert (found := [each.reused for each in (*before, *after)]) == [0, 2 * BLOCK, 0, 2 * BLOCK], (
+        found
+    )

@@ -27,22 +27,33 @@ def prompts_one_after_the_other(stage: Stage) -> None:
 
 
 def decodes_beside_new_prefills(stage: Stage) -> None:
-    decoding = [stage.add(tokens(10 + index), name=f"decoding-{index}", max_tokens=24) for index in range(2)]
+    decoding = [
+        stage.add(tokens(10 + index), name=f"decoding-{index}", max_tokens=24) for index in range(2)
+    ]
     stage.until_mid_decode(decoding[1])
     # A ring that is still full would hold the new ones back.
     stage.catch_up()
     stage.step()
-    new = [stage.add(tokens(17), name="beside-decodes", max_tokens=2), stage.add(tokens(1), name="one-token", max_tokens=2)]
+    new = [
+        stage.add(tokens(17), name="beside-decodes", max_tokens=2),
+        stage.add(tokens(1), name="one-token", max_tokens=2),
+    ]
     before = [stage.progress(each)["computed"] for each in decoding]
     stage.until(lambda: stage.progress(new[1]).get("computed", 0) > 0)
-    assert all(stage.progress(each)["computed"] > computed for each, computed in zip(decoding, before, strict=True))
+    assert all(
+        stage.progress(each)["computed"] > computed
+        for each, computed in zip(decoding, before, strict=True)
+    )
     chunked = stage.add(tokens(3 * CHUNK + 9), name="chunked-beside-decodes")
     stage.until_mid_prefill(chunked)
     assert not any(each.finished for each in decoding)
 
 
 def many_short_prompts_in_one_step(stage: Stage) -> None:
-    short = [stage.add(tokens(1 + index % 6, seed=index), name=f"short-{index}", max_tokens=2) for index in range(14)]
+    short = [
+        stage.add(tokens(1 + index % 6, seed=index), name=f"short-{index}", max_tokens=2)
+        for index in range(14)
+    ]
     stage.until(lambda: stage.progress(short[0]).get("computed", 0) > 0)
     assert all(stage.progress(each)["computed"] for each in short)
 
@@ -64,7 +75,9 @@ def preempt_a_prefill(stage: Stage, beginning: Sequence[int] = ()) -> Request:
     new = 100 + len(stage.session.requests)  # a seed: nobody has rows of these prompts
     growing = stage.add(tokens(2 * BLOCK - 6, seed=new), name="growing", max_tokens=60)
     stage.until_mid_decode(growing)
-    victim = stage.add([*beginning, *tokens(4 * BLOCK - 15 - len(beginning), seed=new)], name="victim")
+    victim = stage.add(
+        [*beginning, *tokens(4 * BLOCK - 15 - len(beginning), seed=new)], name="victim"
+    )
     stage.until(lambda: (victim.id, "prefill") in phases(stage, before))
     assert stage.progress(victim)["status"] == "PREEMPTED"
     return victim
@@ -83,7 +96,10 @@ def preempted_while_they_decode(stage: Stage, generated: int = 24, more: int = 4
     for expect in ("prompt", "output"):
         before = len(stage.session.preemptions)
         lengths = [(BLOCK - 12 + index, generated + more * index) for index in range(5)]
-        added = [stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=count) for n, count in lengths]
+        added = [
+            stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=count)
+            for n, count in lengths
+        ]
         stage.drain()
         assert any(phase == "decode" for _, phase in phases(stage, before))
         assert [len(each.tokens) for each in added] == [count for _, count in lengths]
@@ -91,7 +107,9 @@ def preempted_while_they_decode(stage: Stage, generated: int = 24, more: int = 4
 
 def everything_is_preempted_at_once(stage: Stage) -> None:
     before = len(stage.session.preemptions)
-    decoding = stage.add(tokens(30), name="decoding", expect="output", max_tokens=20, temperature=1.0, seed=3)
+    decoding = stage.add(
+        tokens(30), name="decoding", expect="output", max_tokens=20, temperature=1.0, seed=3
+    )
     stage.until_mid_decode(decoding)
     prefilling = stage.add(tokens(4 * CHUNK), name="prefilling", expect="output", max_tokens=3)
     stage.until_mid_prefill(prefilling)
@@ -134,13 +152,17 @@ def aborted_while_it_decodes(stage: Stage) -> None:
 
 def aborted_although_it_has_stop_strings(stage: Stage) -> None:
     """The engine cannot tell this from a stop string, so the file stays for its consumer."""
-    aborted = stage.add(tokens(42), name="with-stop", max_tokens=50, expect="output", stop=["no such text"])
+    aborted = stage.add(
+        tokens(42), name="with-stop", max_tokens=50, expect="output", stop=["no such text"]
+    )
     stage.until_mid_decode(aborted, tokens=5)
     stage.abort(aborted, expect="output")
 
 
 def aborted_samples(stage: Stage) -> None:
-    aborted = stage.add(tokens(43), name="samples", n=2, max_tokens=50, expect="output", temperature=1.0, seed=5)
+    aborted = stage.add(
+        tokens(43), name="samples", n=2, max_tokens=50, expect="output", temperature=1.0, seed=5
+    )
     stage.until_mid_decode(aborted, tokens=5)
     stage.abort(aborted)
 
@@ -165,14 +187,24 @@ def rows_of_generated_tokens(stage: Stage) -> None:
     stage.add(tokens(12), name="one", max_tokens=1, expect="output")
     stage.add(tokens(13), name="two", max_tokens=2, expect="output")
     stage.add(tokens(14), name="sampled", max_tokens=40, expect="output", temperature=1.0, seed=4)
-    stage.until_mid_decode(stage.add(tokens(15), name="many", max_tokens=150, expect="output"), tokens=20)
+    stage.until_mid_decode(
+        stage.add(tokens(15), name="many", max_tokens=150, expect="output"), tokens=20
+    )
     stage.add(tokens(3 * CHUNK + 2), name="chunked", max_tokens=30, expect="output")
     stage.add(tokens(16), name="without", max_tokens=30)
 
 
 def several_completions_of_a_prompt(stage: Stage) -> None:
     stage.add(tokens(21), name="n3", n=3, max_tokens=6, temperature=1.0, seed=1)
-    with_output = stage.add(tokens(2 * CHUNK + 1), name="n2", n=2, max_tokens=6, temperature=1.0, seed=2, expect="output")
+    with_output = stage.add(
+        tokens(2 * CHUNK + 1),
+        name="n2",
+        n=2,
+        max_tokens=6,
+        temperature=1.0,
+        seed=2,
+        expect="output",
+    )
     stage.drain()
     assert with_output.completions[0] != with_output.completions[1]
 
@@ -180,7 +212,9 @@ def several_completions_of_a_prompt(stage: Stage) -> None:
 def streamed(stage: Stage) -> None:
     whole = stage.add(tokens(22), name="whole", max_tokens=12, expect="output")
     stage.drain()
-    deltas = stage.add(tokens(22), name="deltas", max_tokens=12, output_kind="DELTA", expect="output")
+    deltas = stage.add(
+        tokens(22), name="deltas", max_tokens=12, output_kind="DELTA", expect="output"
+    )
     stage.drain()
     assert [len(new) for _, new in deltas.updates] == [1] * 12
     assert (deltas.tokens, deltas.texts[0]) == (whole.tokens, whole.texts[0])
@@ -203,7 +237,9 @@ def stopped_by_a_token(stage: Stage) -> None:
     free = stage.add(tokens(24), name="free", max_tokens=30)
     stage.drain()
     stop = free.tokens[12]
-    stopped = stage.add(tokens(24), name="stopped", max_tokens=30, stop_token_ids=[stop], expect="output")
+    stopped = stage.add(
+        tokens(24), name="stopped", max_tokens=30, stop_token_ids=[stop], expect="output"
+    )
     stage.drain()
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
 
@@ -221,7 +257,13 @@ def structured_outputs(stage: Stage) -> None:
             ignore_eos=False,
             structured_outputs={"regex": "[0-9]{4,6}"},
         )
-    chunked = stage.add(tokens(2 * CHUNK), name="chunked", max_tokens=30, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
+    chunked = stage.add(
+        tokens(2 * CHUNK),
+        name="chunked",
+        max_tokens=30,
+        ignore_eos=False,
+        structured_outputs={"choice": ["yes", "no"]},
+    )
     stage.drain()
     assert chunked.texts[0] in ("yes", "no")
 
@@ -237,7 +279,13 @@ def log_probabilities(stage: Stage) -> None:
 def some_opt_out(stage: Stage) -> None:
     for index in range(6):
         if index % 2:
-            stage.add(tokens(30 + index), name=f"opts-out-{index}", expect="nothing", params={"hidden_states": False}, max_tokens=4)
+            stage.add(
+                tokens(30 + index),
+                name=f"opts-out-{index}",
+                expect="nothing",
+                params={"hidden_states": False},
+                max_tokens=4,
+            )
         else:
             stage.add(tokens(30 + index), name=f"extracted-{index}", max_tokens=4)
 
@@ -248,23 +296,34 @@ def hostile_request_ids(stage: Stage) -> None:
 
 
 def params_that_make_no_sense(stage: Stage) -> None:
-    refused = stage.add(tokens(25), name="refused", expect="nothing", params={"hidden_states": "yes"}, max_tokens=3)
+    refused = stage.add(
+        tokens(25), name="refused", expect="nothing", params={"hidden_states": "yes"}, max_tokens=3
+    )
     beside = stage.add(tokens(25), name="beside", max_tokens=3)
     stage.drain()
-    assert refused.kv_transfer_params == {"hidden_states_error": "kv_transfer_params.hidden_states is 'yes'; use true or false"}
+    assert refused.kv_transfer_params == {
+        "hidden_states_error": "kv_transfer_params.hidden_states is 'yes'; use true or false"
+    }
     assert refused.tokens == beside.tokens
 
 
 def prompts_without_token_ids(stage: Stage) -> None:
-    embeds = stage.add(tokens(26), name="embeds", expect="nothing", max_tokens=5, options={"as_embeds": True})
+    embeds = stage.add(
+        tokens(26), name="embeds", expect="nothing", max_tokens=5, options={"as_embeds": True}
+    )
     beside = stage.add(tokens(26), name="beside", max_tokens=5)
     stage.drain()
-    assert embeds.kv_transfer_params == {"hidden_states_error": "prompt_embeds have no token ids to store; send token ids or text"}
+    assert embeds.kv_transfer_params == {
+        "hidden_states_error": "prompt_embeds have no token ids to store; send token ids or text"
+    }
     assert embeds.tokens == beside.tokens
 
 
 def urgent_requests_overtake(stage: Stage) -> None:
-    patient = [stage.add(tokens(3 * CHUNK, seed=index), name=f"patient-{index}", options={"priority": 5}) for index in range(3)]
+    patient = [
+        stage.add(tokens(3 * CHUNK, seed=index), name=f"patient-{index}", options={"priority": 5})
+        for index in range(3)
+    ]
     stage.until_mid_prefill(patient[0])
     urgent = stage.add(tokens(3 * CHUNK, seed=9), name="urgent", options={"priority": 0})
     stage.until(lambda: urgent.finished)
@@ -295,9 +354,17 @@ def asleep_and_awake(stage: Stage) -> None:
 def another_engine_in_the_process(stage: Stage) -> None:
     stage.add(tokens(50), name="before", max_tokens=2)
     stage.check()
-    decoding = stage.add(tokens(30), name="cut-off-in-its-output", expect="stopped", params={"include_output_tokens": True}, max_tokens=50)
+    decoding = stage.add(
+        tokens(30),
+        name="cut-off-in-its-output",
+        expect="stopped",
+        params={"include_output_tokens": True},
+        max_tokens=50,
+    )
     stage.until_mid_decode(decoding)
-    stage.until_mid_prefill(stage.add(tokens(5 * CHUNK), name="cut-off-in-its-prompt", expect="stopped"))
+    stage.until_mid_prefill(
+        stage.add(tokens(5 * CHUNK), name="cut-off-in-its-prompt", expect="stopped")
+    )
     stage.restart(OTHER_LAYER_IDS)
     stage.add(tokens(50), name="same-prompt", max_tokens=2)
     stage.add(tokens(3 * CHUNK), name="chunked")

@@ -81,7 +81,11 @@ class Request:
     @property
     def internal_ids(self) -> list[str]:
         """The internal id of each completion, in order."""
-        return [self.internal_id] if self.n == 1 else [f"{index}_{self.internal_id}" for index in range(self.n)]
+        return (
+            [self.internal_id]
+            if self.n == 1
+            else [f"{index}_{self.internal_id}" for index in range(self.n)]
+        )
 
     def sequence(self, index: int = 0) -> list[int]:
         """Return prompt and generated tokens of one completion."""
@@ -158,14 +162,18 @@ class EngineSession:
         self.failed = False
         self._log_path = directory / "engine.log"
         self._arguments = self._engine_arguments(extract, ours, connector_options or {}, engine)
-        npus = self._arguments.get("tensor_parallel_size", 1) * self._arguments.get("pipeline_parallel_size", 1)
+        npus = self._arguments.get("tensor_parallel_size", 1) * self._arguments.get(
+            "pipeline_parallel_size", 1
+        )
         self._environment = {
             **os.environ,
             **process_environment(npus=npus, ours=ours, late=late, instruments=instruments),
             **(environ or {}),
         }
 
-    def _engine_arguments(self, extract: bool, ours: bool, connector: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+    def _engine_arguments(
+        self, extract: bool, ours: bool, connector: Mapping[str, Any], engine: Mapping[str, Any]
+    ) -> dict[str, Any]:
         options: dict[str, Any] = {
             "model": str(self.model),
             "enforce_eager": True,
@@ -180,9 +188,14 @@ class EngineSession:
             # vLLM refuses its connector together with chunked prefill.
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
         if extract:
-            transfer = kv_transfer_config(self.storage) if ours else upstream_transfer_config(self.storage)
+            transfer = (
+                kv_transfer_config(self.storage) if ours else upstream_transfer_config(self.storage)
+            )
             transfer["kv_connector_extra_config"].update(connector)
-            options |= {"speculative_config": speculative_config(self.layer_ids), "kv_transfer_config": transfer}
+            options |= {
+                "speculative_config": speculative_config(self.layer_ids),
+                "kv_transfer_config": transfer,
+            }
         return options | dict(engine)
 
     # The process
@@ -204,7 +217,12 @@ class EngineSession:
             unless_started.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if not self.failed:
                 self.call("shutdown")
@@ -232,7 +250,9 @@ class EngineSession:
         self.clock += 1
         failed, self.failed = self.failed, True  # unless an answer comes
         with suppress(BrokenPipeError):  # the missing answer tells
-            self._actions.write(json.dumps({"action": action, "args": args, "kwargs": kwargs}) + "\n")
+            self._actions.write(
+                json.dumps({"action": action, "args": args, "kwargs": kwargs}) + "\n"
+            )
             self._actions.flush()
         answer = json.loads(self._read_line(action))
         self.failed = failed
@@ -241,8 +261,14 @@ class EngineSession:
             request.take(event)
             if request.finished:
                 request.ended = self.clock
-        by_internal_id = {internal: request.id for request in self.requests.values() for internal in request.internal_ids}
-        self.preemptions += [{"id": by_internal_id[each["internal_id"]], **each} for each in answer["preemptions"]]
+        by_internal_id = {
+            internal: request.id
+            for request in self.requests.values()
+            for internal in request.internal_ids
+        }
+        self.preemptions += [
+            {"id": by_internal_id[each["internal_id"]], **each} for each in answer["preemptions"]
+        ]
         if answer["error"] is not None:
             self.failed = action not in REFUSABLE
             raise EngineError(answer["error"])
@@ -251,7 +277,9 @@ class EngineSession:
     def _read_line(self, action: str) -> bytes:
         deadline = time.monotonic() + self.timeout
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._answers], [], [], max(0.0, deadline - time.monotonic())
+            )
             assert ready, f"{action!r} took longer than {self.timeout:.0f} s:\n{self.log[-4000:]}"
             found = os.read(self._answers, 1 << 16)
             assert found, f"the engine's process ended during {action!r}:\n{self.log[-4000:]}"
@@ -265,7 +293,14 @@ class EngineSession:
 
     # Actions
 
-    def add(self, prompt: Sequence[int], sampling: Mapping[str, Any] | None = None, *, name: str = "r", **options: Any) -> Request:
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        name: str = "r",
+        **options: Any,
+    ) -> Request:
         """Add a request.
 
         Args:
@@ -281,7 +316,9 @@ class EngineSession:
             request_id = f"{name}.{number}"
         sampling = dict(sampling or {})
         internal_id = self.call("add", request_id, list(prompt), sampling, **options)
-        self.requests[request_id] = request = Request(request_id, internal_id, list(prompt), sampling, begun=self.clock)
+        self.requests[request_id] = request = Request(
+            request_id, internal_id, list(prompt), sampling, begun=self.clock
+        )
         return request
 
     def step(self, count: int = 1) -> None:

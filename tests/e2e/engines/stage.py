@@ -70,7 +70,9 @@ class Stage:
             params = {"include_output_tokens": True}
         if params is not None:
             sampling["extra_args"] = {"kv_transfer_params": params}
-        request = self.session.add(prompt, {"max_tokens": 1, **sampling}, name=name, **(options or {}))
+        request = self.session.add(
+            prompt, {"max_tokens": 1, **sampling}, name=name, **(options or {})
+        )
         self._expected[request.id] = expect
         return request
 
@@ -104,11 +106,15 @@ class Stage:
             if reached():
                 return
             self.step()
-        raise AssertionError(f"not reached after {STEPS} steps; the scheduler has {self.session.call('progress')}")
+        raise AssertionError(
+            f"not reached after {STEPS} steps; the scheduler has {self.session.call('progress')}"
+        )
 
     def until_mid_prefill(self, request: Request) -> None:
         self.until(lambda: self.progress(request).get("computed", 0) > 0)
-        assert self.progress(request)["computed"] < len(request.prompt), "its prompt takes one step only"
+        assert self.progress(request)["computed"] < len(request.prompt), (
+            "its prompt takes one step only"
+        )
 
     def until_mid_decode(self, request: Request, tokens: int = 2) -> None:
         self.until(lambda: len(request.tokens) >= tokens)
@@ -128,9 +134,16 @@ class Stage:
                 problems += self._check_request(request, oracle, served)
         assert not problems, "\n".join(problems)
         visible = names_in(self.session.storage)
-        assert visible == self._visible, {"unexpected": visible - self._visible, "missing": self._visible - visible}
+        assert visible == self._visible, {
+            "unexpected": visible - self._visible,
+            "missing": self._visible - visible,
+        }
         stats = self.stats()
-        assert stats == self._idle, {key: (self._idle.get(key), stats[key]) for key in stats if stats[key] != self._idle.get(key)}
+        assert stats == self._idle, {
+            key: (self._idle.get(key), stats[key])
+            for key in stats
+            if stats[key] != self._idle.get(key)
+        }
 
     def clear(self) -> None:
         """Forget all requests, and remove their files."""
@@ -144,12 +157,16 @@ class Stage:
     def served(self) -> list[Served]:
         """Return every sequence that the session has served."""
         return [
-            Served(_name(request, index), tuple(request.sequence(index)), request.begun, request.ended)
+            Served(
+                _name(request, index), tuple(request.sequence(index)), request.begun, request.ended
+            )
             for request in self.session.requests.values()
             for index in range(request.n)
         ]
 
-    def _check_request(self, request: Request, oracle: Oracle, served: Sequence[Served]) -> list[str]:
+    def _check_request(
+        self, request: Request, oracle: Oracle, served: Sequence[Served]
+    ) -> list[str]:
         expected = self._expected[request.id]
         problems = []
         for index, path in enumerate(self.session.paths(request)):
@@ -159,7 +176,10 @@ class Stage:
                 self._visible |= {path.name + LOCK_SUFFIX, path.name + ERROR_SUFFIX}
                 continue
             if expected == "failed":
-                self._visible |= {path.name + ERROR_SUFFIX, *([path.name + LOCK_SUFFIX] if _companion_exists(path, LOCK_SUFFIX) else [])}
+                self._visible |= {
+                    path.name + ERROR_SUFFIX,
+                    *([path.name + LOCK_SUFFIX] if _companion_exists(path, LOCK_SUFFIX) else []),
+                }
                 problems.append(_not_failed(path))
                 continue
             if expected == "stopped":
@@ -178,14 +198,18 @@ class Stage:
             named = (request.kv_transfer_params or {}).get("hidden_states_path")
             # The frontend aborts a request at a stop string, and has no params to pass on. A
             # client finds the file by the request's name.
-            if named not in ([None] if request.sampling.get("stop") else map(str, self.session.paths(request))):
+            if named not in (
+                [None] if request.sampling.get("stop") else map(str, self.session.paths(request))
+            ):
                 problems.append(f"{request.id}: the answer names {named}")
         return list(filter(None, problems))
 
     def stats(self) -> dict[str, Any]:
         """Return what the idle engine holds; see driver.Driver.stats."""
         stats: dict[str, Any] = self.session.call("stats")
-        del stats["device_bytes"]  # buffers of the runner grow to the largest batch that it has seen
+        del stats[
+            "device_bytes"
+        ]  # buffers of the runner grow to the largest batch that it has seen
         stats["fds"], stats["threads"] = Counter(stats["fds"]), Counter(stats["threads"])
         assert not any(stats["busy"].values()), stats["busy"]
         assert not any(stats["scheduler"].values()), stats["scheduler"]
@@ -212,12 +236,17 @@ class Stages:
         if self._stage is None or self._stage[0] != name or self._stage[1].session.failed:
             self.close()
             self._started += 1
-            self._stage = name, self.make(self._directory / f"{self._started}-{name}", reference, options)
+            self._stage = (
+                name,
+                self.make(self._directory / f"{self._started}-{name}", reference, options),
+            )
         return self._stage[1]
 
     def make(self, directory: Path, reference: Reference, options: dict[str, Any]) -> Stage:
         """Start an engine."""
-        dtype = str(reference.dtype).removeprefix("torch.")  # left to itself, vLLM makes bfloat16 of float32
+        dtype = str(reference.dtype).removeprefix(
+            "torch."
+        )  # left to itself, vLLM makes bfloat16 of float32
         session = EngineSession(directory, reference.model, dtype=dtype, max_num_seqs=16, **options)
         return Stage(self._engine.enter_context(session), reference)
 
@@ -256,7 +285,9 @@ def _with_surplus(sequence: tuple[int, ...], path: Path, request: Request) -> tu
         return sequence
     found = tuple(load(path).token_ids.tolist())
     surplus = len(found) - (len(sequence) - 1)
-    assert 0 <= surplus <= 2, f"{request.id}: {len(found)} tokens in the file, {len(sequence)} in prompt and answer"
+    assert 0 <= surplus <= 2, (
+        f"{request.id}: {len(found)} tokens in the file, {len(sequence)} in prompt and answer"
+    )
     if surplus == 0:
         return sequence
     assert found[: len(sequence)] == sequence

@@ -40,7 +40,11 @@ def _weights(worker: Any) -> dict[str, Any]:
 
     found = dict(worker.model_runner.model.named_parameters())
     for name, module in worker.model_runner.model.named_modules():
-        found |= {f"{name}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        found |= {
+            f"{name}.{key}": value
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
     return found
 
 

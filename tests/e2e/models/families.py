@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from routing import widen_routing_margins
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.tiny_models import (
@@ -28,18 +33,59 @@ from vllm_ascend_hsx.demo.tiny_models import (
 LAYERS = 4
 WIDE = {"intermediate_size": 256}
 HEADS = {"head_dim": HEAD_DIM}
-EXPERTS = {**WIDE, "num_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 64}
-ROUTED = {**WIDE, "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 64}
-SHARED = {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS = {
+    **WIDE,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": EXPERTS_PER_TOKEN,
+    "moe_intermediate_size": 64,
+}
+ROUTED = {
+    **WIDE,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": EXPERTS_PER_TOKEN,
+    "moe_intermediate_size": 64,
+}
+SHARED = {
+    **ROUTED,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 # The published head sizes: the fused attention kernel knows no others for latent keys.
-LATENT = {"kv_lora_rank": 512, "q_lora_rank": 96, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+}
 ROPE = {"rope_type": "default", "rope_theta": 5_000_000.0}
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-ENCODER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 GEMMA4 = {"global_head_dim": HEAD_DIM, "sliding_window": 4096, "hidden_size_per_layer_input": 0}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE, **DEEPSTACK}
-EAR = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32, "downsample_hidden_size": 8}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN_SIZE,
+    **DEEPSTACK,
+}
+EAR = {
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+    "downsample_hidden_size": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -78,19 +124,35 @@ class TextOnly(BaseImageProcessor):
     def media_tokens_calculator(self, media):
         raise NotImplementedError("prompts of the tests have no images")
 """
-_KIMI_MEDIA = {"patch_size": 14, "merge_kernel_size": 2, "temporal_merge_kernel_size": 4, "image_mean": 3 * [0.5], "image_std": 3 * [0.5]}
+_KIMI_MEDIA = {
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "temporal_merge_kernel_size": 4,
+    "image_mean": 3 * [0.5],
+    "image_std": 3 * [0.5],
+}
 KIMI_K25 = Outer(
     "kimi_k25",
     "text_config",
     "language_model.",
     part={"model_type": "kimi_k2"},
     config={
-        "vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+        },
         "media_placeholder_token_id": 3,
     },
     files={
         "text_only.py": _KIMI_PROCESSOR,
-        "preprocessor_config.json": json.dumps({"auto_map": {"AutoImageProcessor": "text_only.TextOnly"}, "media_proc_cfg": _KIMI_MEDIA}),
+        "preprocessor_config.json": json.dumps(
+            {
+                "auto_map": {"AutoImageProcessor": "text_only.TextOnly"},
+                "media_proc_cfg": _KIMI_MEDIA,
+            }
+        ),
     },
     engine={"trust_remote_code": True},
 )
@@ -145,16 +207,36 @@ FAMILIES = {
     "Ernie-4.5": Family("ernie4_5", "Ernie4_5ForCausalLM", {**WIDE, **HEADS}),
     "Gemma": Family("gemma", "GemmaForCausalLM", {**WIDE, **HEADS}),
     "Gemma-2": Family("gemma2", "Gemma2ForCausalLM", {**WIDE, **HEADS, "sliding_window": 4096}),
-    "Gemma-3": Family("gemma3_text", "Gemma3ForCausalLM", {**WIDE, **HEADS, "sliding_window": 4096}),
-    "Granite": Family("granite", "GraniteForCausalLM", {**WIDE, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}),
+    "Gemma-3": Family(
+        "gemma3_text", "Gemma3ForCausalLM", {**WIDE, **HEADS, "sliding_window": 4096}
+    ),
+    "Granite": Family(
+        "granite",
+        "GraniteForCausalLM",
+        {**WIDE, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
+    ),
     "OLMo-2": Family("olmo2", "Olmo2ForCausalLM", versions="<0.26"),
-    "StarCoder2": Family("starcoder2", "Starcoder2ForCausalLM", {**WIDE, "sliding_window": None}, versions="<0.26"),
+    "StarCoder2": Family(
+        "starcoder2", "Starcoder2ForCausalLM", {**WIDE, "sliding_window": None}, versions="<0.26"
+    ),
     "Seed-OSS": Family("seed_oss", "SeedOssForCausalLM", {**WIDE, **HEADS}),
-    "EXAONE-4": Family("exaone4", "Exaone4ForCausalLM", {**WIDE, "sliding_window": 4096, "sliding_window_pattern": 4}),
-    "Qwen3-MoE": _moe("qwen3_moe", "Qwen3MoeForCausalLM", {**EXPERTS, **HEADS, "norm_topk_prob": True}),
-    "Qwen2-MoE": _moe("qwen2_moe", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "EXAONE-4": Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        {**WIDE, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "Qwen3-MoE": _moe(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**EXPERTS, **HEADS, "norm_topk_prob": True}
+    ),
+    "Qwen2-MoE": _moe(
+        "qwen2_moe", "Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 64}
+    ),
     "GLM-4.x": _moe("glm4_moe", "Glm4MoeForCausalLM", {**SHARED, **HEADS, "use_qk_norm": True}),
-    "Mixtral": _moe("mixtral", "MixtralForCausalLM", {**WIDE, "num_local_experts": NUM_EXPERTS, "sliding_window": None}),
+    "Mixtral": _moe(
+        "mixtral",
+        "MixtralForCausalLM",
+        {**WIDE, "num_local_experts": NUM_EXPERTS, "sliding_window": None},
+    ),
     "Ernie-4.5-MoE": _moe(
         "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",
@@ -172,7 +254,12 @@ FAMILIES = {
     "Qwen3-VL-MoE, text": _moe(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
-        {**EXPERTS, **HEADS, "norm_topk_prob": True, "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}},
+        {
+            **EXPERTS,
+            **HEADS,
+            "norm_topk_prob": True,
+            "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]},
+        },
         towers={"vision_config": TOWER},
     ),
     "Qwen3-Omni's thinker, text": _moe(
@@ -187,7 +274,10 @@ FAMILIES = {
             "tie_word_embeddings": False,
             "rope_parameters": {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
         },
-        towers={"vision_config": {**TOWER, "image_size": 64, "apply_vit_abs_pos_embed": True}, "audio_config": EAR},
+        towers={
+            "vision_config": {**TOWER, "image_size": 64, "apply_vit_abs_pos_embed": True},
+            "audio_config": EAR,
+        },
         outer=Outer("qwen3_omni_moe", "thinker_config", "thinker."),
         versions=">=0.30",
     ),
@@ -195,7 +285,15 @@ FAMILIES = {
         "qwen2_vl",
         "Qwen2VLForConditionalGeneration",
         {**WIDE, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
-        towers={"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": HIDDEN_SIZE, "num_heads": 2, "mlp_ratio": 1}},
+        towers={
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 32,
+                "hidden_size": HIDDEN_SIZE,
+                "num_heads": 2,
+                "mlp_ratio": 1,
+            }
+        },
     ),
     "Gemma-3 with images, text": Family(
         "gemma3",
@@ -203,15 +301,25 @@ FAMILIES = {
         {**WIDE, **HEADS, "sliding_window": 4096},
         towers={"vision_config": {**ENCODER, "image_size": 56}},
     ),
-    "LLaVA-Next, text": Family("llava_next", "LlavaNextForConditionalGeneration", towers={"vision_config": {**ENCODER, "image_size": 28}}),
+    "LLaVA-Next, text": Family(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        towers={"vision_config": {**ENCODER, "image_size": 28}},
+    ),
     "InternVL, text": Family(
         "internvl",
         "InternVLForConditionalGeneration",
         towers={"vision_config": {**ENCODER, "image_size": [28, 28], "patch_size": [14, 14]}},
     ),
     "Gemma-4, text": Family("gemma4_text", "Gemma4ForCausalLM", {**WIDE, **HEADS, **GEMMA4}),
-    "OLMoE": _moe("olmoe", "OlmoeForCausalLM", {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}),
-    "dots.llm1": _moe("dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.26"),
+    "OLMoE": _moe(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {"intermediate_size": 64, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2},
+    ),
+    "dots.llm1": _moe(
+        "dots1", "Dots1ForCausalLM", {**SHARED, **HEADS}, extra=SIGMOID, versions="<0.26"
+    ),
     "Kimi-K2, DeepSeek-V3 with one group": _moe(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
@@ -227,13 +335,26 @@ FAMILIES = {
         dtype="bfloat16",
         outer=KIMI_K25,
     ),
-    "GLM-4.7-Flash": _moe("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**SHARED, **LATENT}, dtype="bfloat16"),
-    "Hunyuan, dense": Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", {**WIDE, **HEADS}, {"use_qk_norm": True}, "<0.30"),
+    "GLM-4.7-Flash": _moe(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**SHARED, **LATENT}, dtype="bfloat16"
+    ),
+    "Hunyuan, dense": Family(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        {**WIDE, **HEADS},
+        {"use_qk_norm": True},
+        "<0.30",
+    ),
     "Hunyuan-A13B": _moe(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM",
         {**WIDE, **HEADS, "num_experts": NUM_EXPERTS, "moe_topk": EXPERTS_PER_TOKEN},
-        extra={"use_qk_norm": True, "moe_intermediate_size": 256, "use_mixed_mlp_moe": 1, "num_shared_expert": 1},
+        extra={
+            "use_qk_norm": True,
+            "moe_intermediate_size": 256,
+            "use_mixed_mlp_moe": 1,
+            "num_shared_expert": 1,
+        },
         versions="<0.30",
     ),
 }
@@ -248,8 +369,13 @@ def build_family(directory: Path, family: Family) -> Path:
         keys = {**sizes, **family.config}
         kind: Any = AutoModelForCausalLM
         if family.towers:
-            keys, kind = {"text_config": keys, **{key: dict(tower) for key, tower in family.towers.items()}}, AutoModelForImageTextToText
-        model = kind.from_config(AutoConfig.for_model(family.model_type, **keys), dtype=torch.float32)
+            keys, kind = (
+                {"text_config": keys, **{key: dict(tower) for key, tower in family.towers.items()}},
+                AutoModelForImageTextToText,
+            )
+        model = kind.from_config(
+            AutoConfig.for_model(family.model_type, **keys), dtype=torch.float32
+        )
         draw_weights(model, generator)
         if family.experts and family.dtype != "float32":
             widen_routing_margins(model, generator)
@@ -259,11 +385,21 @@ def build_family(directory: Path, family: Family) -> Path:
             # Keep the names of the published checkpoints: save_pretrained of transformers 5.5.4
             # renames the parameters of the text model twice.
             model._weight_conversions = []
-        return model, {**({} if family.outer else {"architectures": [family.architecture]}), **family.extra}
+        return model, {
+            **({} if family.outer else {"architectures": [family.architecture]}),
+            **family.extra,
+        }
 
-    built = build_model(directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0)
+    built = build_model(
+        directory, family.model_type, create, dtype=family.dtype, layers=LAYERS, seed=0
+    )
     if family.model_type == "qwen2_vl":  # vLLM 0.30 reads it also with `language_model_only`
-        images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+        images = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        }
         (built / "preprocessor_config.json").write_text(json.dumps(images))
     return built
 
@@ -277,13 +413,23 @@ def build_outer(part: Path, directory: Path, family: Family) -> Path:
     return directory
 
 
-def _put_around(directory: Path, file: str, architecture: str, outer: Outer) -> dict[str, torch.Tensor]:
+def _put_around(
+    directory: Path, file: str, architecture: str, outer: Outer
+) -> dict[str, torch.Tensor]:
     """Make the model in `directory` a part of another one, and return the weights of `file`."""
     weights = {outer.prefix + name: weight for name, weight in load_file(directory / file).items()}
     save_file(weights, directory / file, metadata={"format": "pt"})
     part = json.loads((directory / "config.json").read_text())
-    whole = {"architectures": [architecture], "model_type": outer.model_type, "dtype": part["dtype"], outer.key: part | outer.part}
-    for name, content in {"config.json": json.dumps({**whole, **outer.config}), **outer.files}.items():
+    whole = {
+        "architectures": [architecture],
+        "model_type": outer.model_type,
+        "dtype": part["dtype"],
+        outer.key: part | outer.part,
+    }
+    for name, content in {
+        "config.json": json.dumps({**whole, **outer.config}),
+        **outer.files,
+    }.items():
         (directory / name).write_text(content)
     return weights
 
@@ -301,11 +447,15 @@ def dress_as_kimi_k25(text: Path, directory: Path) -> Path:
     """
     shutil.copytree(text, directory)
     weights = _put_around(directory, WEIGHTS, "KimiK25ForConditionalGeneration", KIMI_K25)
-    described = {f"{layer}.weight": FLOAT for layer in _KIMI_TOWER}  # vllm-ascend asks, although it loads none
+    described = {
+        f"{layer}.weight": FLOAT for layer in _KIMI_TOWER
+    }  # vllm-ascend asks, although it loads none
     for name, kind in json.loads((text / DESCRIPTION).read_text()).items():
         described[KIMI_K25.prefix + name if KIMI_K25.prefix + name in weights else name] = kind
     (directory / DESCRIPTION).write_text(json.dumps(described))
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}))
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)})
+    )
     return directory
 
 

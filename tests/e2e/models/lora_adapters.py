@@ -26,22 +26,34 @@ def write_adapter(directory: Path, model: Path, modules: Sequence[str], seed: in
         layer = name.removesuffix(".weight")
         if layer.rpartition(".")[2] in modules:
             rows, columns = weight.shape
-            tensors[f"{_PREFIX}{layer}{_A}"] = (torch.randn(RANK, columns, generator=generator) / columns**0.5).to(weight.dtype)
+            tensors[f"{_PREFIX}{layer}{_A}"] = (
+                torch.randn(RANK, columns, generator=generator) / columns**0.5
+            ).to(weight.dtype)
             b = torch.randn(rows, RANK, generator=generator) * SHARE / RANK**0.5
             if layer.endswith("o_proj"):
-                b[ROUTING] *= 0.1  # as the models' own: rounding must not change the choice of experts
+                b[ROUTING] *= (
+                    0.1  # as the models' own: rounding must not change the choice of experts
+                )
             tensors[f"{_PREFIX}{layer}{_B}"] = b.to(weight.dtype)
     assert tensors, f"{model} has no {modules}"
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / WEIGHTS)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(modules), "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": list(modules),
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 
 def merge(directory: Path, model: Path, adapter: Path) -> Path:
     """Write the model with W + ALPHA / RANK * B A for W, in float32; return its directory."""
-    weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
+    weights = {
+        name: weight.float() for name, weight in load_file(model / "model.safetensors").items()
+    }
     tensors = load_file(adapter / WEIGHTS)
     for layer in (name.removesuffix(_A) for name in tensors if name.endswith(_A)):
         product = tensors[f"{layer}{_B}"].float() @ tensors[f"{layer}{_A}"].float()

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
-from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, build_model, common_config, draw_weights
+from vllm_ascend_hsx.demo.tiny_models import (
+    HIDDEN_SIZE,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    build_model,
+    common_config,
+    draw_weights,
+)
 
 NUM_HEADS = 4  # with TP 2, two heads a rank
 # The published model's head sizes: the fused attention kernel knows no others for latent keys.
@@ -27,7 +34,12 @@ FURTHER_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer
 
 
 def build_deepseek_v3(
-    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, q_lora_rank: int | None = Q_LORA_RANK
+    directory: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    layers: int = 4,
+    seed: int = 0,
+    q_lora_rank: int | None = Q_LORA_RANK,
 ) -> Path:
     """Build a DeepSeek-V3 of 15 MB, and return its directory; see build_model.
 
@@ -48,18 +60,35 @@ def add_mtp_layer(model: Path) -> Path:
     """
     weights = load_file(model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
-    last, added = f"model.layers.{config['num_hidden_layers'] - 1}.", f"model.layers.{config['num_hidden_layers']}."
-    weights |= {name.replace(last, added): 10 * weight for name, weight in weights.items() if name.startswith(last)}
+    last, added = (
+        f"model.layers.{config['num_hidden_layers'] - 1}.",
+        f"model.layers.{config['num_hidden_layers']}.",
+    )
+    weights |= {
+        name.replace(last, added): 10 * weight
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
     norm, embedding = weights["model.norm.weight"], weights["model.embed_tokens.weight"]
-    own = {"enorm.weight": norm, "hnorm.weight": norm, "shared_head.norm.weight": norm, "embed_tokens.weight": embedding}
-    own |= {"shared_head.head.weight": weights["lm_head.weight"], "eh_proj.weight": torch.cat(2 * [torch.eye(HIDDEN_SIZE)], dim=1)}
+    own = {
+        "enorm.weight": norm,
+        "hnorm.weight": norm,
+        "shared_head.norm.weight": norm,
+        "embed_tokens.weight": embedding,
+    }
+    own |= {
+        "shared_head.head.weight": weights["lm_head.weight"],
+        "eh_proj.weight": torch.cat(2 * [torch.eye(HIDDEN_SIZE)], dim=1),
+    }
     weights |= {added + name: 10 * weight.to(norm.dtype) for name, weight in own.items()}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return model
 
 
-def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _deepseek_v3(
+    layers: int, generator: torch.Generator, q_lora_rank: int | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     model = DeepseekV3ForCausalLM(deepseek_v3_config(layers, q_lora_rank=q_lora_rank))
     draw_weights(model, generator)
     sharpen_attention(model)
@@ -112,7 +141,9 @@ def sharpen_attention(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def widen_routing_margins(model: PreTrainedModel, generator: torch.Generator, levels: Sequence[Sequence[float]] = LEVELS) -> None:
+def widen_routing_margins(
+    model: PreTrainedModel, generator: torch.Generator, levels: Sequence[Sequence[float]] = LEVELS
+) -> None:
     """Let the embedding decide on experts, and not rounding, as demo/tiny_models.py does.
 
     Args:
@@ -137,8 +168,12 @@ def widen_routing_margins(model: PreTrainedModel, generator: torch.Generator, le
         layer.mlp.experts.down_proj[:, routing] *= 0.1
         layer.mlp.shared_experts.down_proj.weight[routing] *= 0.1
         # Another place in every layer for each group, and for each expert in its group.
-        places = torch.arange(NUM_EXPERTS).view(EXPERT_GROUPS, size)[torch.randperm(EXPERT_GROUPS, generator=generator)]
+        places = torch.arange(NUM_EXPERTS).view(EXPERT_GROUPS, size)[
+            torch.randperm(EXPERT_GROUPS, generator=generator)
+        ]
         places = torch.stack([group[torch.randperm(size, generator=generator)] for group in places])
         layer.mlp.gate.weight *= 0.1
         layer.mlp.gate.weight[:, routing] = torch.eye(NUM_EXPERTS)[places.flatten()]
-        layer.mlp.gate.e_score_correction_bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
+        layer.mlp.gate.e_score_correction_bias.copy_(
+            0.02 * torch.randn(NUM_EXPERTS, generator=generator)
+        )

@@ -27,17 +27,26 @@ WINDOW = 32
 
 
 def build_gpt_oss(
-    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, window: int = WINDOW
+    directory: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    layers: int = 4,
+    seed: int = 0,
+    window: int = WINDOW,
 ) -> Path:
     """Build a gpt-oss of 10 MB whose even layers see `window` tokens, the current one included.
 
     The weights are the same for every window. Otherwise like demo.tiny_models.build_minimax_m2.
     """
     name = f"gpt_oss-window{window}"
-    return build_model(directory, name, partial(_gpt_oss, window=window), dtype=dtype, layers=layers, seed=seed)
+    return build_model(
+        directory, name, partial(_gpt_oss, window=window), dtype=dtype, layers=layers, seed=seed
+    )
 
 
-def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _gpt_oss(
+    layers: int, generator: torch.Generator, *, window: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = GptOssConfig(
         **common_config(layers),
         intermediate_size=128,

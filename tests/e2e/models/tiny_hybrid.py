@@ -33,17 +33,25 @@ from vllm_ascend_hsx.demo.tiny_models import (
 ROPE = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
 
 
-def build_qwen3_5_moe(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen3_5_moe(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a Qwen3.5-MoE of 15 MB with the least vision tower; serve it `language_model_only`."""
-    return build_model(directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed)
+    return build_model(
+        directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed
+    )
 
 
-def build_qwen3_5(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen3_5(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a dense Qwen3.5. Otherwise like build_qwen3_5_moe."""
     return build_model(directory, "qwen3_5", _qwen3_5, dtype=dtype, layers=layers, seed=seed)
 
 
-def build_qwen3_next(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen3_next(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a Qwen3-Next of 20 MB."""
     return build_model(directory, "qwen3_next", _qwen3_next, dtype=dtype, layers=layers, seed=seed)
 
@@ -75,18 +83,35 @@ EXPERTS = {
 
 
 def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-    return _of_qwen3_5(Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig, EXPERTS, layers, generator)
+    return _of_qwen3_5(
+        Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig, EXPERTS, layers, generator
+    )
 
 
 def _qwen3_5(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-    return _of_qwen3_5(Qwen3_5ForConditionalGeneration, Qwen3_5Config, {"intermediate_size": 256}, layers, generator)
+    return _of_qwen3_5(
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config,
+        {"intermediate_size": 256},
+        layers,
+        generator,
+    )
 
 
 def _of_qwen3_5(
-    model_type: type[PreTrainedModel], config_type: Any, sizes: dict[str, Any], layers: int, generator: torch.Generator
+    model_type: type[PreTrainedModel],
+    config_type: Any,
+    sizes: dict[str, Any],
+    layers: int,
+    generator: torch.Generator,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     rope = {**ROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    text = {**_hybrid_config(layers, heads=8, kv_heads=4), **sizes, "rope_parameters": rope, "mamba_ssm_dtype": "float32"}
+    text = {
+        **_hybrid_config(layers, heads=8, kv_heads=4),
+        **sizes,
+        "rope_parameters": rope,
+        "mamba_ssm_dtype": "float32",
+    }
     config = config_type(
         text_config=text,
         vision_config={
@@ -112,7 +137,12 @@ def _of_qwen3_5(
 
 def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
     # Half of Qwen3.5's heads: states are bfloat16, a page of them as large as 128 tokens' keys.
-    config = Qwen3NextConfig(**_hybrid_config(layers, heads=4, kv_heads=2), **EXPERTS, intermediate_size=256, rope_parameters=ROPE)
+    config = Qwen3NextConfig(
+        **_hybrid_config(layers, heads=4, kv_heads=2),
+        **EXPERTS,
+        intermediate_size=256,
+        rope_parameters=ROPE,
+    )
     model = Qwen3NextForCausalLM(config)
     _draw(model, model.model, generator)
     return model, {}
@@ -141,8 +171,12 @@ def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
         heads = linear.A_log.shape[0]
         half_lives = torch.logspace(1.3, 2.5, heads)[torch.randperm(heads, generator=generator)]
         linear.A_log.copy_((0.693 / half_lives).log())
-        linear.dt_bias.copy_(0.5 + 0.1 * torch.randn(heads, generator=generator))  # softplus(0.5) is about 1
-        linear.conv1d.weight.copy_(0.7 * torch.randn(linear.conv1d.weight.shape, generator=generator))
+        linear.dt_bias.copy_(
+            0.5 + 0.1 * torch.randn(heads, generator=generator)
+        )  # softplus(0.5) is about 1
+        linear.conv1d.weight.copy_(
+            0.7 * torch.randn(linear.conv1d.weight.shape, generator=generator)
+        )
     for norm in norms:
         norm.weight.sub_(1.0)
 
@@ -152,7 +186,9 @@ def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
     """As in demo/tiny_models.py; here a shared expert writes, too."""
     choose_experts(decoder.embed_tokens.weight, generator)
     for layer in decoder.layers:
-        mixer = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+        mixer = (
+            layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+        )
         mixer.weight[ROUTING] *= 0.1
         if not hasattr(layer.mlp, "experts"):
             continue
@@ -165,6 +201,12 @@ def regret(model: Path, run: Run, request_id: str) -> float:
     """Return by how much, at most, the logit of a generated token was below the best one."""
     prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
+        logits = (
+            AutoModelForCausalLM.from_pretrained(model)
+            .float()(torch.tensor([prompt + generated]))
+            .logits[0]
+        )
     logits = logits[len(prompt) - 1 : -1]
-    return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())
+    return float(
+        (logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max()
+    )

@@ -29,10 +29,14 @@ def build_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
 def build_bfloat16_qwen3_moe(directory: Path, *, layers: int = 4, seed: int = 0) -> Path:
     """Build one with the heads of published models, whose experts the embedding decides on."""
     create = partial(_create, {"heads": 4, "kv_heads": 2}, 128)
-    return build_model(directory, "qwen3_moe of wide heads", create, dtype="bfloat16", layers=layers, seed=seed)
+    return build_model(
+        directory, "qwen3_moe of wide heads", create, dtype="bfloat16", layers=layers, seed=seed
+    )
 
 
-def _create(heads: dict[str, int], head_dim: int, layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _create(
+    heads: dict[str, int], head_dim: int, layers: int, generator: torch.Generator
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = Qwen3MoeConfig(
         **common_config(layers, **heads),
         intermediate_size=512,

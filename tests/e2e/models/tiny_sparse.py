@@ -34,10 +34,16 @@ SELECTED = 2048
 INDEX_HEADS, INDEX_DIM = 8, 128  # the kernel knows no other dimension
 DEEPSEEK_V32, GLM_5, GLM_52 = "DeepSeek-V3.2", "GLM-5", "GLM-5.2"
 MODEL_TYPES = {DEEPSEEK_V32: "deepseek_v32", GLM_5: "glm_moe_dsa", GLM_52: "glm_moe_dsa"}
-ARCHITECTURES = {DEEPSEEK_V32: "DeepseekV32ForCausalLM", GLM_5: "GlmMoeDsaForCausalLM", GLM_52: "GlmMoeDsaForCausalLM"}
+ARCHITECTURES = {
+    DEEPSEEK_V32: "DeepseekV32ForCausalLM",
+    GLM_5: "GlmMoeDsaForCausalLM",
+    GLM_52: "GlmMoeDsaForCausalLM",
+}
 # Tokens that the indexer selects last; see _separate_scores.
 LOWEST, LOW_TOKENS = 600, 40
-_ONE, _CLASS, _PULL = (HIDDEN_SIZE - NUM_EXPERTS - i for i in (1, 2, 3))  # elements of the residual stream that no layer changes
+_ONE, _CLASS, _PULL = (
+    HIDDEN_SIZE - NUM_EXPERTS - i for i in (1, 2, 3)
+)  # elements of the residual stream that no layer changes
 _LEVELS_WITHOUT_GROUPS = ((4.0,), (4.0,), (4.0,))
 # GLM-5's own sizes of heads; its router has no groups.
 _GLM_5 = {
@@ -52,7 +58,11 @@ _GLM_5 = {
 # Every second layer takes the selection of the layer before it.
 _SHARED = "shared"
 _GLM_52 = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
-_CONFIGS: dict[str, dict[str, Any]] = {DEEPSEEK_V32: {}, GLM_5: _GLM_5, GLM_52: {**_GLM_5, **_GLM_52}}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    DEEPSEEK_V32: {},
+    GLM_5: _GLM_5,
+    GLM_52: {**_GLM_5, **_GLM_52},
+}
 
 
 class Indexer(nn.Module):
@@ -66,7 +76,12 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(INDEX_DIM, eps=1e-6)
         self.weights_proj = nn.Linear(config.hidden_size, INDEX_HEADS, bias=False)
 
-    def scores(self, hidden: torch.Tensor, latent_query: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def scores(
+        self,
+        hidden: torch.Tensor,
+        latent_query: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
         """Return [queries, keys] in float32 for rows [tokens, ...] of one sequence."""
         cos, sin = (part[0].unsqueeze(1) for part in turns)  # [tokens, 1, ROPE_DIM]
         query = self._turned(self.wq_b(latent_query).view(-1, INDEX_HEADS, INDEX_DIM), cos, sin)
@@ -77,7 +92,11 @@ class Indexer(nn.Module):
     def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Turn the first ROPE_DIM elements: neighbours, or those a half apart."""
         half = ROPE_DIM // 2
-        first, second = (x[..., :ROPE_DIM:2], x[..., 1:ROPE_DIM:2]) if self.interleaved else (x[..., :half], x[..., half:ROPE_DIM])
+        first, second = (
+            (x[..., :ROPE_DIM:2], x[..., 1:ROPE_DIM:2])
+            if self.interleaved
+            else (x[..., :half], x[..., half:ROPE_DIM])
+        )
         cos, sin = cos[..., :half], sin[..., :half]
         turned = first * cos - second * sin, second * cos + first * sin
         pairs = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
@@ -87,10 +106,14 @@ class Indexer(nn.Module):
 class SparseAttention(DeepseekV3Attention):
     """Attention of DeepSeek-V3 to the keys that an indexer selects."""
 
-    def __init__(self, config: DeepseekV3Config, layer_idx: int, chosen: list[torch.Tensor]) -> None:
+    def __init__(
+        self, config: DeepseekV3Config, layer_idx: int, chosen: list[torch.Tensor]
+    ) -> None:
         super().__init__(config, layer_idx)
         kinds = getattr(config, "indexer_types", None)
-        self.indexer = None if kinds is not None and kinds[layer_idx] == _SHARED else Indexer(config)
+        self.indexer = (
+            None if kinds is not None and kinds[layer_idx] == _SHARED else Indexer(config)
+        )
         self.chosen = chosen  # by the last layer with an indexer
 
     def forward(
@@ -105,10 +128,19 @@ class SparseAttention(DeepseekV3Attention):
         if self.indexer is not None:
             latent_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
             scores = self.indexer.scores(hidden_states[0], latent_query[0], position_embeddings)
-            self.chosen[:] = [scores.masked_fill(later, float("-inf")).topk(min(SELECTED, tokens)).indices]
+            self.chosen[:] = [
+                scores.masked_fill(later, float("-inf")).topk(min(SELECTED, tokens)).indices
+            ]
         hidden = later | torch.ones_like(later).scatter_(1, self.chosen[0], False)
-        mask = torch.zeros(1, 1, tokens, tokens, dtype=hidden_states.dtype).masked_fill(hidden, float("-inf"))
-        return super().forward(hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=mask, **more)
+        mask = torch.zeros(1, 1, tokens, tokens, dtype=hidden_states.dtype).masked_fill(
+            hidden, float("-inf")
+        )
+        return super().forward(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=mask,
+            **more,
+        )
 
 
 class SparseForCausalLM(DeepseekV3ForCausalLM):
@@ -129,12 +161,21 @@ def build_sparse(directory: str | Path, family: str, *, layers: int = 2, seed: i
         model = SparseForCausalLM(deepseek_v3_config(layers, **_CONFIGS[family], **shared))
         draw_weights(model, generator)
         sharpen_attention(model)
-        widen_routing_margins(model, generator, LEVELS if family == DEEPSEEK_V32 else _LEVELS_WITHOUT_GROUPS)
+        widen_routing_margins(
+            model, generator, LEVELS if family == DEEPSEEK_V32 else _LEVELS_WITHOUT_GROUPS
+        )
         _separate_scores(model)
         keys = {"index_topk": SELECTED, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM}
-        return model, {**FURTHER_KEYS, **keys, "model_type": MODEL_TYPES[family], "architectures": [ARCHITECTURES[family]]}
+        return model, {
+            **FURTHER_KEYS,
+            **keys,
+            "model_type": MODEL_TYPES[family],
+            "architectures": [ARCHITECTURES[family]],
+        }
 
-    return build_model(directory, MODEL_TYPES[family], create, dtype="bfloat16", layers=layers, seed=seed)
+    return build_model(
+        directory, MODEL_TYPES[family], create, dtype="bfloat16", layers=layers, seed=seed
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -162,11 +203,16 @@ def _separate_scores(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         mlp, attention, indexer = layer.mlp, layer.self_attn, layer.self_attn.indexer
         own = (_ONE, _CLASS, _PULL)
-        for written in (attention.o_proj.weight, (mlp.shared_experts if hasattr(mlp, "gate") else mlp).down_proj.weight):
+        for written in (
+            attention.o_proj.weight,
+            (mlp.shared_experts if hasattr(mlp, "gate") else mlp).down_proj.weight,
+        ):
             written[own, :] = 0.0
         if hasattr(mlp, "gate"):
             mlp.experts.down_proj[:, own] = 0.0
-        _read(attention.q_a_proj.weight, 0, _ONE, 1.0)  # so element 0 of the latent query is about the same everywhere
+        _read(
+            attention.q_a_proj.weight, 0, _ONE, 1.0
+        )  # so element 0 of the latent query is about the same everywhere
         if indexer is not None:
             for weight in (indexer.wq_b.weight, indexer.weights_proj.weight):
                 weight *= 0.3
@@ -188,9 +234,13 @@ def _read(weight: torch.Tensor, rows: int | slice, column: int, factor: float) -
     weight[rows, column] = factor
 
 
-def load_sparse(directory: str | Path, dtype: torch.dtype = torch.float32, **options: Any) -> SparseForCausalLM:
+def load_sparse(
+    directory: str | Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> SparseForCausalLM:
     """Return the reference."""
     keys = json.loads(Path(directory, "config.json").read_text()) | {"model_type": "deepseek_v3"}
     config = DeepseekV3Config(**keys)
-    model: SparseForCausalLM = SparseForCausalLM.from_pretrained(directory, config=config, dtype=dtype, **options)
+    model: SparseForCausalLM = SparseForCausalLM.from_pretrained(
+        directory, config=config, dtype=dtype, **options
+    )
     return model.eval()

@@ -30,7 +30,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.reference import hidden_states_of
-from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, VOCAB_SIZE, build_model, common_config, draw_weights
+from vllm_ascend_hsx.demo.tiny_models import (
+    HIDDEN_SIZE,
+    VOCAB_SIZE,
+    build_model,
+    common_config,
+    draw_weights,
+)
 from vllm_ascend_hsx.demo.tokenizer import BOS, EOS, ROLE, build_tokenizer
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -42,21 +48,35 @@ MOST_TOKENS = 100  # of an image
 NO_VIDEOS = {"limit_mm_per_prompt": {"video": 0}}
 CHAT_TEMPLATE = (
     f"{{{{ '{BOS}' }}}}{{% for message in messages %}}{{{{ '{ROLE}' + message.role + '\n' }}}}"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in "
+    "message.content %}"
     f"{{% if part.type == 'image' %}}{VISION_TOKENS[0]}{VISION_TOKENS[2]}{VISION_TOKENS[1]}"
     "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    f"{{{{ '{EOS}\n' }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{ROLE}ai\n' }}}}{{% endif %}}"
+    f"{{{{ '{EOS}\n' }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{ROLE}ai\n' }}}}{{% "
+    f"endif %}}"
 )
 
 
-def build_qwen2_5_vl(directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen2_5_vl(
+    directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a Qwen2.5-VL whose windows, heads and rotation are as in the published models."""
-    return _with_processor(build_model(directory, "qwen2_5_vl", _qwen2_5_vl, dtype=dtype, layers=layers, seed=seed), 14, "Qwen2_5_VL")
+    return _with_processor(
+        build_model(directory, "qwen2_5_vl", _qwen2_5_vl, dtype=dtype, layers=layers, seed=seed),
+        14,
+        "Qwen2_5_VL",
+    )
 
 
-def build_qwen3_vl(directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0) -> Path:
+def build_qwen3_vl(
+    directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0
+) -> Path:
     """Build a Qwen3-VL that adds visual features after its first two layers."""
-    return _with_processor(build_model(directory, "qwen3_vl", _qwen3_vl, dtype=dtype, layers=layers, seed=seed), 16, "Qwen3VL")
+    return _with_processor(
+        build_model(directory, "qwen3_vl", _qwen3_vl, dtype=dtype, layers=layers, seed=seed),
+        16,
+        "Qwen3VL",
+    )
 
 
 _IDS = {
@@ -71,7 +91,12 @@ def _qwen2_5_vl(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
     # Heads of 128 and these sections: for others vllm-ascend does not use npu_mrope.
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
     config = Qwen2_5_VLConfig(
-        text_config={**common_config(layers, heads=4, kv_heads=2), "hidden_size": 512, "intermediate_size": 512, "rope_parameters": rope},
+        text_config={
+            **common_config(layers, heads=4, kv_heads=2),
+            "hidden_size": 512,
+            "intermediate_size": 512,
+            "rope_parameters": rope,
+        },
         vision_config={
             "depth": 2,
             "hidden_size": 160,  # heads of 80, which vllm-ascend pads to 128
@@ -92,9 +117,19 @@ def _qwen2_5_vl(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
 
 
 def _qwen3_vl(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-    rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1_000_000.0,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    }
     config = Qwen3VLConfig(
-        text_config={**common_config(layers, heads=4, kv_heads=2), "head_dim": 128, "intermediate_size": 512, "rope_parameters": rope},
+        text_config={
+            **common_config(layers, heads=4, kv_heads=2),
+            "head_dim": 128,
+            "intermediate_size": 512,
+            "rope_parameters": rope,
+        },
         vision_config={
             "depth": 3,
             "hidden_size": 144,  # heads of 72
@@ -117,7 +152,10 @@ def _quieten(model: PreTrainedModel) -> None:
     """Make rows, and so their rounding, a quarter as large, and generate no tokens of images."""
     for name, weight in model.named_parameters():
         writes = name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight"))
-        if writes or ("merger" in name and name.endswith((".2.weight", ".2.bias", "linear_fc2.weight", "linear_fc2.bias"))):
+        if writes or (
+            "merger" in name
+            and name.endswith((".2.weight", ".2.bias", "linear_fc2.weight", "linear_fc2.bias"))
+        ):
             weight.mul_(0.25)
     model.lm_head.weight[VISION_START:] = 0.0
 
@@ -137,7 +175,9 @@ def _with_processor(directory: Path, patch: int, family: str) -> Path:
     }
     kind = "Qwen3VLVideoProcessor" if family == "Qwen3VL" else "Qwen2VLVideoProcessor"
     (directory / "preprocessor_config.json").write_text(json.dumps(images))
-    (directory / "video_preprocessor_config.json").write_text(json.dumps({**images, "video_processor_type": kind}))
+    (directory / "video_preprocessor_config.json").write_text(
+        json.dumps({**images, "video_processor_type": kind})
+    )
     tokenizer = build_tokenizer(VISION_START)
     # The text has too few words for the whole vocabulary; those of images are its last ones.
     tokenizer.add_tokens([f"<|unused_{index}|>" for index in range(len(tokenizer), VISION_START)])
@@ -157,7 +197,13 @@ def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
     shutil.copytree(text, directory)
     config = json.loads((text / "config.json").read_text())
     rope = {**config["rope_parameters"], "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    vision = {"depth": 1, "hidden_size": 144, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE, "deepstack_visual_indexes": [0]}
+    vision = {
+        "depth": 1,
+        "hidden_size": 144,
+        "num_heads": 2,
+        "out_hidden_size": HIDDEN_SIZE,
+        "deepstack_visual_indexes": [0],
+    }
     whole = {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
         "model_type": "qwen3_vl_moe",
@@ -169,19 +215,27 @@ def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(whole))
     with torch.device("meta"):
-        tower = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**whole)).model.visual.state_dict()
-    described = {f"model.visual.{name}": FLOAT for name in tower}  # vllm-ascend asks, although it loads none
+        tower = Qwen3VLMoeForConditionalGeneration(
+            Qwen3VLMoeConfig(**whole)
+        ).model.visual.state_dict()
+    described = {
+        f"model.visual.{name}": FLOAT for name in tower
+    }  # vllm-ascend asks, although it loads none
     described |= _within_the_whole(json.loads((text / DESCRIPTION).read_text()))
     (directory / DESCRIPTION).write_text(json.dumps(described))
     tensors = _within_the_whole(load_file(text / WEIGHTS))
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, WEIGHTS)}))
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, WEIGHTS)})
+    )
     return _with_processor(directory, 16, "Qwen3VL")
 
 
 def _within_the_whole(named: dict[str, Any]) -> dict[str, Any]:
     """Rename what belongs to the text part."""
-    return {re.sub(r"^model\.", "model.language_model.", name): value for name, value in named.items()}
+    return {
+        re.sub(r"^model\.", "model.language_model.", name): value for name, value in named.items()
+    }
 
 
 def picture(seed: int, unit: int) -> Image.Image:
@@ -190,7 +244,9 @@ def picture(seed: int, unit: int) -> Image.Image:
     Nothing resizes it. Different seeds share no patch.
     """
     width, height = ((3, 4), (5, 4), (9, 9))[seed % 3]
-    pixels = np.random.default_rng(seed).integers(0, 256, (height * unit, width * unit, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (height * unit, width * unit, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels)
 
 
@@ -201,12 +257,19 @@ def mark(seed: int) -> list[int]:
 
 def seeds_in(token_ids: Sequence[int]) -> list[int]:
     """Return the seeds of the images in a prompt that is made with `mark`."""
-    return [before - _FIRST_MARK for before, token in itertools.pairwise(token_ids) if token == VISION_START]
+    return [
+        before - _FIRST_MARK
+        for before, token in itertools.pairwise(token_ids)
+        if token == VISION_START
+    ]
 
 
 def embedded_clip(count: int, hidden_size: int) -> dict[str, torch.Tensor]:
     """Return a video of `count` tokens in one row, as its embeddings."""
-    return {"video_embeds": torch.zeros(count, hidden_size), "video_grid_thw": torch.tensor([[1, MERGE, MERGE * count]])}
+    return {
+        "video_embeds": torch.zeros(count, hidden_size),
+        "video_grid_thw": torch.tensor([[1, MERGE, MERGE * count]]),
+    }
 
 
 class VisionReference(Reference):
@@ -216,11 +279,15 @@ class VisionReference(Reference):
         super().__init__(model, num_layers, dtype)
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(model)
         self.unit = self._processor.patch_size * MERGE
-        self._target = AutoModelForImageTextToText.from_pretrained(model, dtype=WIDER[dtype], local_files_only=True).eval()
+        self._target = AutoModelForImageTextToText.from_pretrained(
+            model, dtype=WIDER[dtype], local_files_only=True
+        ).eval()
 
     def expand(self, token_ids: Sequence[int]) -> tuple[list[int], list[tuple[str, int, int]]]:
         """Return a prompt with a token for each part of its images, and their placeholders."""
-        grids = iter(self._images(token_ids)["image_grid_thw"].tolist() if IMAGE_PAD in token_ids else [])
+        grids = iter(
+            self._images(token_ids)["image_grid_thw"].tolist() if IMAGE_PAD in token_ids else []
+        )
         expanded: list[int] = []
         ranges = []
         for token in token_ids:
@@ -231,18 +298,28 @@ class VisionReference(Reference):
         return expanded, ranges
 
     def _images(self, token_ids: Sequence[int]) -> Any:
-        return self._processor([picture(seed, self.unit) for seed in seeds_in(token_ids)], return_tensors="pt")
+        return self._processor(
+            [picture(seed, self.unit) for seed in seeds_in(token_ids)], return_tensors="pt"
+        )
 
     def hidden_states(self, token_ids: Sequence[int]) -> list[torch.Tensor]:
         """Return transformers' own hidden states of a prompt, [tokens, hidden] for each layer."""
         with torch.no_grad():
-            output = self._target(torch.tensor([token_ids]), **self._inputs(token_ids), output_hidden_states=True, use_cache=False)
+            output = self._target(
+                torch.tensor([token_ids]),
+                **self._inputs(token_ids),
+                output_hidden_states=True,
+                use_cache=False,
+            )
         return [each[0] for each in output.hidden_states]
 
     def _inputs(self, token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
         if IMAGE_PAD not in token_ids:
             return {}
-        images = {**self._images(token_ids), "mm_token_type_ids": (torch.tensor([token_ids]) == IMAGE_PAD).int()}
+        images = {
+            **self._images(token_ids),
+            "mm_token_type_ids": (torch.tensor([token_ids]) == IMAGE_PAD).int(),
+        }
         return {**images, "pixel_values": images["pixel_values"].to(self._target.dtype)}
 
     def _compute(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -20,23 +20,50 @@ PROMPTS = [tokens(5 + 7 * seed, seed=seed) for seed in range(24)]
 def balanced(directory: Path, model: Path, soc: str) -> ForkedServer:
     """Return a server of DP=2 x TP=2 that balances, with our connector in MultiConnector."""
     extra: tuple[str, ...] = ("--additional-config", '{"enable_balance_scheduling": true}')
-    options: dict[str, Any] = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM, "max_num_seqs": 4}
+    options: dict[str, Any] = {
+        "data_parallel": 2,
+        "tensor_parallel": 2,
+        "environ": FLASHCOMM,
+        "max_num_seqs": 4,
+    }
     server = tiny_server(directory, model, LAYER_IDS, extra=extra, soc=soc, **options)
     at = server.command.index("--kv-transfer-config") + 1
     connectors = {"connectors": [json.loads(server.command[at])]}
-    server.command[at] = json.dumps({"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": connectors})
+    server.command[at] = json.dumps(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": connectors,
+        }
+    )
     return server
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("soc", ["a2", "a3"])
-def test_rows_are_right_with_balance_scheduling_in_a_multi_connector_of_both_roles(tiny_minimax_m2: Path, tmp_path: Path, soc: str) -> None:
+def test_rows_are_right_with_balance_scheduling_in_a_multi_connector_of_both_roles(
+    tiny_minimax_m2: Path, tmp_path: Path, soc: str
+) -> None:
     with balanced(tmp_path, tiny_minimax_m2, soc) as server:
         server.wait_ready(START_SECONDS)
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            answers = list(pool.map(lambda prompt: complete(server, tiny_minimax_m2, prompt, max_tokens=6, ignore_eos=True), PROMPTS))
+            answers = list(
+                pool.map(
+                    lambda prompt: complete(
+                        server, tiny_minimax_m2, prompt, max_tokens=6, ignore_eos=True
+                    ),
+                    PROMPTS,
+                )
+            )
         server.stop()
-    assert "enable_balance_scheduling" in server.log.read_text()  # vllm-ascend tells that it took it
+    assert (
+        "enable_balance_scheduling" in server.log.read_text()
+    )  # vllm-ascend tells that it took it
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        comparison = compare_file(Path(answer["kv_transfer_params"]["hidden_states_path"]), tiny_minimax_m2, prompt, LAYER_IDS)
+        comparison = compare_file(
+            Path(answer["kv_transfer_params"]["hidden_states_path"]),
+            tiny_minimax_m2,
+            prompt,
+            LAYER_IDS,
+        )
         assert comparison.matches, comparison

@@ -29,19 +29,41 @@ BLOCK = 128  # tokens in a KV block
 
 
 def serve(
-    directory: Path, model: Path, instruments: dict[str, Any], *, late: bool, environ: Mapping[str, str] | None = None
+    directory: Path,
+    model: Path,
+    instruments: dict[str, Any],
+    *,
+    late: bool,
+    environ: Mapping[str, str] | None = None,
 ) -> Server:
-    parallel = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM | dict(environ or {})}
+    parallel = {
+        "data_parallel": 2,
+        "tensor_parallel": 2,
+        "environ": FLASHCOMM | dict(environ or {}),
+    }
     return tiny_server(directory, model, LAYER_IDS, instruments=instruments, late=late, **parallel)
 
 
 def complete(
-    server: Server, model: Path, prompt: list[int], *, timeout: float = 120, headers: dict[str, str] | None = None, **body: Any
+    server: Server,
+    model: Path,
+    prompt: list[int],
+    *,
+    timeout: float = 120,
+    headers: dict[str, str] | None = None,
+    **body: Any,
 ) -> Any:
     """POST /v1/completions, and return the JSON answer."""
     response = httpx.post(
         f"{server.url}/v1/completions",
-        json={"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True, **body},
+        json={
+            "model": str(model),
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+            **body,
+        },
         headers=headers,
         timeout=timeout,
     )
@@ -71,8 +93,14 @@ WITH_OUTPUT = {f"with-output-{length}": tokens(length, seed=2) for length in (9,
 # The same prefix on both DP ranks, which do not have each other's rows: one prompt, then two.
 PREFIX = tokens(150, seed=3)
 FIRST = {f"first-{engine}": [*PREFIX, *tokens(7)] for engine in ENGINES}
-FOLLOWERS = {f"follower-{engine}-{length}": [*PREFIX, *tokens(length)] for engine in ENGINES for length in (9, 70)}
-TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7, 17, 33, 64, 100, 150)}
+FOLLOWERS = {
+    f"follower-{engine}-{length}": [*PREFIX, *tokens(length)]
+    for engine in ENGINES
+    for length in (9, 70)
+}
+TOGETHER = {
+    f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7, 17, 33, 64, 100, 150)
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +108,9 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
     return serve_requests(tmp_path_factory.mktemp("dp2tp2"), tiny_minimax_m2)
 
 
-def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | None = None) -> Served:
+def serve_requests(
+    directory: Path, model: Path, environ: Mapping[str, str] | None = None
+) -> Served:
     """Send requests to a traced server, whose environment has `environ` added."""
     traces, contexts = directory / "traces", directory / "contexts"
     traces.mkdir()
@@ -92,22 +122,39 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
             answers = {name: complete(server, model, prompt) for name, prompt in ALONE.items()}
             hostile = {"X-Request-Id": "a/b/../../c"}
             answers["hostile-id"] = complete(server, model, tokens(12), headers=hostile)
-            generating = {"max_tokens": 9, "ignore_eos": True, "kv_transfer_params": {"include_output_tokens": True}}
-            jobs = [(prompt, generating) for prompt in WITH_OUTPUT.values()] + [(prompt, {}) for prompt in TOGETHER.values()]
+            generating = {
+                "max_tokens": 9,
+                "ignore_eos": True,
+                "kv_transfer_params": {"include_output_tokens": True},
+            }
+            jobs = [(prompt, generating) for prompt in WITH_OUTPUT.values()] + [
+                (prompt, {}) for prompt in TOGETHER.values()
+            ]
             with ThreadPoolExecutor(len(jobs)) as pool:
                 found = pool.map(lambda job: complete(server, model, job[0], **job[1]), jobs)
                 answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
-            answers |= {name: complete(server, model, prompt, headers=on_engine(name)) for name, prompt in FIRST.items()}
+            answers |= {
+                name: complete(server, model, prompt, headers=on_engine(name))
+                for name, prompt in FIRST.items()
+            }
             for name in FIRST:
-                wait_until_released(Path(answers[name]["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
+                wait_until_released(
+                    Path(answers[name]["kv_transfer_params"]["hidden_states_path"] + ".lock"),
+                    timeout=60,
+                )
             settle(server.url, ENGINES, timeout=120)
             settled = 1
             with ThreadPoolExecutor(len(FOLLOWERS)) as pool:
-                found = pool.map(lambda name: complete(server, model, FOLLOWERS[name], headers=on_engine(name)), FOLLOWERS)
+                found = pool.map(
+                    lambda name: complete(server, model, FOLLOWERS[name], headers=on_engine(name)),
+                    FOLLOWERS,
+                )
                 answers |= dict(zip(FOLLOWERS, found, strict=True))
             for answer in answers.values():
                 # Rows of generated tokens are published with the step after the answer.
-                wait_until_released(Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
+                wait_until_released(
+                    Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60
+                )
             # A file is counted after its lock is released.
             everything_is_counted = False
             while not everything_is_counted and settled < MOST_SETTLED:
@@ -116,10 +163,15 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
                 metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
                 counted = parse(metrics)
                 published = counted.total("vllm:hsx_files_total", outcome="published")
-                everything_is_counted = published >= len(answers) and counted.total("vllm:hsx_backlog_bytes") == 0
+                everything_is_counted = (
+                    published >= len(answers) and counted.total("vllm:hsx_backlog_bytes") == 0
+                )
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
-    with_output = {name: prompt + answers[name]["choices"][0]["token_ids"][:-1] for name, prompt in WITH_OUTPUT.items()}
+    with_output = {
+        name: prompt + answers[name]["choices"][0]["token_ids"][:-1]
+        for name, prompt in WITH_OUTPUT.items()
+    }
     assert {len(with_output[name]) - len(prompt) for name, prompt in WITH_OUTPUT.items()} == {8}
     return Served(
         model,
@@ -142,7 +194,9 @@ def test_one_line_introduces_a_server_of_several_engines(served: Served) -> None
     assert served.log.count(" extracts layers ") == 1
 
 
-@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS])
+@pytest.mark.parametrize(
+    "name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS]
+)
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)
 
@@ -152,7 +206,10 @@ def test_each_worker_has_a_context_on_its_own_npu_alone(served: Served) -> None:
 
 
 def test_a_prefix_is_copied_on_the_dp_rank_that_has_its_rows(served: Served) -> None:
-    reused = {name: answer["kv_transfer_params"].get("reused_tokens", 0) for name, answer in served.answers.items()}
+    reused = {
+        name: answer["kv_transfer_params"].get("reused_tokens", 0)
+        for name, answer in served.answers.items()
+    }
     assert reused == {name: BLOCK if name in FOLLOWERS else 0 for name in served.answers}
 
 
@@ -172,22 +229,52 @@ def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
             vllms[sample.name, sample.labels.get("engine", "")] += sample.value
     ours = parse(served.metrics)
     assert ours.engines == [*ENGINES]
-    by_engine = {engine: Metrics([each for each in ours.counts if each.engine == engine], []) for engine in ENGINES}
+    by_engine = {
+        engine: Metrics([each for each in ours.counts if each.engine == engine], [])
+        for engine in ENGINES
+    }
     for engine, counted in by_engine.items():
         requests = vllms["vllm:request_success_total", engine]
         # Requests without stored output generate one token; the settling ones have no file.
-        rows = vllms["vllm:prompt_tokens_total", engine] - served.settled + vllms["vllm:generation_tokens_total", engine] - requests
-        assert counted.total("vllm:hsx_files_total", outcome="published") == requests - served.settled > 0
+        rows = (
+            vllms["vllm:prompt_tokens_total", engine]
+            - served.settled
+            + vllms["vllm:generation_tokens_total", engine]
+            - requests
+        )
+        assert (
+            counted.total("vllm:hsx_files_total", outcome="published")
+            == requests - served.settled
+            > 0
+        )
         assert counted.total("vllm:hsx_published_bytes_total") == rows * ROW_BYTES
         assert counted.total("vllm:hsx_reused_tokens_total") == 2 * BLOCK
         assert counted.total("vllm:hsx_written_bytes_total") >= (rows - 2 * BLOCK) * ROW_BYTES
-        assert counted.total("vllm:hsx_files_total", outcome="failed") == counted.total("vllm:hsx_files_total", outcome="aborted") == 0
+        assert (
+            counted.total("vllm:hsx_files_total", outcome="failed")
+            == counted.total("vllm:hsx_files_total", outcome="aborted")
+            == 0
+        )
         assert counted.total("vllm:hsx_backlog_bytes") == 0
-        assert {each.labels["tp_rank"] for each in counted.counts if each.name == "vllm:hsx_ring_fill_ratio"} == {"0", "1"}
+        assert {
+            each.labels["tp_rank"]
+            for each in counted.counts
+            if each.name == "vllm:hsx_ring_fill_ratio"
+        } == {"0", "1"}
     assert ours.total("vllm:hsx_files_total", outcome="published") == len(served.answers)
-    assert ours.total("vllm:hsx_published_bytes_total") == sum(map(len, served.prompts.values())) * ROW_BYTES
-    publishes = {each.engine: each.observations for each in ours.latencies if each.name == "vllm:hsx_publish_seconds"}
-    assert publishes == {engine: counted.total("vllm:hsx_files_total", outcome="published") for engine, counted in by_engine.items()}
+    assert (
+        ours.total("vllm:hsx_published_bytes_total")
+        == sum(map(len, served.prompts.values())) * ROW_BYTES
+    )
+    publishes = {
+        each.engine: each.observations
+        for each in ours.latencies
+        if each.name == "vllm:hsx_publish_seconds"
+    }
+    assert publishes == {
+        engine: counted.total("vllm:hsx_files_total", outcome="published")
+        for engine, counted in by_engine.items()
+    }
 
 
 Collective = tuple[str, tuple[int, ...], str]  # what, shape, dtype
@@ -249,13 +336,17 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
     ("how", "symptom"),
     [
         # vllm-ascend #9689: 2 x 2 and 4 x 2 int32 in one gloo group.
-        pytest.param("coordinate", r"op\.preamble\.length <= op\.nbytes\. 8 vs 4", id="vLLM's own collective"),
+        pytest.param(
+            "coordinate", r"op\.preamble\.length <= op\.nbytes\. 8 vs 4", id="vLLM's own collective"
+        ),
         # The runner's collective without padding, and none from idle ranks: they wait for each
         # other. (#9689's assertion of reduce_scatter: 0.23.0 pads first, ops/linear_op.py:556.)
         pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )
-def test_with_upstreams_method_in_place_of_ours_the_server_stops(tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str) -> None:
+def test_with_upstreams_method_in_place_of_ours_the_server_stops(
+    tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str
+) -> None:
     with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": how}, late=False) as server:
         server.wait_ready(START_SECONDS)
         with pytest.raises(httpx.HTTPError) as failure:

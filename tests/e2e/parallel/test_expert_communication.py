@@ -63,7 +63,9 @@ METHODS = {
     "MC2, ALLTOALL": Method("a3", "MC2", "ALLTOALL"),
     "MC2, W8A8": Method("a3", "MC2", "MC2", quantised=True, additional=EVERY_SIZE),
     "MC2, ALLTOALL, W8A8": Method("a3", "MC2", "ALLTOALL", quantised=True),
-    "FUSED_MC2, W8A8": Method("a3", "FUSED_MC2", "FUSED_MC2", quantised=True, additional={"enable_fused_mc2": True}),
+    "FUSED_MC2, W8A8": Method(
+        "a3", "FUSED_MC2", "FUSED_MC2", quantised=True, additional={"enable_fused_mc2": True}
+    ),
 }
 SHORT_RUN = "MC2, ALLTOALL"
 WITH_MASK = {"MC2", "FUSED_MC2"}
@@ -117,7 +119,9 @@ class Served(NamedTuple):
     def during(self, traffic: str) -> list[tuple[Step, ...]]:
         """Return the steps of this traffic in which a rank was busy."""
         begin, end = self.spans[traffic]
-        busy = (together for together in self.steps if any(step.kind == "busy" for step in together))
+        busy = (
+            together for together in self.steps if any(step.kind == "busy" for step in together)
+        )
         return [together for together in busy if begin <= together[0].time <= end]
 
 
@@ -127,7 +131,9 @@ def send(server: Server, model: Path, job: Job, began: threading.Event | None = 
             "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}  # fmt: skip
     generated: list[int] = []
     headers = {"X-data-parallel-rank": str(job.dp_rank)}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=120) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=120
+    ) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -142,7 +148,11 @@ def send(server: Server, model: Path, job: Job, began: threading.Event | None = 
 
 def busy_and_idle(server: Server, model: Path) -> list[Done]:
     """One request after the other, to each rank, while the other is idle."""
-    return [send(server, model, Job(tokens(length, seed=rank), 3, rank)) for length in (3, 13, 75) for rank in (0, 1)]
+    return [
+        send(server, model, Job(tokens(length, seed=rank), 3, rank))
+        for length in (3, 13, 75)
+        for rank in (0, 1)
+    ]
 
 
 def busy_and_busy(server: Server, model: Path) -> list[Done]:
@@ -152,19 +162,30 @@ def busy_and_busy(server: Server, model: Path) -> list[Done]:
     """
 
     def serve_others(seed: int) -> list[Done]:
-        jobs = [Job(tokens(length + rank, seed), 3, rank) for length in (1, 4, 16, 70) for rank in (0, 1)]
+        jobs = [
+            Job(tokens(length + rank, seed), 3, rank)
+            for length in (1, 4, 16, 70)
+            for rank in (0, 1)
+        ]
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(lambda job: send(server, model, job), jobs))
 
-    return [*while_a_rank_decodes(server, model, serve_others), send(server, model, Job(tokens(1, seed=2), 3, 0))]
+    return [
+        *while_a_rank_decodes(server, model, serve_others),
+        send(server, model, Job(tokens(1, seed=2), 3, 0)),
+    ]
 
 
 def prefill_and_decode(server: Server, model: Path) -> list[Done]:
     """A rank decodes; then the other one is given a long prompt, and has done it first."""
-    return while_a_rank_decodes(server, model, lambda seed: [send(server, model, Job(tokens(2 * CHUNK + 9, seed), 1, 1))])
+    return while_a_rank_decodes(
+        server, model, lambda seed: [send(server, model, Job(tokens(2 * CHUNK + 9, seed), 1, 1))]
+    )
 
 
-def while_a_rank_decodes(server: Server, model: Path, serve_others: Callable[[int], list[Done]]) -> list[Done]:
+def while_a_rank_decodes(
+    server: Server, model: Path, serve_others: Callable[[int], list[Done]]
+) -> list[Done]:
     """Rank 0 decodes; then others are served, and are done first.
 
     On a busy machine they may come late: then rank 0 decodes for longer. Each try has its seed.
@@ -172,7 +193,9 @@ def while_a_rank_decodes(server: Server, model: Path, serve_others: Callable[[in
     for generated in (30, 120, 480):
         began = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            decoding = pool.submit(send, server, model, Job(tokens(5, seed=generated), generated, 0), began)
+            decoding = pool.submit(
+                send, server, model, Job(tokens(5, seed=generated), generated, 0), began
+            )
             while not began.wait(1):
                 assert not decoding.done(), decoding.result()
             others = serve_others(generated)
@@ -183,13 +206,19 @@ def while_a_rank_decodes(server: Server, model: Path, serve_others: Callable[[in
     pytest.fail(f"{generated} tokens were decoded before the others had been served")
 
 
-TRAFFIC = {"busy/idle": busy_and_idle, "busy/busy": busy_and_busy, "prefill/decode": prefill_and_decode}
+TRAFFIC = {
+    "busy/idle": busy_and_idle,
+    "busy/busy": busy_and_busy,
+    "prefill/decode": prefill_and_decode,
+}
 
 
 def serve(directory: Path, method: Method, model: Path, *, extract: bool) -> Served:
     traces = directory / "traces"
     traces.mkdir(parents=True)
-    extra = ("--additional-config", json.dumps(dict(method.additional))) if method.additional else ()
+    extra = (
+        ("--additional-config", json.dumps(dict(method.additional))) if method.additional else ()
+    )
     extra = (*extra, *(("--quantization", "ascend") if method.quantised else ()))
     done, spans = {}, {}
     with tiny_server(
@@ -206,7 +235,10 @@ def serve(directory: Path, method: Method, model: Path, *, extract: bool) -> Ser
             spans[name] = begin, time.monotonic()
         if extract:  # rows of generated tokens are published with the step after the answer
             for each in itertools.chain(*done.values()):
-                wait_until_released(Path(f"{find(directory / 'hidden_states', each.response_id)}{LOCK_SUFFIX}"), timeout=60)
+                wait_until_released(
+                    Path(f"{find(directory / 'hidden_states', each.response_id)}{LOCK_SUFFIX}"),
+                    timeout=60,
+                )
     by_rank = dict(steps_of(events) for events in read_trace(traces).values() if events)
     assert sorted(by_rank) == RANKS
     lengths = [len(by_rank[rank]) for rank in RANKS]
@@ -222,14 +254,33 @@ def steps_of(events: Sequence[dict[str, Any]]) -> tuple[tuple[int, int], list[St
     for start, end in itertools.pairwise(starts):
         batch, own = events[start], events[start + 1 : end]
         selected = [event for event in own if "selected" in event]
-        layers = [f"{kind} {event[kind]}" for event in own for kind in ("dispatched", "combined") if kind in event]
+        layers = [
+            f"{kind} {event[kind]}"
+            for event in own
+            for kind in ("dispatched", "combined")
+            if kind in event
+        ]
         received = tuple(event["received"] for event in own if "dispatched" in event)
         selections = tuple((tuple(event["tokens"]), event["selected"]) for event in selected)
-        found.append(Step(batch["batch"], batch["scheduled"], selected[0]["time"], selections, tuple(layers), received))
+        found.append(
+            Step(
+                batch["batch"],
+                batch["scheduled"],
+                selected[0]["time"],
+                selections,
+                tuple(layers),
+                received,
+            )
+        )
     return (events[starts[0]]["dp_rank"], events[starts[0]]["tp_rank"]), found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == SHORT_RUN else pytest.mark.long) for name in METHODS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == SHORT_RUN else pytest.mark.long) for name in METHODS
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     method: str = request.param
     return method
@@ -239,7 +290,9 @@ def name(request: pytest.FixtureRequest) -> str:
 def model(name: str, tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not METHODS[name].quantised:
         return tiny_minimax_m2
-    return write_modelslim(tiny_minimax_m2, tmp_path_factory.mktemp("quantised") / "checkpoint", rotated=True)
+    return write_modelslim(
+        tiny_minimax_m2, tmp_path_factory.mktemp("quantised") / "checkpoint", rotated=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -259,45 +312,76 @@ def test_rows_are_right(served: Served, traffic: str) -> None:
         states = load(find(served.storage, done.response_id), 60)
         assert states.token_ids.tolist() == done.sequence
         if served.method.quantised:
-            expected, roundings = rows_in_the_models_basis(served.model, done.sequence, LAYER_IDS), QUANTISED
+            expected, roundings = (
+                rows_in_the_models_basis(served.model, done.sequence, LAYER_IDS),
+                QUANTISED,
+            )
         else:
-            expected, roundings = reference_hidden_states(served.model, done.sequence, LAYER_IDS), 1.0
+            expected, roundings = (
+                reference_hidden_states(served.model, done.sequence, LAYER_IDS),
+                1.0,
+            )
         comparison = compare(states.hidden_states, expected, LAYER_IDS, roundings)
         assert comparison.matches, f"{len(done.sequence)} rows: {comparison}"
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_all_ranks_select_the_same_in_each_step_and_call_the_same(served: Served, traffic: str) -> None:
+def test_all_ranks_select_the_same_in_each_step_and_call_the_same(
+    served: Served, traffic: str
+) -> None:
     """The traffic has steps of both sizes, so that the selection changes if the method has two."""
     large, small, kinds = set(), set(), set()
     for together in served.during(traffic):
         kinds.add((together[0].kind, together[2].kind))
-        ((across_dp, selected),) = together[0].selections  # one forward context: the drafter has none
+        ((across_dp, selected),) = together[
+            0
+        ].selections  # one forward context: the drafter has none
         (large if max(across_dp) > CAPACITY else small).add(selected)
         assert len(together[0].layers) == 8  # dispatch and combine of four layers
-        assert all((step.selections, step.layers) == (together[0].selections, together[0].layers) for step in together)
-    assert ("busy", "busy") in kinds if traffic != "busy/idle" else {("busy", "idle"), ("idle", "busy")} <= kinds
+        assert all(
+            (step.selections, step.layers) == (together[0].selections, together[0].layers)
+            for step in together
+        )
+    assert (
+        ("busy", "busy") in kinds
+        if traffic != "busy/idle"
+        else {("busy", "idle"), ("idle", "busy")} <= kinds
+    )
     assert (small, large) == ({served.method.small}, {served.method.large})
 
 
 @pytest.mark.long  # a second server
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_the_selection_is_that_of_a_server_without_extraction(served: Served, without: Served, traffic: str) -> None:
+def test_the_selection_is_that_of_a_server_without_extraction(
+    served: Served, without: Served, traffic: str
+) -> None:
     ours, theirs = (
-        [tuple((step.selections, step.layers) for step in together) for together in each.during(traffic)] for each in (served, without)
+        [
+            tuple((step.selections, step.layers) for step in together)
+            for together in each.during(traffic)
+        ]
+        for each in (served, without)
     )
     if traffic == "busy/idle":  # all steps, but for how many of the same follow each other
-        assert [step for step, _ in itertools.groupby(ours)] == [step for step, _ in itertools.groupby(theirs)]
+        assert [step for step, _ in itertools.groupby(ours)] == [
+            step for step, _ in itertools.groupby(theirs)
+        ]
     else:  # which steps two ranks share depends on when requests arrive; not what is selected
         of_ours, of_theirs = (
-            {(max(across_dp) > CAPACITY, selected, *layers) for steps in each for ((across_dp, selected),), layers in steps}
+            {
+                (max(across_dp) > CAPACITY, selected, *layers)
+                for steps in each
+                for ((across_dp, selected),), layers in steps
+            }
             for each in (ours, theirs)
         )
         assert of_ours == of_theirs
 
 
 @pytest.mark.long
-def test_a_rank_that_selects_another_method_than_the_others_is_named(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+def test_a_rank_that_selects_another_method_than_the_others_is_named(
+    tiny_minimax_m2: Path, tmp_path: Path
+) -> None:
     """MC2 has a group of its own: the ranks wait in different groups."""
     gate = tmp_path / "gate"
     with tiny_server(
@@ -311,9 +395,13 @@ def test_a_rank_that_selects_another_method_than_the_others_is_named(tiny_minima
             send(server, tiny_minimax_m2, Job(tokens(5, seed=4), 2, 0))
         log = server.log.read_text()
     everyone = r"in group \S+ \(ranks 0, 1, 2, 3\)"
-    dispatch = rf"rank [0-2] calls npu_moe_distribute_dispatch_v2\(.*\) of \[.*\] BFloat16 {everyone}"
+    dispatch = (
+        rf"rank [0-2] calls npu_moe_distribute_dispatch_v2\(.*\) of \[.*\] BFloat16 {everyone}"
+    )
     counts = rf"rank 3 calls all_gather_into_tensor of \[.*\] \w+ {everyone}"
-    assert re.search(f"hccl: ranks wait for each other in different groups: {dispatch}, {counts}", log), log[-4000:]
+    assert re.search(
+        f"hccl: ranks wait for each other in different groups: {dispatch}, {counts}", log
+    ), log[-4000:]
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
@@ -324,7 +412,11 @@ def test_no_padding_reaches_an_expert_with_mc2(served: Served, traffic: str) -> 
         ((across_dp, selected),) = together[0].selections
         if selected not in WITH_MASK:
             continue
-        real = sum(step.scheduled or across_dp[dp] for (dp, tp), step in zip(RANKS, together, strict=True) if tp == 0)
+        real = sum(
+            step.scheduled or across_dp[dp]
+            for (dp, tp), step in zip(RANKS, together, strict=True)
+            if tp == 0
+        )
         padded += sum(across_dp) - real
         for received in zip(*(step.received for step in together), strict=True):
             assert sum(received) == EXPERTS_PER_TOKEN * real, (across_dp, together)

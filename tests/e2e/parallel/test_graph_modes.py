@@ -47,14 +47,25 @@ Events = list[dict[str, Any]]
 
 
 def run(
-    directory: Path, model: Path, mode: str, *, extract: bool = True, layer_ids: Sequence[int] = (4, 1, 2), **options: Any
+    directory: Path,
+    model: Path,
+    mode: str,
+    *,
+    extract: bool = True,
+    layer_ids: Sequence[int] = (4, 1, 2),
+    **options: Any,
 ) -> tuple[Run, list[Events]]:
     """Run the script; return its result, and each rank's events of trace_graph_mode."""
     (directory / "trace").mkdir(parents=True)
     done = run_engine(
         directory,
         model,
-        [[*action[:3], action[3] | (WITH_OUTPUT if extract else {})] if action[0] == "add" else action for action in SCRIPT],
+        [
+            [*action[:3], action[3] | (WITH_OUTPUT if extract else {})]
+            if action[0] == "add"
+            else action
+            for action in SCRIPT
+        ],
         layer_ids=layer_ids,
         extract=extract,
         instruments={"trace_graph_mode": str(directory / "trace")},
@@ -96,11 +107,21 @@ class Pair:
         return graph
 
 
-@pytest.fixture(scope="module", params=["FULL_DECODE_ONLY", pytest.param("PIECEWISE", marks=pytest.mark.long)])
-def pair(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+@pytest.fixture(
+    scope="module", params=["FULL_DECODE_ONLY", pytest.param("PIECEWISE", marks=pytest.mark.long)]
+)
+def pair(
+    request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
     runs, events = [], []
     for extract in (True, False):
-        done, (rank,) = run(tmp_path_factory.mktemp("run"), float32_qwen3, request.param, extract=extract, dtype="float32")
+        done, (rank,) = run(
+            tmp_path_factory.mktemp("run"),
+            float32_qwen3,
+            request.param,
+            extract=extract,
+            dtype="float32",
+        )
         assert done.error is None, done.error
         runs.append(done)
         events.append(rank)
@@ -117,25 +138,40 @@ def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: P
     ran = forwards(pair.events)
     assert ran == forwards(pair.plain_events)
     assert {mode for mode, _ in ran} == {"NONE", pair.graph}
-    captures, replays = (sum(kind in event for event in pair.events) for kind in ("captured", "replayed"))
+    captures, replays = (
+        sum(kind in event for event in pair.events) for kind in ("captured", "replayed")
+    )
     pieces = captures // len(CAPTURES[pair.mode][pair.graph])
     assert replays == pieces * sum(mode == pair.graph for mode, _ in ran) > 0
 
 
 def test_the_generated_tokens_are_those_without_extraction(pair: Pair) -> None:
     for request_id in REQUESTS:
-        assert pair.extracting.requests[request_id]["tokens"] == pair.plain.requests[request_id]["tokens"]
+        assert (
+            pair.extracting.requests[request_id]["tokens"]
+            == pair.plain.requests[request_id]["tokens"]
+        )
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_rows_of_prompts_and_of_tokens_decoded_in_replays_are_exact(pair: Pair, request_id: str) -> None:
+def test_rows_of_prompts_and_of_tokens_decoded_in_replays_are_exact(
+    pair: Pair, request_id: str
+) -> None:
     comparison = pair.extracting.compare(request_id)
     assert comparison.matches, comparison
     assert comparison.max_abs_difference <= 1e-5
 
 
-def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_minimax_m2: Path, tmp_path: Path) -> None:
-    done, (one, other) = run(tmp_path, tiny_minimax_m2, "FULL_DECODE_ONLY", tensor_parallel_size=2, enable_expert_parallel=True)
+def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(
+    tiny_minimax_m2: Path, tmp_path: Path
+) -> None:
+    done, (one, other) = run(
+        tmp_path,
+        tiny_minimax_m2,
+        "FULL_DECODE_ONLY",
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+    )
     assert done.error is None, done.error
     assert forwards(one) == forwards(other)
     assert ("FULL", 2) in forwards(one)
@@ -160,7 +196,9 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
-    _, (events,) = run(tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32")
+    _, (events,) = run(
+        tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32"
+    )
     assert resolved(events)["resolved"] == "NONE"
     assert resolved(events)["captures"] == {}
 

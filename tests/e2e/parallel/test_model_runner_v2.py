@@ -48,7 +48,11 @@ PLAYED: dict[str, tuple[Callable[[Stage], None], ...]] = {
         play.asleep_and_awake,
         play.another_engine_in_the_process,
     ),
-    "sync": (play.decodes_beside_new_prefills, play.rows_of_generated_tokens, play.urgent_requests_overtake),
+    "sync": (
+        play.decodes_beside_new_prefills,
+        play.rows_of_generated_tokens,
+        play.urgent_requests_overtake,
+    ),
     "tiny": (
         play.prompts_around_the_chunk,
         play.preempted_while_its_prompt_is_computed,
@@ -65,22 +69,38 @@ def reference(float32_qwen3: Path) -> Reference:
 
 @pytest.mark.parametrize(
     ("engine", "played"),
-    [pytest.param(engine, each, id=f"{engine}-{each.__name__}") for engine, plays in PLAYED.items() for each in plays],
+    [
+        pytest.param(engine, each, id=f"{engine}-{each.__name__}")
+        for engine, plays in PLAYED.items()
+        for each in plays
+    ],
 )
-def test_files_are_right_when(stages: Stages, reference: Reference, engine: str, played: Callable[[Stage], None]) -> None:
-    options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": table.LAYER_IDS, **table.ENGINES[engine]}
+def test_files_are_right_when(
+    stages: Stages, reference: Reference, engine: str, played: Callable[[Stage], None]
+) -> None:
+    options = {
+        "max_num_batched_tokens": play.CHUNK,
+        "layer_ids": table.LAYER_IDS,
+        **table.ENGINES[engine],
+    }
     stage = stages.get(engine, reference, environ=V2, **options)
     assert stage.session.call("runner") == RUNNER
     played(stage)
     stage.check()
 
 
-def test_text_and_steps_are_those_of_a_server_without_extraction(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_text_and_steps_are_those_of_a_server_without_extraction(
+    float32_qwen3: Path, tmp_path: Path
+) -> None:
     options = {"dtype": "float32", "async_scheduling": True, "environ": V2}
-    plain = run_engine(tmp_path / "plain", float32_qwen3, generation.SCRIPT, extract=False, **options)
+    plain = run_engine(
+        tmp_path / "plain", float32_qwen3, generation.SCRIPT, extract=False, **options
+    )
     assert plain.error is None, plain.error
     # The worker learns with the next step that a request with generated tokens has ended.
-    run = run_engine(tmp_path / "extracting", float32_qwen3, [*generation.SCRIPT, ["settle"]], **options)
+    run = run_engine(
+        tmp_path / "extracting", float32_qwen3, [*generation.SCRIPT, ["settle"]], **options
+    )
     assert run.error is None, run.error
     for index, name in enumerate(generation.NAMES):
         assert run.requests[name]["tokens"] == plain.requests[name]["tokens"], name

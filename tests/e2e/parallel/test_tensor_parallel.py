@@ -28,7 +28,11 @@ SCRIPT = [
 ]
 # Two prompts, the first one on each rank, and two that begin with each of them.
 FIRST = {f"first-{each}": tokens(150, seed=each) for each in (1, 2)}
-FOLLOWERS = {f"{name}-{length}": (name, [*prompt, *tokens(length)]) for name, prompt in FIRST.items() for length in (9, 70)}
+FOLLOWERS = {
+    f"{name}-{length}": (name, [*prompt, *tokens(length)])
+    for name, prompt in FIRST.items()
+    for length in (9, 70)
+}
 SHARED = [
     *(["add", name, prompt, {"max_tokens": 1}] for name, prompt in FIRST.items()),
     ["drain"],
@@ -98,11 +102,16 @@ def test_each_worker_has_a_context_on_its_own_npu_alone(directory: Path) -> None
     check_contexts(read_trace(directory / "trace_contexts"), npus=2)
 
 
-def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(run: tuple[Run, dict[str, set[int]]]) -> None:
+def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(
+    run: tuple[Run, dict[str, set[int]]],
+) -> None:
     found, written = run
     for name, (first, _) in FOLLOWERS.items():
         request = found.requests[name]
-        assert (request["num_cached_tokens"], request["kv_transfer_params"].get("reused_tokens")) == (BLOCK, BLOCK)
+        assert (
+            request["num_cached_tokens"],
+            request["kv_transfer_params"].get("reused_tokens"),
+        ) == (BLOCK, BLOCK)
         assert written[str(found.path(name))] == written[str(found.path(first))]
     assert len(set().union(*(written[str(found.path(first))] for first in FIRST))) == 2
     for name in (*FIRST, *FOLLOWERS):
@@ -110,7 +119,9 @@ def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(run: tuple[Run, dict[s
         assert comparison.matches, (name, comparison)
 
 
-def test_all_ranks_tell_the_same_weights(run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path) -> None:
+def test_all_ranks_tell_the_same_weights(
+    run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path
+) -> None:
     checkpoint = find_checkpoint(tiny_minimax_m2, "auto")
     assert checkpoint is not None
     told = {load(run[0].path(f"r{length}")).metadata["weights"] for length in LENGTHS}
@@ -118,7 +129,9 @@ def test_all_ranks_tell_the_same_weights(run: tuple[Run, dict[str, set[int]]], t
 
 
 @only_with(">=0.30", "its log does not tell")
-def test_sequence_parallelism_needs_no_data_parallelism(run: tuple[Run, dict[str, set[int]]]) -> None:
+def test_sequence_parallelism_needs_no_data_parallelism(
+    run: tuple[Run, dict[str, set[int]]],
+) -> None:
     """vLLM's own does; vllm-ascend replaces it (patch/platform/patch_parallel_config.py)."""
     assert "FlashComm1 is enabled." in run[0].log
 

@@ -53,11 +53,21 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with ExitStack() as stack:
         machines = stack.enter_context(two_machines())
         servers = []
-        for machine, block in zip(machines, blocks("quick-start.md", "serve minimax-m2-tp8-dp2"), strict=True):
-            words = smaller(parse_serve(block), tiny_minimax_m2, storage, LAYER_IDS, **{"--tensor-parallel-size": str(TP)})
+        for machine, block in zip(
+            machines, blocks("quick-start.md", "serve minimax-m2-tp8-dp2"), strict=True
+        ):
+            words = smaller(
+                parse_serve(block),
+                tiny_minimax_m2,
+                storage,
+                LAYER_IDS,
+                **{"--tensor-parallel-size": str(TP)},
+            )
             command = machine.command(words)
             log = directory / f"{machine.address}.log"
-            servers.append(stack.enter_context(Server(command, port=PORT, log=log, environment=environment)))
+            servers.append(
+                stack.enter_context(Server(command, port=PORT, log=log, environment=environment))
+            )
         found = Cluster(*machines, *servers, storage)
         with found.first.network():
             found.front.wait_ready(START_SECONDS)
@@ -65,30 +75,71 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.long
-def test_the_rows_of_both_machines_are_right_and_found_from_either(cluster: Cluster, tiny_minimax_m2: Path, tmp_path: Path) -> None:
+def test_the_rows_of_both_machines_are_right_and_found_from_either(
+    cluster: Cluster, tiny_minimax_m2: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"token_ids": tokens(length, seed=row)}) + "\n" for row, length in enumerate(LENGTHS)))
+    data.write_text(
+        "".join(
+            json.dumps({"token_ids": tokens(length, seed=row)}) + "\n"
+            for row, length in enumerate(LENGTHS)
+        )
+    )
     # On the machine that answers no requests.
     output = cluster.storage / "rows"
-    generate = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(output), "--validate"]
-    command = cluster.second.command([*generate, "--endpoint", f"http://{cluster.first.address}:{PORT}"])
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False)
+    generate = [
+        sys.executable,
+        "-m",
+        "vllm_ascend_hsx.cli.main",
+        "generate",
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--validate",
+    ]
+    command = cluster.second.command(
+        [*generate, "--endpoint", f"http://{cluster.first.address}:{PORT}"]
+    )
+    done = subprocess.run(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{cluster.log_tail()}"
     with cluster.first.network():
         settle(cluster.front.url, ("0", "1"), timeout=120)
         metrics = parse(httpx.get(f"{cluster.front.url}/metrics", timeout=30).text)
-    published = {each.engine for each in metrics.counts if each.name == "vllm:hsx_published_bytes_total" and each.value > 0}
+    published = {
+        each.engine
+        for each in metrics.counts
+        if each.name == "vllm:hsx_published_bytes_total" and each.value > 0
+    }
     assert published == {"0", "1"}
     for row, length in enumerate(LENGTHS):
-        comparison = compare_file(output / f"hs_{row}.safetensors", tiny_minimax_m2, tokens(length, seed=row), LAYER_IDS)
+        comparison = compare_file(
+            output / f"hs_{row}.safetensors", tiny_minimax_m2, tokens(length, seed=row), LAYER_IDS
+        )
         assert comparison.matches, (row, comparison)
-    assert [path.name for path in cluster.storage.iterdir() if not path.name.startswith(".")] == ["rows"]
+    assert [path.name for path in cluster.storage.iterdir() if not path.name.startswith(".")] == [
+        "rows"
+    ]
 
 
 @pytest.mark.long
-def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(cluster: Cluster, tiny_minimax_m2: Path) -> None:
+def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(
+    cluster: Cluster, tiny_minimax_m2: Path
+) -> None:
     """Last in this file: there is no server afterwards."""
-    body = {"model": str(tiny_minimax_m2), "prompt": tokens(40), "max_tokens": 450, "ignore_eos": True}
+    body = {
+        "model": str(tiny_minimax_m2),
+        "prompt": tokens(40),
+        "max_tokens": 450,
+        "ignore_eos": True,
+    }
 
     def ask() -> httpx.Response:
         with cluster.first.network():

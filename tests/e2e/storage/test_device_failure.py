@@ -74,7 +74,9 @@ def outcome(path: Path) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(tmp_path: Path, float32_qwen3: Path, name: str) -> None:
+def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(
+    tmp_path: Path, float32_qwen3: Path, name: str
+) -> None:
     fault = FAULTS[name]
     model, dtype, extra = float32_qwen3, torch.float32, ("--dtype", "float32")
     if fault.rotated:  # vLLM takes no float32 together with what describes the rotation
@@ -82,15 +84,28 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(t
         dtype, extra = torch.bfloat16, ("--dtype", "bfloat16", "--quantization", "ascend")
     armed = tmp_path / "fault"
     environ = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(armed)}
-    options: dict[str, Any] = {"expert_parallel": False, "extra": extra, "tensor_parallel": fault.workers}
+    options: dict[str, Any] = {
+        "expert_parallel": False,
+        "extra": extra,
+        "tensor_parallel": fault.workers,
+    }
     with tiny_server(tmp_path, model, LAYER_IDS, environ=environ, **options) as server:
         server.wait_ready(START_SECONDS)
         ask = partial(send, server.url, str(model))
         right = ask()
         assert right is not None
         # The names in the server's own directory come and go.
-        (file,) = {name.removesuffix(LOCK_SUFFIX) for name in names_in(tmp_path / "hidden_states") if "/" not in name}
-        assert vllm_ascend_hsx.load(tmp_path / "hidden_states" / file, timeout=SECONDS).token_ids.tolist() == PROMPT
+        (file,) = {
+            name.removesuffix(LOCK_SUFFIX)
+            for name in names_in(tmp_path / "hidden_states")
+            if "/" not in name
+        }
+        assert (
+            vllm_ascend_hsx.load(
+                tmp_path / "hidden_states" / file, timeout=SECONDS
+            ).token_ids.tolist()
+            == PROMPT
+        )
         armed.write_text(fault.launch + "\n")
         began = time.monotonic()
         answers = [right]
@@ -112,7 +127,9 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(t
         if reason:
             reasons.append(reason)
             # A worker whose peer has ended has another error.
-            assert TEXT in reason or (fault.workers > 1 and reason.startswith("the engine failed: "))
+            assert TEXT in reason or (
+                fault.workers > 1 and reason.startswith("the engine failed: ")
+            )
             assert "storage" not in reason
         else:
             own = Served(file, (*PROMPT, 0), 0, None)

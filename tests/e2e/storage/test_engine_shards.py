@@ -59,19 +59,34 @@ def copy_out_of_shards(session: EngineSession, check: Callable[[Request], None])
     return request
 
 
-@pytest.mark.parametrize("options", [{}, {"io": "direct", "durability": "fdatasync"}], ids=["default", "direct, durable"])
-def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwen3: Path, tmp_path: Path, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"io": "direct", "durability": "fdatasync"}], ids=["default", "direct, durable"]
+)
+def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(
+    float32_qwen3: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
     layer_ids = (0, 1, 2, 4)
     with EngineSession(
-        tmp_path, float32_qwen3, layer_ids=layer_ids, dtype="float32", connector_options={**SHARDS, **options, "check_finite": True}
+        tmp_path,
+        float32_qwen3,
+        layer_ids=layer_ids,
+        dtype="float32",
+        connector_options={**SHARDS, **options, "check_finite": True},
     ) as session:
-        output = {"max_tokens": 6, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+        output = {
+            "max_tokens": 6,
+            "extra_args": {"kv_transfer_params": {"include_output_tokens": True}},
+        }
         oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), layer_ids)
 
         def check(request: Request) -> None:
             (path,) = session.paths(request)
             reused = {REUSED_KEY: request.reused} if request.reused else {}
-            assert request.kv_transfer_params == {"hidden_states_path": str(path), **FIRST_WEIGHTS, **reused}
+            assert request.kv_transfer_params == {
+                "hidden_states_path": str(path),
+                **FIRST_WEIGHTS,
+                **reused,
+            }
             rows = len(request.prompt) + (5 if request.id.startswith("o") else 0)
             own = Served(request.id, tuple(request.sequence()[:rows]), request.begun, request.ended)
             assert oracle.verdict(path, own, rows, len(request.prompt)) == ""
@@ -79,10 +94,16 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
 
         requests = [copy_out_of_shards(session, check)]
         for turn in range(4):
-            requests += [session.add(tokens(length, seed=length + turn), {"max_tokens": 1}, name="p") for length in (1, 63, 400, 299)]
+            requests += [
+                session.add(tokens(length, seed=length + turn), {"max_tokens": 1}, name="p")
+                for length in (1, 63, 400, 299)
+            ]
             requests.append(session.add(tokens(100 + turn), output, name="o"))
             session.step(3)
-        aborted = [session.add(tokens(300, seed=9), {"max_tokens": 1}, name="a"), session.add(tokens(40, seed=8), output, name="a")]
+        aborted = [
+            session.add(tokens(300, seed=9), {"max_tokens": 1}, name="a"),
+            session.add(tokens(40, seed=8), output, name="a"),
+        ]
         session.step(2)
         for request in aborted:
             session.abort(request)
@@ -95,7 +116,9 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
             with pytest.raises(FileNotFoundError, match="no hidden states, lock or error"):
                 load(path, 0)
         storage = session.storage
-        assert all(name.startswith(("hsx-", ".hsx-")) for name in names_in(storage)), "neither files nor locks"
+        assert all(name.startswith(("hsx-", ".hsx-")) for name in names_in(storage)), (
+            "neither files nor locks"
+        )
         expected = sorted(path.name for request in requests for path in session.paths(request))
     assert not [name for name in os.listdir(storage) if name.startswith(".")]
     manifests = [json.loads(path.read_text()) for path in storage.glob("hsx-*.json")]
@@ -107,7 +130,9 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_each_worker_has_shards_of_its_own_in_one_directory(tiny_minimax_m2: Path, tmp_path: Path, quantization: str) -> None:
+def test_each_worker_has_shards_of_its_own_in_one_directory(
+    tiny_minimax_m2: Path, tmp_path: Path, quantization: str
+) -> None:
     lengths = (1, 7, 33, 101, 64, 6, 300, 200)
     run = run_engine(
         tmp_path,

@@ -43,9 +43,17 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    options: dict[str, Any] = {"max_num_seqs": BATCH, "max_num_batched_tokens": 8 * BATCH, "layer_ids": LAYER_IDS, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "max_num_seqs": BATCH,
+        "max_num_batched_tokens": 8 * BATCH,
+        "layer_ids": LAYER_IDS,
+        "dtype": "float32",
+    }
     # Little KV cache and a small ring: memory that is used for the first time is no growth.
-    options |= {"num_gpu_blocks_override": BATCH + 16, "connector_options": {"pinned_ring_bytes": 1 << 20}}
+    options |= {
+        "num_gpu_blocks_override": BATCH + 16,
+        "connector_options": {"pinned_ring_bytes": 1 << 20},
+    }
     with EngineSession(tmp_path_factory.mktemp("soak"), float32_qwen3, **options) as session:
         yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
 
@@ -54,11 +62,18 @@ def add(stage: Stage, luck: random.Random, kind: str) -> Request:
     prompt = luck.choice(TEXTS)[: luck.randint(1, MOST_TOKENS)]
     if kind == "output":
         return stage.add(prompt, expect="output", max_tokens=luck.randint(2, 5))
-    return stage.add(prompt, name=kind, expect="failed" if kind in FAULTS else "prompt", max_tokens=luck.randint(1, 3))
+    return stage.add(
+        prompt,
+        name=kind,
+        expect="failed" if kind in FAULTS else "prompt",
+        max_tokens=luck.randint(1, 3),
+    )
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_grows_with_the_number_of_requests(stage: Stage, request: pytest.FixtureRequest) -> None:
+def test_nothing_grows_with_the_number_of_requests(
+    stage: Stage, request: pytest.FixtureRequest
+) -> None:
     requests = request.config.getoption("engine_soak") or REQUESTS
     rules = []
     for fault, pattern in FAULTS.items():
@@ -71,7 +86,9 @@ def test_nothing_grows_with_the_number_of_requests(stage: Stage, request: pytest
     while counts["sent"] < requests:
         alive: list[Request] = []
         for _ in range(ROUND):
-            kind = luck.choices(["prompt", "output", "aborted", *FAULTS], [60, 15, 10, *[2] * len(FAULTS)])[0]
+            kind = luck.choices(
+                ["prompt", "output", "aborted", *FAULTS], [60, 15, 10, *[2] * len(FAULTS)]
+            )[0]
             alive.append(add(stage, luck, kind))
             counts.update(["sent", kind])
             if kind == "aborted":

@@ -37,7 +37,10 @@ def serve(session: EngineSession) -> list[tuple[Request, Path, HiddenStates]]:
     requests.append(session.add(tokens(20), {"max_tokens": 6, **params}, name="generated"))
     session.settle()
     paths = [path_of(session, request) for request in requests]
-    return [(request, path, load(path, 10, verify=True, dequantize=False)) for request, path in zip(requests, paths, strict=True)]
+    return [
+        (request, path, load(path, 10, verify=True, dequantize=False))
+        for request, path in zip(requests, paths, strict=True)
+    ]
 
 
 def path_of(session: EngineSession, request: Request) -> Path:
@@ -45,29 +48,45 @@ def path_of(session: EngineSession, request: Request) -> Path:
     return path
 
 
-def test_rows_are_the_models_to_within_the_error_of_float8(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_rows_are_the_models_to_within_the_error_of_float8(
+    float32_qwen3: Path, tmp_path: Path
+) -> None:
     """A float32 target, so that nothing but float8 rounds."""
-    with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8) as session:
+    with EngineSession(
+        tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8
+    ) as session:
         reference = Reference(float32_qwen3, 4, torch.float32)
         for request, path, stored in serve(session):
             own = request.sequence()[: len(stored.token_ids)]
-            assert len(own) == len(request.prompt) + (5 if request.id.startswith("generated") else 0)
+            assert len(own) == len(request.prompt) + (
+                5 if request.id.startswith("generated") else 0
+            )
             assert stored.token_ids.tolist() == own
-            assert (stored.hidden_states.dtype, stored.layer_ids) == (torch.float8_e4m3fn, list(LAYER_IDS))
+            assert (stored.hidden_states.dtype, stored.layer_ids) == (
+                torch.float8_e4m3fn,
+                list(LAYER_IDS),
+            )
             expected = reference.rows(own, LAYER_IDS)
             assert stored.scales is not None
             largest = expected.abs().amax((1, 2))
-            assert torch.allclose(stored.scales.view(-1).double(), largest / 448, rtol=1e-6, atol=EXACT / 448)
+            assert torch.allclose(
+                stored.scales.view(-1).double(), largest / 448, rtol=1e-6, atol=EXACT / 448
+            )
             rows = load(path, 10).hidden_states
             assert rows.dtype == torch.float32
-            allowed = torch.maximum(expected.abs() * 2**-4, stored.scales.double() * 2**-10) + 2 * EXACT
+            allowed = (
+                torch.maximum(expected.abs() * 2**-4, stored.scales.double() * 2**-10) + 2 * EXACT
+            )
             assert bool(((rows.double() - expected).abs() <= allowed).all())
             assert examine(path).verdict == "verified"
 
 
 @pytest.mark.parametrize(
     ("dtype", "target"),
-    [(torch.bfloat16, "tiny_minimax_m2"), pytest.param(torch.float16, "float32_qwen3", marks=pytest.mark.long)],
+    [
+        (torch.bfloat16, "tiny_minimax_m2"),
+        pytest.param(torch.float16, "float32_qwen3", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(
@@ -79,7 +98,9 @@ def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_b
     for name, options in (("plain", {}), ("fp8", FP8)):
         directory = tmp_path / name
         named = str(dtype).removeprefix("torch.")
-        with EngineSession(directory, model, layer_ids=LAYER_IDS, dtype=named, connector_options=options) as session:
+        with EngineSession(
+            directory, model, layer_ids=LAYER_IDS, dtype=named, connector_options=options
+        ) as session:
             found = serve(session)
             stored[name] = [states for _, _, states in found]
             data_bytes[name] = sum(_data_bytes(path) for _, path, _ in found)
@@ -116,14 +137,19 @@ def _data_bytes(path: Path) -> int:
     return size
 
 
-def _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(session: EngineSession, directory: Path) -> None:
+def _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(
+    session: EngineSession, directory: Path
+) -> None:
     request = session.add(tokens(150, seed=3), {"max_tokens": 1}, name="waited-for")
     session.step()
     path = path_of(session, request)
     assert path.with_name(path.name + ".lock").exists() and not path.exists()
     samples: list[dict[str, torch.Tensor] | None] = []
     transfer = FP8Transfer(directory)
-    reader = threading.Thread(target=lambda: samples.append(transfer.get_generated({"hidden_states_path": str(path)})), daemon=True)
+    reader = threading.Thread(
+        target=lambda: samples.append(transfer.get_generated({"hidden_states_path": str(path)})),
+        daemon=True,
+    )
     reader.start()
     session.settle()
     reader.join(60)

@@ -62,7 +62,9 @@ class Reign:
         luck: decides what is asked, and when an engine dies.
     """
 
-    def __init__(self, directory: Path, model: Path, options: dict[str, Any], luck: random.Random) -> None:
+    def __init__(
+        self, directory: Path, model: Path, options: dict[str, Any], luck: random.Random
+    ) -> None:
         self._directory = directory
         self._model = model
         self._options = options
@@ -73,10 +75,20 @@ class Reign:
         self.counts: Counter[str] = Counter()
 
     def engine(self, workers: int = 1, *, dies_in_a_copy: bool = False) -> EngineSession:
-        options = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": AT_A_TIME, "tensor_parallel_size": workers}
+        options = {
+            "dtype": "float32",
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": AT_A_TIME,
+            "tensor_parallel_size": workers,
+        }
         instruments = {"die_in_a_copy": COPY} if dies_in_a_copy else {}
         return EngineSession(
-            self._directory, self._model, layer_ids=LAYER_IDS, connector_options=self._options, instruments=instruments, **options
+            self._directory,
+            self._model,
+            layer_ids=LAYER_IDS,
+            connector_options=self._options,
+            instruments=instruments,
+            **options,
         )
 
     def add(self, session: EngineSession) -> Request:
@@ -87,7 +99,9 @@ class Reign:
         prompt = tokens(length, seed=self._luck.randrange(3))
         return session.add([*BEGINNING, *prompt] if self._luck.random() < 0.5 else prompt, sampling)
 
-    def serve_until_killed(self, session: EngineSession, *, one_worker: bool, in_a_copy: bool) -> Callable[[], object]:
+    def serve_until_killed(
+        self, session: EngineSession, *, one_worker: bool, in_a_copy: bool
+    ) -> Callable[[], object]:
         """Add and abort requests until SIGKILL comes, or the engine dies in a copy.
 
         Returns:
@@ -102,7 +116,13 @@ class Reign:
             else:
                 os.killpg(session.pid, signal.SIGKILL)
 
-        endless = session.add(tokens(40), {"max_tokens": 400, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
+        endless = session.add(
+            tokens(40),
+            {
+                "max_tokens": 400,
+                "extra_args": {"kv_transfer_params": {"include_output_tokens": True}},
+            },
+        )
         (path,) = session.paths(endless)
         while not path.with_name(path.name + LOCK_SUFFIX).exists():
             session.step()
@@ -114,11 +134,15 @@ class Reign:
         pool = ThreadPoolExecutor(1)
         waiting = pool.submit(_outcome, path)
         pool.shutdown(wait=False)
-        killer = threading.Timer(LATEST_COPY if in_a_copy else self._luck.random() * LONGEST_LIFE, kill)
+        killer = threading.Timer(
+            LATEST_COPY if in_a_copy else self._luck.random() * LONGEST_LIFE, kill
+        )
         killer.start()
         try:
             while True:
-                running = [request for request in session.requests.values() if request.ended is None]
+                running = [
+                    request for request in session.requests.values() if request.ended is None
+                ]
                 if len(running) < AT_A_TIME:
                     self.add(session)
                 elif self._luck.random() < 0.05:
@@ -135,7 +159,10 @@ class Reign:
     def check(self, session: EngineSession, *, killed: bool = True) -> None:
         """Check that every visible file is complete and right."""
         oracle = Oracle(self._reference, LAYER_IDS)
-        served = [Served(each.id, tuple(each.sequence()), each.begun, each.ended) for each in session.requests.values()]
+        served = [
+            Served(each.id, tuple(each.sequence()), each.begun, each.ended)
+            for each in session.requests.values()
+        ]
         problems = []
         for request in session.requests.values():
             (path,) = session.paths(request)
@@ -152,33 +179,53 @@ class Reign:
             wants_output = "extra_args" in request.sampling
             if not wants_output:
                 assert len(own) == len(request.prompt)
-            problems.append(oracle.verdict(path, Served(request.id, (*own, 0), request.begun, None), len(own), len(request.prompt), served))
+            problems.append(
+                oracle.verdict(
+                    path,
+                    Served(request.id, (*own, 0), request.begun, None),
+                    len(own),
+                    len(request.prompt),
+                    served,
+                )
+            )
         assert not any(problems), "\n".join(filter(None, problems))
         names = names_in(self.storage)
-        mine = {path.name for request in session.requests.values() for path in session.paths(request)}
+        mine = {
+            path.name for request in session.requests.values() for path in session.paths(request)
+        }
         self.counts["hidden"] += sum(name.startswith(".") for name in names)
         visible = self.seen()
-        assert {name.removesuffix(ERROR_SUFFIX) for name in visible - self.visible} <= mine, "files of no request"
+        assert {name.removesuffix(ERROR_SUFFIX) for name in visible - self.visible} <= mine, (
+            "files of no request"
+        )
         assert self.visible <= visible, "files of earlier engines are gone"
         self.visible = visible
 
     def seen(self) -> set[str]:
         """Return what consumers can open, as a file or in a shard, and error files."""
-        files = {name for name in names_in(self.storage) if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))}
+        files = {
+            name for name in names_in(self.storage) if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))
+        }
         members = set(shards_of(self.storage).members())
         assert not files & members
         return files | members
 
     def check_start(self, workers: int) -> None:
         """Check that a start removes what dead engines left, and keeps what consumers may read."""
-        names = {name for name in names_in(self.storage) if parse_shard_name(name) is None and name != SHARDS_MARK}
+        names = {
+            name
+            for name in names_in(self.storage)
+            if parse_shard_name(name) is None and name != SHARDS_MARK
+        }
         assert self.seen() == self.visible
         for name in names - self.visible:
             data = name.removesuffix(LOCK_SUFFIX)
             assert data != name, f"{name} is left"
             assert {data, data + ERROR_SUFFIX} & self.visible, f"{name} is left"
         assert members_of_sealed_tars(self.storage) == set(shards_of(self.storage).members())
-        assert len([name for name in os.listdir(self.storage) if token_of_workspace(name)]) == workers
+        assert (
+            len([name for name in os.listdir(self.storage) if token_of_workspace(name)]) == workers
+        )
 
 
 def _outcome(path: Path) -> object:
@@ -216,7 +263,10 @@ def holders_of_locks(storage: Path) -> list[int]:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"sink": "file"}, marks=pytest.mark.long), {"sink": "shard", "shard_bytes": SHARD_BYTES}],
+    [
+        pytest.param({"sink": "file"}, marks=pytest.mark.long),
+        {"sink": "shard", "shard_bytes": SHARD_BYTES},
+    ],
     ids=["files", "shards"],
 )
 def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
@@ -232,7 +282,9 @@ def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
         session = reign.engine(workers, dies_in_a_copy=in_a_copy)
         with session:
             reign.check_start(workers)
-            outcome_of_waiting = reign.serve_until_killed(session, one_worker=workers > 1, in_a_copy=in_a_copy)
+            outcome_of_waiting = reign.serve_until_killed(
+                session, one_worker=workers > 1, in_a_copy=in_a_copy
+            )
         assert isinstance(outcome_of_waiting(), HiddenStatesError)
         reign.check(session)
     with reign.engine() as session:
@@ -247,5 +299,7 @@ def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
     assert reign.counts["reused"] > 0
     assert reign.counts["hidden"] > 0, "no file was under way when an engine was killed"
     assert reign.counts["HiddenStates"] > 2 * kills
-    sealed_by = Counter(json.loads(path.read_text())["sealed_by"] for path in reign.storage.glob(f"hsx-*{MANIFEST}"))
+    sealed_by = Counter(
+        json.loads(path.read_text())["sealed_by"] for path in reign.storage.glob(f"hsx-*{MANIFEST}")
+    )
     assert set(sealed_by) == (set() if options["sink"] == "file" else {"server", "recovery"})

@@ -11,7 +11,11 @@ import httpx
 import pytest
 import torch
 from harness import tokens
-from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeIntegrityError, MooncakeStoreConfig
+from hs_connectors.mooncake_store import (
+    MooncakeHiddenStatesStore,
+    MooncakeIntegrityError,
+    MooncakeStoreConfig,
+)
 from hs_connectors.transfer import MooncakeTransfer
 from launch import START_SECONDS, tiny_server
 from mooncake_master import MooncakeMaster, require_mooncake
@@ -30,10 +34,27 @@ ARENA = 1 << 20  # four chunks: room for four small requests at a time
 CHOOSES = {"extra_args": {"kv_transfer_params": {"hidden_states_path": "chosen.safetensors"}}}
 
 
-def start(directory: Path, model: Path, master: MooncakeMaster, segment: int | str = "64MiB", patience: float = 30) -> EngineSession:
-    store = {"master_server_address": master.address, "global_segment_size": segment, "local_buffer_size": ARENA}
-    options = {"sink": "mooncake", "mooncake": store, "shared_storage_path": None, "storage_timeout_s": patience}
-    return EngineSession(directory, model, layer_ids=LAYER_IDS, dtype="float32", connector_options=options)
+def start(
+    directory: Path,
+    model: Path,
+    master: MooncakeMaster,
+    segment: int | str = "64MiB",
+    patience: float = 30,
+) -> EngineSession:
+    store = {
+        "master_server_address": master.address,
+        "global_segment_size": segment,
+        "local_buffer_size": ARENA,
+    }
+    options = {
+        "sink": "mooncake",
+        "mooncake": store,
+        "shared_storage_path": None,
+        "storage_timeout_s": patience,
+    }
+    return EngineSession(
+        directory, model, layer_ids=LAYER_IDS, dtype="float32", connector_options=options
+    )
 
 
 @contextmanager
@@ -52,7 +73,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 @pytest.fixture(scope="module")
-def session(master: MooncakeMaster, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSession]:
+def session(
+    master: MooncakeMaster, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineSession]:
     with start(tmp_path_factory.mktemp("engine"), float32_qwen3, master) as session:
         yield session
 
@@ -66,7 +89,11 @@ def reader(master: MooncakeMaster) -> Iterator[MooncakeReader]:
 @pytest.fixture(scope="module")
 def transfer(master: MooncakeMaster) -> Iterator[MooncakeTransfer]:
     """speculators' reader."""
-    transfer = MooncakeTransfer(MooncakeHiddenStatesStore(MooncakeStoreConfig("127.0.0.1", "P2PHANDSHAKE", master.address, 0, 16 << 20)))
+    transfer = MooncakeTransfer(
+        MooncakeHiddenStatesStore(
+            MooncakeStoreConfig("127.0.0.1", "P2PHANDSHAKE", master.address, 0, 16 << 20)
+        )
+    )
     transfer.setup()
     yield transfer
     transfer.store._store.close()
@@ -103,13 +130,19 @@ def test_rows_are_those_of_the_request_for_both_readers(
         expected = request.sequence()[:-1]
         states = reader.load(answer(request), 60)
         assert is_right(states._asdict(), expected, reference)
-        assert (states.layer_ids, states.num_prompt_tokens) == (list(LAYER_IDS), len(request.prompt))
+        assert (states.layer_ids, states.num_prompt_tokens) == (
+            list(LAYER_IDS),
+            len(request.prompt),
+        )
         assert states.metadata["request_id"] == request.internal_id
         theirs = transfer.get_generated(answer(request))
         assert theirs is not None
         assert is_right(theirs, expected, reference)
         reader.remove(answer(request))
-    assert [answer(each)["metadata"]["extract_mode"] for each in (prompts[0], with_output)] == ["prompt_only", "all"]
+    assert [answer(each)["metadata"]["extract_mode"] for each in (prompts[0], with_output)] == [
+        "prompt_only",
+        "all",
+    ]
     assert not session.storage.exists()
 
 
@@ -125,7 +158,9 @@ def test_an_aborted_request_leaves_nothing(session: EngineSession, reader: Moonc
 def test_a_request_that_finds_no_memory_fails_alone_and_both_readers_say_why(
     session: EngineSession, reader: MooncakeReader, transfer: MooncakeTransfer, reference: Reference
 ) -> None:
-    requests = [session.add(tokens(9, seed=seed), {"max_tokens": 5, **WITH_OUTPUT}) for seed in range(5)]
+    requests = [
+        session.add(tokens(9, seed=seed), {"max_tokens": 5, **WITH_OUTPUT}) for seed in range(5)
+    ]
     session.settle()
     reason = r"mooncake\.local_buffer_size=1048576"
     failed = [request for request in requests if "hidden_states_error" in answer(request)]
@@ -138,19 +173,30 @@ def test_a_request_that_finds_no_memory_fails_alone_and_both_readers_say_why(
             with pytest.raises(MooncakeIntegrityError, match=reason):
                 transfer.get_generated(answer(request))
         else:
-            assert is_right(reader.load(answer(request), 60)._asdict(), request.sequence()[:-1], reference)
+            assert is_right(
+                reader.load(answer(request), 60)._asdict(), request.sequence()[:-1], reference
+            )
 
 
 def test_a_path_is_refused_for_there_are_no_files(session: EngineSession) -> None:
     request = session.add(tokens(5), {"max_tokens": 1, **CHOOSES})
     session.settle()
-    assert "this server makes no files: it puts hidden states into a Mooncake store" in answer(request)["hidden_states_error"]
+    assert (
+        "this server makes no files: it puts hidden states into a Mooncake store"
+        in answer(request)["hidden_states_error"]
+    )
     assert len(request.tokens) == 1
 
 
-def test_what_is_under_way_when_the_server_stops_says_so(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_what_is_under_way_when_the_server_stops_says_so(
+    float32_qwen3: Path, tmp_path: Path
+) -> None:
     require_mooncake()
-    with MooncakeMaster(tmp_path) as own, holding_memory(own), MooncakeReader(own.address) as reader:
+    with (
+        MooncakeMaster(tmp_path) as own,
+        holding_memory(own),
+        MooncakeReader(own.address) as reader,
+    ):
         # The server gives the store no memory: its last words are kept by somebody who stays.
         with start(tmp_path / "engine", float32_qwen3, own, segment=0) as session:
             under_way = session.add(tokens(30), {"max_tokens": 50, **WITH_OUTPUT})
@@ -163,7 +209,10 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
     float32_qwen3: Path, tmp_path: Path, reference: Reference
 ) -> None:
     require_mooncake()
-    with MooncakeMaster(tmp_path) as own, start(tmp_path / "engine", float32_qwen3, own, patience=1) as session:
+    with (
+        MooncakeMaster(tmp_path) as own,
+        start(tmp_path / "engine", float32_qwen3, own, patience=1) as session,
+    ):
         own.pause()
         held_up = session.add(tokens(9), {"max_tokens": 2})
         session.drain()
@@ -178,7 +227,10 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
         session.settle()
         assert (len(under_way.tokens), len(later.tokens)) == (4, 2)
         # Whichever is noticed first: a broken connection, or a second without an answer.
-        reasons = "mooncake_master does not answer: see that it runs", "the storage did not answer for 1 s"
+        reasons = (
+            "mooncake_master does not answer: see that it runs",
+            "the storage did not answer for 1 s",
+        )
         assert any(reason in answer(later)["hidden_states_error"] for reason in reasons)
         # Restarted on the same port; servers rejoin, with their memory, within seconds.
         with own, MooncakeReader(own.address) as reader:
@@ -186,7 +238,9 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
                 request = session.add(tokens(7), {"max_tokens": 1})
                 session.settle()
                 with suppress(HiddenStatesError, TimeoutError):
-                    assert is_right(reader.load(answer(request), 1)._asdict(), request.prompt, reference)
+                    assert is_right(
+                        reader.load(answer(request), 1)._asdict(), request.prompt, reference
+                    )
                     break
             else:
                 raise AssertionError(f"the server has not joined the new master: {answer(request)}")
@@ -196,16 +250,31 @@ def test_over_http_the_answer_leads_to_the_rows_whichever_rank_has_them(
     tiny_minimax_m2: Path, master: MooncakeMaster, reader: MooncakeReader, tmp_path: Path
 ) -> None:
     """TP=2: each worker has a part of the store, and some of the requests."""
-    store = {"master_server_address": master.address, "global_segment_size": "64MiB", "local_buffer_size": "4MiB"}
+    store = {
+        "master_server_address": master.address,
+        "global_segment_size": "64MiB",
+        "local_buffer_size": "4MiB",
+    }
     connector = {"sink": "mooncake", "mooncake": store, "shared_storage_path": None}
     options = {"tensor_parallel": 2, "connector": connector}
     with tiny_server(tmp_path, tiny_minimax_m2, LAYER_IDS, **options) as server:
         server.wait_ready(START_SECONDS)
         for length in (5, 40, 130, 3):
             prompt = tokens(length)
-            body = {"model": str(tiny_minimax_m2), "prompt": prompt, "max_tokens": 2, "temperature": 0}
-            response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+            body = {
+                "model": str(tiny_minimax_m2),
+                "prompt": prompt,
+                "max_tokens": 2,
+                "temperature": 0,
+            }
+            response = (
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+                .raise_for_status()
+                .json()
+            )
             states = reader.load(response["kv_transfer_params"], 60)
             assert states.token_ids.tolist() == prompt
-            comparison = compare(states.hidden_states, reference_hidden_states(tiny_minimax_m2, prompt, LAYER_IDS))
+            comparison = compare(
+                states.hidden_states, reference_hidden_states(tiny_minimax_m2, prompt, LAYER_IDS)
+            )
             assert comparison.matches, comparison

@@ -32,7 +32,9 @@ LAYER_IDS = (4, 1, 3)
 STOP_SECONDS = 150
 ROW_BYTES = len(LAYER_IDS) * 256 * 2
 HELD = (40, 50, 70)  # tokens of the prompts whose rows the storage takes late
-LATE_ROWS = 20  # of a write that it takes late: a staging slot has 32, and all other prompts have fewer
+LATE_ROWS = (
+    20  # of a write that it takes late: a staging slot has 32, and all other prompts have fewer
+)
 EXECUTOR_SECONDS = 8  # after which vLLM's executor kills its workers
 
 
@@ -53,7 +55,11 @@ def held_prompts(server: Server, model: Path) -> dict[Path, list[int]]:
     found = {}
     for length in HELD:
         body = {"model": str(model), "prompt": tokens(length), "max_tokens": 1, "temperature": 0}
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        response = (
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+            .raise_for_status()
+            .json()
+        )
         found[Path(response["kv_transfer_params"]["hidden_states_path"])] = tokens(length)
     assert not any(path.exists() for path in found)
     return found
@@ -72,8 +78,18 @@ class Stream:
     def __init__(self, server: Server, model: Path, prompt: Sequence[int], max_tokens: int) -> None:
         self.id, self.tokens, self.finish_reason = "", list(prompt), None
         self.error: dict[str, Any] | None = None
-        self._body = {"model": str(model), "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        self._body |= {"stream": True, "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
+        self._body = {
+            "model": str(model),
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        self._body |= {
+            "stream": True,
+            "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": True},
+        }
         self._url = f"{server.url}/v1/completions"
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run)
@@ -83,7 +99,9 @@ class Stream:
     def wait_for_tokens(self, number: int) -> None:
         """Wait until the prompt and the generated tokens are `number` together."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.tokens) >= number or not self._thread.is_alive(), 120)
+            self._changed.wait_for(
+                lambda: len(self.tokens) >= number or not self._thread.is_alive(), 120
+            )
         assert len(self.tokens) >= number, (self.finish_reason, self.error)
 
     def _run(self) -> None:
@@ -125,13 +143,25 @@ class Answer:
     def __init__(self, server: Server, model: Path, endpoint: str, storage: Path) -> None:
         self.status: int | None = None
         self.body: dict[str, Any] = {}
-        said = {"messages": [{"role": "user", "content": "Go on."}]} if "chat" in endpoint else {"prompt": tokens(13)}
-        self._request = {"model": str(model), "max_tokens": 3500, "temperature": 0, "ignore_eos": True, **said}
+        said = (
+            {"messages": [{"role": "user", "content": "Go on."}]}
+            if "chat" in endpoint
+            else {"prompt": tokens(13)}
+        )
+        self._request = {
+            "model": str(model),
+            "max_tokens": 3500,
+            "temperature": 0,
+            "ignore_eos": True,
+            **said,
+        }
         self._request["kv_transfer_params"] = {"include_output_tokens": True}
         self._url = f"{server.url}/v1/{endpoint}"
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self.path = self._wait_for_file(storage, f"{'chatcmpl' if 'chat' in endpoint else 'cmpl'}-unanswered")
+        self.path = self._wait_for_file(
+            storage, f"{'chatcmpl' if 'chat' in endpoint else 'cmpl'}-unanswered"
+        )
 
     def _wait_for_file(self, storage: Path, response_id: str) -> Path:
         deadline = time.monotonic() + 120
@@ -143,7 +173,12 @@ class Answer:
 
     def _run(self) -> None:
         with suppress(httpx.RemoteProtocolError, httpx.ReadError):
-            response = httpx.post(self._url, json=self._request, headers={"X-Request-Id": "unanswered"}, timeout=STOP_SECONDS)
+            response = httpx.post(
+                self._url,
+                json=self._request,
+                headers={"X-Request-Id": "unanswered"},
+                timeout=STOP_SECONDS,
+            )
             self.status = response.status_code
             with suppress(ValueError):  # an HTTP 500 of the web framework itself is text
                 self.body = response.json()
@@ -155,7 +190,12 @@ class Answer:
 
 def send_until_it_stops(server: Server, model: Path) -> None:
     """Send requests over one connection; an unanswered one would keep the server alive."""
-    body = {"model": str(model), "prompt": tokens(13), "max_tokens": 1, "kv_transfer_params": {"hidden_states": False}}
+    body = {
+        "model": str(model),
+        "prompt": tokens(13),
+        "max_tokens": 1,
+        "kv_transfer_params": {"hidden_states": False},
+    }
     with httpx.Client(timeout=None) as client, suppress(httpx.TransportError):
         while client.post(f"{server.url}/v1/completions", json=body).status_code == 200:
             pass
@@ -167,14 +207,18 @@ def wait_for_the_end(server: Server) -> None:
     try:
         assert server.process.wait(STOP_SECONDS) == 0, server.log_tail()
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"processes {group_members(server.process.pid)} run on:\n{server.log_tail()}") from None
+        raise AssertionError(
+            f"processes {group_members(server.process.pid)} run on:\n{server.log_tail()}"
+        ) from None
     deadline = time.monotonic() + 30
     while left := group_members(server.process.pid):
         assert time.monotonic() < deadline, left
         wait_for_ends(left, deadline - time.monotonic())
 
 
-def assert_they_are_right(found: dict[Path, list[int]], model: Path, layer_ids: Sequence[int] = LAYER_IDS) -> None:
+def assert_they_are_right(
+    found: dict[Path, list[int]], model: Path, layer_ids: Sequence[int] = LAYER_IDS
+) -> None:
     for path, prompt in found.items():
         vllm_ascend_hsx.load(path, timeout=0)  # the lock is free
         comparison = compare_file(path, model, prompt, layer_ids)
@@ -220,7 +264,10 @@ def test_sigterm_to_a_server_with_several_engines(
         held = held_prompts(server, tiny_minimax_m2)
         short = Stream(server, tiny_minimax_m2, tokens(11), 4)
         storage = tmp_path / "hidden_states"
-        unanswered = [Answer(server, tiny_minimax_m2, each, storage) for each in ("completions", "chat/completions")]
+        unanswered = [
+            Answer(server, tiny_minimax_m2, each, storage)
+            for each in ("completions", "chat/completions")
+        ]
         assert server.process is not None
         server.process.send_signal(signal.SIGTERM)
         wait_for_the_end(server)
@@ -251,12 +298,17 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         held = held_prompts(server, tiny_qwen3)
         storage = tmp_path / "hidden_states"
         unanswered = Answer(server, tiny_qwen3, "completions", storage)
-        busy = [threading.Thread(target=send_until_it_stops, args=(server, tiny_qwen3)) for _ in range(6)]
+        busy = [
+            threading.Thread(target=send_until_it_stops, args=(server, tiny_qwen3))
+            for _ in range(6)
+        ]
         for thread in busy:
             thread.start()
         assert server.process is not None
         # It reaches some processes earlier than others.
-        for worker in set(re.findall(r"Worker_TP\d pid=(\d+)", server.log.read_text(errors="replace"))):
+        for worker in set(
+            re.findall(r"Worker_TP\d pid=(\d+)", server.log.read_text(errors="replace"))
+        ):
             os.kill(int(worker), signal.SIGINT)
         long.wait_for_tokens(len(long.tokens) + 20)
         os.killpg(server.process.pid, signal.SIGINT)
@@ -287,10 +339,18 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
 def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:
     """An engine in its user's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) is not shut down."""
     options = {"num_writer_threads": 8, "drain_timeout_s": 60}
-    session = EngineSession(tmp_path, tiny_qwen3, layer_ids=LAYER_IDS, instruments=slow(1), connector_options=options)
+    session = EngineSession(
+        tmp_path, tiny_qwen3, layer_ids=LAYER_IDS, instruments=slow(1), connector_options=options
+    )
     session.__enter__()
     try:
-        long = session.add(tokens(9), {"max_tokens": 400, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
+        long = session.add(
+            tokens(9),
+            {
+                "max_tokens": 400,
+                "extra_args": {"kv_transfer_params": {"include_output_tokens": True}},
+            },
+        )
         held = [session.add(tokens(length), {"max_tokens": 1}) for length in HELD]
         while not all(request.finished for request in held):
             session.step()

@@ -22,7 +22,9 @@ OPTS_OUT = {"hidden_states": False}
 
 
 @pytest.fixture(scope="module", params=["wait", "fail"])
-def stage(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(
+    request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stage]:
     with EngineSession(
         tmp_path_factory.mktemp("slow"),
         float32_qwen3,
@@ -42,8 +44,12 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
     admitted = stage.add(tokens(60), name="admitted")  # more than the ring holds
-    held = stage.add(tokens(20, seed=1), name="held", expect="prompt" if stage.param == "wait" else "failed")
-    beside = stage.add(tokens(20, seed=2), name="beside", params=OPTS_OUT, expect="nothing", max_tokens=5)
+    held = stage.add(
+        tokens(20, seed=1), name="held", expect="prompt" if stage.param == "wait" else "failed"
+    )
+    beside = stage.add(
+        tokens(20, seed=2), name="beside", params=OPTS_OUT, expect="nothing", max_tokens=5
+    )
     before = len(plain.tokens)
     stage.step(40)
     assert len(plain.tokens) >= before + 38
@@ -54,9 +60,13 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
         deadline = time.monotonic() + 60
         while not held.finished and time.monotonic() < deadline:
             if plain.finished:
-                plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
+                plain = stage.add(
+                    tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120
+                )
             stage.step()
-        assert held.kv_transfer_params["hidden_states_error"] == "the storage did not answer for 2 s"
+        assert (
+            held.kv_transfer_params["hidden_states_error"] == "the storage did not answer for 2 s"
+        )
     else:
         assert not held.finished
     stage.session.call("release_writes")
@@ -74,7 +84,9 @@ def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stag
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
-    large = stage.add(tokens(5 * CHUNK), name="large", expect="prompt" if stage.param == "wait" else "failed")
+    large = stage.add(
+        tokens(5 * CHUNK), name="large", expect="prompt" if stage.param == "wait" else "failed"
+    )
     if stage.param == "wait":
         stage.session.call("release_writes_when_a_step_waits")
     before = len(plain.tokens)
@@ -107,7 +119,9 @@ def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) 
     stage.check()
 
 
-def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(stage: Stage) -> None:
+def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(
+    stage: Stage,
+) -> None:
     """As with a FUSE server that is stopped, or an NFS server that has gone."""
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
@@ -116,7 +130,9 @@ def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refus
         refused = stage.add(tokens(20, seed=number), name=f"refused {number}", expect="failed")
         step_until_finished(stage, refused)
         reason = refused.kv_transfer_params["hidden_states_error"]
-        assert reason == "the storage did not answer for 1 s" or (stage.param == "fail" and "slow_storage is 'fail'" in reason)
+        assert reason == "the storage did not answer for 1 s" or (
+            stage.param == "fail" and "slow_storage is 'fail'" in reason
+        )
     before = len(plain.tokens)
     stage.step(20)
     assert len(plain.tokens) >= before + 18

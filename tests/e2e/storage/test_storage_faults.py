@@ -26,7 +26,11 @@ CHUNK, BLOCK = 64, 128
 
 @pytest.fixture(scope="module")
 def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "layer_ids": LAYER_IDS, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": CHUNK,
+        "layer_ids": LAYER_IDS,
+        "dtype": "float32",
+    }
     with EngineSession(tmp_path_factory.mktemp("faults"), float32_qwen3, **options) as session:
         yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
 
@@ -56,26 +60,40 @@ def pattern(name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("prompt", [3, CHUNK])
-def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_opened(stage: Stage, prompt: int) -> None:
+def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_opened(
+    stage: Stage, prompt: int
+) -> None:
     victim = stage.add(tokens(prompt), name="victim", expect="failed")
     (path,) = stage.session.paths(victim)
-    stage.session.call("inject", [{"call": "flock", "errno": "ENOLCK", "name": pattern(path.name, "lock")}])
+    stage.session.call(
+        "inject", [{"call": "flock", "errno": "ENOLCK", "name": pattern(path.name, "lock")}]
+    )
     stage.drain()
     assert stage.session.call("inject", [])
     assert "ENOLCK" in victim.kv_transfer_params["hidden_states_error"]
     stage.check()
 
 
-@pytest.mark.parametrize(("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS])
-def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str, call: str, errno: str, early: bool) -> None:
-    prompt = tokens(150, seed=FAULTS.index((kind, call, errno, early)))  # no other request has rows of it
+@pytest.mark.parametrize(
+    ("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS]
+)
+def test_a_fault_of_the_storage_fails_its_request_alone(
+    stage: Stage, kind: str, call: str, errno: str, early: bool
+) -> None:
+    prompt = tokens(
+        150, seed=FAULTS.index((kind, call, errno, early))
+    )  # no other request has rows of it
     victim = stage.add(prompt, name="victim", expect="failed")
     other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
-    unaware = stage.add(tokens(20, seed=2), name="unaware", params={"hidden_states": False}, expect="nothing")
+    unaware = stage.add(
+        tokens(20, seed=2), name="unaware", params={"hidden_states": False}, expect="nothing"
+    )
     (path,) = stage.session.paths(victim)
     stage.session.call("inject", [{"call": call, "errno": errno, "name": pattern(path.name, kind)}])
     stage.step()
-    stage.session.call("catch_up")  # the first rows' write has met the fault before the last rows are computed
+    stage.session.call(
+        "catch_up"
+    )  # the first rows' write has met the fault before the last rows are computed
     stage.session.settle()
     assert stage.session.call("inject", [])
     with pytest.raises(HiddenStatesError, match=errno):
@@ -91,7 +109,9 @@ def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str,
 
 
 @pytest.mark.parametrize("how", ["an error", "truncated by a consumer"])
-def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_computes(stage: Stage, how: str) -> None:
+def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_computes(
+    stage: Stage, how: str
+) -> None:
     prompt = tokens(BLOCK + 20, seed=len(how))
     source = stage.add(prompt, name="source")
     stage.check()
@@ -99,7 +119,10 @@ def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_co
     other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
     (path,) = stage.session.paths(victim)
     if how == "an error":
-        stage.session.call("inject", [{"call": "copy_file_range", "errno": "EIO", "name": pattern(path.name, "data")}])
+        stage.session.call(
+            "inject",
+            [{"call": "copy_file_range", "errno": "EIO", "name": pattern(path.name, "data")}],
+        )
     else:
         os.truncate(*stage.session.paths(source), BLOCK * ROW_BYTES)
     stage.step()
@@ -107,22 +130,36 @@ def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_co
     stage.session.settle()
     assert bool(stage.session.call("inject", [])) == (how == "an error")
     reason = "EIO" if how == "an error" else "the file was changed: it ends at byte"
-    with pytest.raises(HiddenStatesError, match=rf"rows \[0, 128\) could not be copied from the request that has them: .*{reason}"):
+    with pytest.raises(
+        HiddenStatesError,
+        match=rf"rows \[0, 128\) could not be copied from the request that has them: .*{reason}",
+    ):
         load(path, 10)
     assert reason in (victim.kv_transfer_params or {})["hidden_states_error"]
     again = stage.add([*prompt, *tokens(70)], name="again")
     stage.check()
     once_more = stage.add([*prompt, *tokens(70)], name="once-more")
     stage.check()
-    assert (other.finished, victim.reused, again.reused, once_more.reused) == (True, BLOCK, 0, BLOCK)
+    assert (other.finished, victim.reused, again.reused, once_more.reused) == (
+        True,
+        BLOCK,
+        0,
+        BLOCK,
+    )
 
 
 def test_many_faults_at_once_leave_the_others_right(stage: Stage) -> None:
-    victims = [stage.add(tokens(30 + index, seed=index), name=f"victim{index}", expect="failed") for index in range(6)]
+    victims = [
+        stage.add(tokens(30 + index, seed=index), name=f"victim{index}", expect="failed")
+        for index in range(6)
+    ]
     for index in range(6):
         stage.add(tokens(40 + index, seed=10 + index), name=f"other{index}")
     names = [stage.session.paths(victim)[0].name for victim in victims]
-    stage.session.call("inject", [{"call": "pwrite", "errno": "EIO", "name": pattern(name, "data")} for name in names])
+    stage.session.call(
+        "inject",
+        [{"call": "pwrite", "errno": "EIO", "name": pattern(name, "data")} for name in names],
+    )
     stage.session.settle()  # the last rows are written after the last answer
     assert len(stage.session.call("inject", [])) >= len(victims)
     stage.check()
@@ -138,13 +175,17 @@ def remove(directory: Path) -> None:
                 raise
 
 
-def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_again_when_it_is_back(stage: Stage) -> None:
+def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_again_when_it_is_back(
+    stage: Stage,
+) -> None:
     stage.clear()
     under_way = stage.add(tokens(150), name="under-way", expect="nothing")
     stage.step()
     remove(stage.session.storage)
     during = stage.add(tokens(30), name="during", expect="nothing")
-    plain = stage.add(tokens(20), name="plain", params={"hidden_states": False}, expect="nothing", max_tokens=5)
+    plain = stage.add(
+        tokens(20), name="plain", params={"hidden_states": False}, expect="nothing", max_tokens=5
+    )
     stage.session.settle()
     assert under_way.finished
     assert plain.finished
@@ -158,12 +199,16 @@ def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_a
 
 
 @pytest.mark.parametrize("how", ["a new directory", "a link to another one"])
-def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_one(stage: Stage, how: str) -> None:
+def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_one(
+    stage: Stage, how: str
+) -> None:
     """As log rotation does, or a changed symbolic link."""
     stage.clear()
     storage = stage.session.storage
     params = {"include_output_tokens": True}
-    under_way = stage.add(tokens(100), name="under-way", params=params, expect="nothing", max_tokens=60)
+    under_way = stage.add(
+        tokens(100), name="under-way", params=params, expect="nothing", max_tokens=60
+    )
     (path,) = stage.session.paths(under_way)
     stage.until_mid_decode(under_way)
     former = storage.rename(storage.with_name(f"former, {how}"))
@@ -180,7 +225,10 @@ def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_
     stage.settle_in()
     stage.check()
     assert "hidden_states_error" not in after.kv_transfer_params
-    with pytest.raises(HiddenStatesError, match="was moved or replaced before all rows were written; send the request again"):
+    with pytest.raises(
+        HiddenStatesError,
+        match="was moved or replaced before all rows were written; send the request again",
+    ):
         load(former / path.name, 10)
     left = {each.name for each in former.iterdir() if each.suffix != ".lock"}
     assert left == {f"{path.name}.error"}, "nothing but the reason"

@@ -26,7 +26,12 @@ def test_the_first_extracted_requests_take_no_memory_and_launch_nothing_new(tmp_
     with EngineSession(tmp_path, model, environ={"TASK_QUEUE_ENABLE": "2"}, **options) as session:
         stage = Stage(session, Reference(model, LAYERS, torch.bfloat16))
         for seed in range(PROMPTS):
-            stage.add(tokens(PROMPT, seed=seed), expect="nothing", params={"hidden_states": False}, max_tokens=2)
+            stage.add(
+                tokens(PROMPT, seed=seed),
+                expect="nothing",
+                params={"hidden_states": False},
+                max_tokens=2,
+            )
         session.settle()
         before = session.call("device_use")
         for seed in range(PROMPTS):

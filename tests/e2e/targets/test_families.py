@@ -38,17 +38,28 @@ SCRIPT: list[list[Any]] = [
     ["add", "copied", LONG + tokens(9), {"max_tokens": 1}],
     ["drain"],
 ]
-ON_RANKS = [action for action in SCRIPT if action != ["settle"]]  # an engine in one process can settle
+ON_RANKS = [
+    action for action in SCRIPT if action != ["settle"]
+]  # an engine in one process can settle
 REQUESTS = [action[1] for action in SCRIPT if action[0] == "add"]
 SHORT = 2  # families of a short run
 
 
 def families(experts: bool) -> list[Any]:
     """Return the families of this release; all but a few of each day are `long`."""
-    names = [name for name, each in FAMILIES.items() if installed_is(each.versions) and each.experts >= experts]
+    names = [
+        name
+        for name, each in FAMILIES.items()
+        if installed_is(each.versions) and each.experts >= experts
+    ]
     first = datetime.date.today().toordinal() * SHORT % len(names)
-    short = {names[(first + place) % len(names)] for place in range(SHORT)} if not experts else set()
-    return [pytest.param(FAMILIES[name], id=name, marks=() if name in short else pytest.mark.long) for name in names]
+    short = (
+        {names[(first + place) % len(names)] for place in range(SHORT)} if not experts else set()
+    )
+    return [
+        pytest.param(FAMILIES[name], id=name, marks=() if name in short else pytest.mark.long)
+        for name in names
+    ]
 
 
 def serve(directory: Path, family: Family, script: list[list[Any]], **options: Any) -> Run:
@@ -75,7 +86,9 @@ def test_rows_of_a_family_are_those_of_transformers(family: Family, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", families(experts=True))
-def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(family: Family, tmp_path: Path) -> None:
+def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(
+    family: Family, tmp_path: Path
+) -> None:
     run = serve(
         tmp_path,
         family,
@@ -84,7 +97,10 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
         enable_expert_parallel=True,
         environ=ENVIRON,
         enforce_eager=False,
-        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+        compilation_config={
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4],
+        },
         additional_config=COMPILER,
     )
     check(run)
@@ -92,7 +108,9 @@ def test_rows_are_right_with_tensor_and_expert_parallelism_and_full_graphs(famil
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["GLM-4.x", "Mixtral", "GLM-4.7-Flash"])
-def test_rows_that_we_collect_are_right_with_sequence_parallelism(name: str, tmp_path: Path) -> None:
+def test_rows_that_we_collect_are_right_with_sequence_parallelism(
+    name: str, tmp_path: Path
+) -> None:
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "environ": FLASHCOMM}
     run = serve(tmp_path, FAMILIES[name], ON_RANKS, **options)
     check(run)
@@ -104,5 +122,9 @@ def test_each_family_is_among_the_targets_that_doctor_and_documentation_call_sho
 
 def test_families_without_the_interface_of_vllm_are_collected_by_us() -> None:
     # Otherwise the rows above would say nothing of our collector.
-    ours = [each.architecture for each in FAMILIES.values() if recorded_architectures().collected.get(each.architecture) is Collection.OURS]
+    ours = [
+        each.architecture
+        for each in FAMILIES.values()
+        if recorded_architectures().collected.get(each.architecture) is Collection.OURS
+    ]
     assert len(ours) >= (8 if installed_is(">=0.30") else 12)

@@ -23,7 +23,11 @@ from releases import only_with
 from session import WITH_OUTPUT
 from stage import Stage, Stages
 from tiny_hybrid import build_qwen3_5, build_qwen3_5_moe, build_qwen3_next, regret
-from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
+from tiny_model_claims import (
+    TOLERANCE,
+    assert_experts_are_chosen_evenly_and_alike,
+    assert_rows_lie_apart,
+)
 
 from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
 
@@ -60,18 +64,39 @@ _DENSE_FLAGS = ("--no-enable-expert-parallel", "--language-model-only")
 TARGETS = {
     # vllm 0.23.0 registers the form with a vision tower. With sequence parallelism vllm-ascend
     # gives it embeddings (ops/linear_op.py:470): without the tower it does not start.
-    "qwen3_5_moe": Target(build_qwen3_5_moe, {"language_model_only": True}, ("--language-model-only",), "language_model.model", False),
-    "qwen3_5": Target(build_qwen3_5, {"language_model_only": True}, _DENSE_FLAGS, "language_model.model", False, experts=False),
+    "qwen3_5_moe": Target(
+        build_qwen3_5_moe,
+        {"language_model_only": True},
+        ("--language-model-only",),
+        "language_model.model",
+        False,
+    ),
+    "qwen3_5": Target(
+        build_qwen3_5,
+        {"language_model_only": True},
+        _DENSE_FLAGS,
+        "language_model.model",
+        False,
+        experts=False,
+    ),
     "qwen3_next": Target(build_qwen3_next, {}, (), "model", True),
 }
 # With aligned states a chunk is a block, and waits for a step with room for a whole one.
 STEP = BLOCK + 64
 ENGINES: dict[str, dict[str, Any]] = {
     "align": {"max_num_batched_tokens": STEP},
-    "none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "async_scheduling": False},
+    "none": {
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+    },
     # 16 blocks; per 128 tokens a request takes one for its keys and three for its states.
     "tiny-align": {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 17},
-    "tiny-none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "num_gpu_blocks_override": 17},
+    "tiny-none": {
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 17,
+    },
 }
 MODES = {"align": "align", "none": "none", "tiny-align": "align", "tiny-none": "none"}
 
@@ -82,7 +107,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: target.build(directory / name) for name, target in TARGETS.items()}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5", "qwen3_next"))])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_5_moe",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5", "qwen3_next")),
+    ],
+)
 def target(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -99,7 +130,12 @@ def prompts_of_several_blocks(stage: Stage) -> None:
 def preempted_while_they_decode(stage: Stage) -> None:
     """Their states are lost, and computed again from the first token on."""
     before = len(stage.session.preemptions)
-    added = [stage.add(tokens(120 + index), name=f"decoding-{index}", expect="output", max_tokens=40 + index) for index in range(5)]
+    added = [
+        stage.add(
+            tokens(120 + index), name=f"decoding-{index}", expect="output", max_tokens=40 + index
+        )
+        for index in range(5)
+    ]
     stage.drain()
     assert any(phase == "decode" for _, phase in scenarios.phases(stage, before))
     assert [len(each.tokens) for each in added] == [40 + index for index in range(5)]
@@ -151,16 +187,30 @@ def references(models: dict[str, Path]) -> dict[str, Reference]:
 
 def cases() -> Iterator[Any]:
     """Return cases in an order that starts each engine once."""
-    for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_5", OF_THE_OTHERS), ("qwen3_next", OF_THE_OTHERS)):
+    for name, played_on in (
+        ("qwen3_5_moe", SCENARIOS),
+        ("qwen3_5", OF_THE_OTHERS),
+        ("qwen3_next", OF_THE_OTHERS),
+    ):
         for engine, played in played_on.items():
             for play in played:
-                marks = pytest.mark.long if name != "qwen3_5_moe" or engine in ("none", "tiny-none") else ()
-                yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}", marks=marks)
+                marks = (
+                    pytest.mark.long
+                    if name != "qwen3_5_moe" or engine in ("none", "tiny-none")
+                    else ()
+                )
+                yield pytest.param(
+                    name, engine, play, id=f"{name}-{engine}-{play.__name__}", marks=marks
+                )
 
 
 @pytest.mark.parametrize(("name", "engine", "play"), cases())
 def test_files_are_right_when(
-    stages: Stages, references: dict[str, Reference], name: str, engine: str, play: Callable[[Stage], None]
+    stages: Stages,
+    references: dict[str, Reference],
+    name: str,
+    engine: str,
+    play: Callable[[Stage], None],
 ) -> None:
     options = {"layer_ids": LAYER_IDS, **TARGETS[name].engine, **ENGINES[engine]}
     stage = stages.get(f"{name}-{engine}", references[name], **options)
@@ -196,15 +246,21 @@ GENERATING = [
 ]
 
 
-def test_kv_cache_and_text_are_those_of_a_server_without_extraction(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_kv_cache_and_text_are_those_of_a_server_without_extraction(
+    target: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     options = {"max_num_batched_tokens": STEP, "layer_ids": LAYER_IDS, **TARGETS[target].engine}
     without = run_engine(tmp_path / "without", models[target], GENERATING, extract=False, **options)
-    extracting = run_engine(tmp_path / "with", models[target], [with_output(action) for action in GENERATING], **options)
+    extracting = run_engine(
+        tmp_path / "with", models[target], [with_output(action) for action in GENERATING], **options
+    )
     assert without.error is None, without.error
     assert extracting.error is None, extracting.error
     assert extracting.texts == without.texts
     assert extracting.result["kv_groups"] == without.result["kv_groups"]
-    assert extracting.result["hybrid_kv_cache_manager"] and without.result["hybrid_kv_cache_manager"]
+    assert (
+        extracting.result["hybrid_kv_cache_manager"] and without.result["hybrid_kv_cache_manager"]
+    )
     block_bytes = without.result["kv_bytes"] // without.result["num_gpu_blocks"]
     assert extracting.result["kv_bytes"] == extracting.result["num_gpu_blocks"] * block_bytes
     slots, hidden, itemsize = 2, 256, 2
@@ -214,7 +270,9 @@ def test_kv_cache_and_text_are_those_of_a_server_without_extraction(target: str,
     assert 0 <= taken <= staging + staging // slots + (4 << 20)
 
 
-def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_are_right_with_tensor_and_expert_parallelism(
+    target: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     lengths = (1, 7, BLOCK + 1, 2 * BLOCK + 40)
     script = [
         ["add", "decoding", tokens(10), {"max_tokens": 8}],
@@ -239,7 +297,9 @@ def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: 
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
-def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_are_right_with_data_and_tensor_parallelism_over_http(
+    target: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     model = models[target]
     options = {"extra": TARGETS[target].flags, "environ": TARGETS[target].environ}
     options |= {"data_parallel": 2, "tensor_parallel": 2, "max_num_batched_tokens": STEP}
@@ -247,25 +307,39 @@ def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, 
         server.wait_ready(START_SECONDS)
 
         def complete(prompt: list[int], **body: Any) -> Any:
-            common = {"model": str(model), "prompt": prompt, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
-            answer = httpx.post(f"{server.url}/v1/completions", json={**common, **body}, timeout=120)
+            common = {
+                "model": str(model),
+                "prompt": prompt,
+                "temperature": 0,
+                "return_token_ids": True,
+                "ignore_eos": True,
+            }
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json={**common, **body}, timeout=120
+            )
             answer.raise_for_status()
             return answer.json()
 
         generating = {"max_tokens": 9, "kv_transfer_params": {"include_output_tokens": True}}
-        jobs = [(tokens(length), {"max_tokens": 1}) for length in (1, 7, 64, BLOCK + 1, 2 * BLOCK + 40)]
+        jobs = [
+            (tokens(length), {"max_tokens": 1}) for length in (1, 7, 64, BLOCK + 1, 2 * BLOCK + 40)
+        ]
         jobs += [(tokens(length, seed=2), generating) for length in (9, BLOCK - 4)]
         try:
             alone = tokens(201)  # while the other DP rank is idle
             found = [(alone, complete(alone, max_tokens=1))]
             with ThreadPoolExecutor(len(jobs)) as pool:
                 answers = pool.map(lambda job: complete(job[0], **job[1]), jobs)
-                found += [(prompt, answer) for (prompt, _), answer in zip(jobs, answers, strict=True)]
+                found += [
+                    (prompt, answer) for (prompt, _), answer in zip(jobs, answers, strict=True)
+                ]
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
         for prompt, answer in found:
             rows = prompt + answer["choices"][0]["token_ids"][:-1]
-            comparison = compare_file(Path(answer["kv_transfer_params"]["hidden_states_path"]), model, rows, LAYER_IDS)
+            comparison = compare_file(
+                Path(answer["kv_transfer_params"]["hidden_states_path"]), model, rows, LAYER_IDS
+            )
             assert comparison.matches, f"{len(prompt)} tokens: {comparison}"
 
 
@@ -282,17 +356,30 @@ FEW_BLOCKS = {
 
 @pytest.mark.long
 @only_with("<0.26", "hidden states have blocks of their own")
-def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
+def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     """Its rows go to blocks of the first group, where other groups keep their states and keys.
 
     A request that decodes while prompts arrive continues with overwritten states.
     """
     model, options = models["qwen3_5_moe"], {**TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS}
-    broken = run_engine(tmp_path / "upstream", model, [["real_events"], *GENERATING], ours=False, late=False, **options)
-    right = run_engine(tmp_path / "ours", model, [with_output(action) for action in GENERATING], **options)
+    broken = run_engine(
+        tmp_path / "upstream",
+        model,
+        [["real_events"], *GENERATING],
+        ours=False,
+        late=False,
+        **options,
+    )
+    right = run_engine(
+        tmp_path / "ours", model, [with_output(action) for action in GENERATING], **options
+    )
     assert broken.error is None, broken.error
     assert right.error is None, right.error
-    assert broken.compare("decoding").matches  # these rows were written before anything was overwritten
+    assert broken.compare(
+        "decoding"
+    ).matches  # these rows were written before anything was overwritten
     assert regret(model, broken, "decoding") > 0.5
     assert not broken.compare("beside").matches
     for name in ("decoding", "beside", "later"):
@@ -302,35 +389,67 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
 
 @pytest.mark.long
 @only_with(">=0.26", "rows go to blocks of the first group")
-def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(models: dict[str, Path], tmp_path: Path) -> None:
-    beside = [["add", f"beside-{index}", tokens(100 + 37 * index), {"max_tokens": 20}] for index in range(3)]
+def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    beside = [
+        ["add", f"beside-{index}", tokens(100 + 37 * index), {"max_tokens": 20}]
+        for index in range(3)
+    ]
     script = [["real_events"], *GENERATING[:2], *beside, *GENERATING[3:], ["step", 2]]
-    theirs = run_engine(tmp_path, models["qwen3_5_moe"], script, ours=False, late=False, **TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS)
-    assert theirs.error is None and ["cache_only_layers.4"] in theirs.result["kv_groups"], theirs.error
+    theirs = run_engine(
+        tmp_path,
+        models["qwen3_5_moe"],
+        script,
+        ours=False,
+        late=False,
+        **TARGETS["qwen3_5_moe"].engine,
+        **FEW_BLOCKS,
+    )
+    assert theirs.error is None and ["cache_only_layers.4"] in theirs.result["kv_groups"], (
+        theirs.error
+    )
     for name in theirs.requests:
-        assert theirs.compare(name).matches, (name, theirs.compare(name))  # read from the blocks of their own group
-        assert regret(models["qwen3_5_moe"], theirs, name) < 0.2, name  # the defect made it more than 0.5
+        assert theirs.compare(name).matches, (
+            name,
+            theirs.compare(name),
+        )  # read from the blocks of their own group
+        assert regret(models["qwen3_5_moe"], theirs, name) < 0.2, (
+            name
+        )  # the defect made it more than 0.5
 
 
 @pytest.mark.long
 @only_with("<0.26", "it starts")
-def test_upstream_refuses_qwen3_next_although_its_model_collects(models: dict[str, Path], tmp_path: Path) -> None:
-    broken = run_engine(tmp_path, models["qwen3_next"], [["drain"]], ours=False, late=False, **FEW_BLOCKS)
+def test_upstream_refuses_qwen3_next_although_its_model_collects(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = run_engine(
+        tmp_path, models["qwen3_next"], [["drain"]], ours=False, late=False, **FEW_BLOCKS
+    )
     assert broken.error is not None
-    assert "Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested" in broken.error
+    assert (
+        "Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested"
+        in broken.error
+    )
 
 
 # The tiny models: what would make the comparisons above say too little.
 
 
-def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(target: str, models: dict[str, Path]) -> None:
+def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(
+    target: str, models: dict[str, Path]
+) -> None:
     assert_rows_lie_apart(models[target], tokens(300))
 
 
 def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
     # Replacing the first block simulates a wrong state.
     first, second = tokens(2 * BLOCK)[:BLOCK], tokens(2 * BLOCK)[BLOCK:]
-    rows, other = (reference_hidden_states(models[target], [*each, *second], [1, 4]) for each in (first, tokens(BLOCK, seed=1)))
+    rows, other = (
+        reference_hidden_states(models[target], [*each, *second], [1, 4])
+        for each in (first, tokens(BLOCK, seed=1))
+    )
     far = ((rows - other).norm(dim=-1) / rows.norm(dim=-1))[BLOCK:]
     # In the layers of states alone, and for long.
     assert (far[:16] > 2 * TOLERANCE).all()
@@ -338,12 +457,18 @@ def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("name", [name for name, each in TARGETS.items() if each.experts])
-def test_experts_are_chosen_evenly_and_alike_in_both_precisions(name: str, models: dict[str, Path]) -> None:
+def test_experts_are_chosen_evenly_and_alike_in_both_precisions(
+    name: str, models: dict[str, Path]
+) -> None:
     assert_experts_are_chosen_evenly_and_alike(models[name], tokens(400))
 
 
-def test_the_reference_is_computed_in_the_precision_that_is_asked_for(target: str, models: dict[str, Path]) -> None:
+def test_the_reference_is_computed_in_the_precision_that_is_asked_for(
+    target: str, models: dict[str, Path]
+) -> None:
     # transformers loads a model with a text part in the checkpoint's dtype, whatever is asked.
     for dtype in (torch.float32, torch.bfloat16):
         assert reference_hidden_states(models[target], tokens(3), [4], dtype).dtype is dtype
-        assert {parameter.dtype for parameter in _load(str(models[target]), dtype).parameters()} == {dtype}
+        assert {
+            parameter.dtype for parameter in _load(str(models[target]), dtype).parameters()
+        } == {dtype}

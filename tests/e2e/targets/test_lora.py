@@ -32,7 +32,12 @@ LAYER_IDS = (4, 0, 2)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 NONE, A, B, AGAIN = "", "a", "b", "a, trained further"  # AGAIN has the name and the id of A
 IDS = {A: 1, B: 2}
-PROMPTS = {"short": tokens(10), "chunked": tokens(CHUNK + 9), "longer-than-a-block": tokens(BLOCK + 30), "in-turn": tokens(BLOCK + 40)}
+PROMPTS = {
+    "short": tokens(10),
+    "chunked": tokens(CHUNK + 9),
+    "longer-than-a-block": tokens(BLOCK + 30),
+    "in-turn": tokens(BLOCK + 40),
+}
 
 
 class Target(NamedTuple):
@@ -46,7 +51,11 @@ class Target(NamedTuple):
 TARGETS = {
     "qwen3": Target(build_qwen3, (*ATTENTION, "gate_proj", "up_proj", "down_proj"), {}),
     # vllm-ascend refuses adapters together with expert parallelism (lora/fused_moe.py:56).
-    "minimax-m2-tp2": Target(build_minimax_m2, ATTENTION, {"tensor_parallel_size": 2, "fully_sharded_loras": True, "max_lora_rank": 16}),
+    "minimax-m2-tp2": Target(
+        build_minimax_m2,
+        ATTENTION,
+        {"tensor_parallel_size": 2, "fully_sharded_loras": True, "max_lora_rank": 16},
+    ),
 }
 
 
@@ -79,14 +88,31 @@ class Run(NamedTuple):
         return [request for each, request in self.served if each == whose]
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("minimax-m2-tp2", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("minimax-m2-tp2", marks=pytest.mark.long)]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory, target = tmp_path_factory.mktemp("lora"), TARGETS[request.param]
     model = target.build(directory / "model")
-    adapters = {A: write_adapter(directory / "a", model, target.modules, 1), B: write_adapter(directory / "b", model, target.modules, 2)}
-    models = {NONE: model, **{name: merge(directory / f"merged-{name}", model, path) for name, path in adapters.items()}}
+    adapters = {
+        A: write_adapter(directory / "a", model, target.modules, 1),
+        B: write_adapter(directory / "b", model, target.modules, 2),
+    }
+    models = {
+        NONE: model,
+        **{
+            name: merge(directory / f"merged-{name}", model, path)
+            for name, path in adapters.items()
+        },
+    }
     weights = {name: fingerprint_of(path) for name, path in adapters.items()}
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_batched_tokens": CHUNK, **target.engine}
+    options = {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": RANK,
+        "max_num_batched_tokens": CHUNK,
+        **target.engine,
+    }
     session = EngineSession(directory / "engine", model, layer_ids=LAYER_IDS, **options)
 
     def lora_request(name: str) -> dict[str, Any]:
@@ -95,7 +121,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     def add(whose: str, prompt: str, sampling: dict[str, Any], **lora: Any) -> Request:
         name = A if whose == AGAIN else whose
         given = {"lora": {**lora_request(name), **lora}} if name else {}
-        return session.add(PROMPTS[prompt], {"max_tokens": 6, **sampling}, name=f"{whose or 'none'}-{prompt}", **given)
+        return session.add(
+            PROMPTS[prompt],
+            {"max_tokens": 6, **sampling},
+            name=f"{whose or 'none'}-{prompt}",
+            **given,
+        )
 
     served = []
     with session:
@@ -111,8 +142,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             tell(session)
         in_turn = [request for _, request in served[-6:]]
         write_adapter(adapters[A], model, target.modules, 3)
-        models[AGAIN], weights[AGAIN] = merge(directory / "merged-again", model, adapters[A]), fingerprint_of(adapters[A])
-        served += [(AGAIN, add(AGAIN, "chunked", WITH_OUTPUT, load_inplace=True)), (NONE, add(NONE, "chunked", WITH_OUTPUT))]
+        models[AGAIN], weights[AGAIN] = (
+            merge(directory / "merged-again", model, adapters[A]),
+            fingerprint_of(adapters[A]),
+        )
+        served += [
+            (AGAIN, add(AGAIN, "chunked", WITH_OUTPUT, load_inplace=True)),
+            (NONE, add(NONE, "chunked", WITH_OUTPUT)),
+        ]
         session.drain()
         for _ in range(3):  # the prefix cache has blocks of both weights under one hash
             served.append((AGAIN, add(AGAIN, "in-turn", WITH_OUTPUT)))
@@ -140,7 +177,9 @@ def tell(session: EngineSession) -> None:
 
 
 def fingerprint_of(adapter: Path) -> str:
-    return fingerprint(Checkpoint([adapter / "adapter_model.safetensors"], [adapter / "adapter_config.json"]))
+    return fingerprint(
+        Checkpoint([adapter / "adapter_model.safetensors"], [adapter / "adapter_config.json"])
+    )
 
 
 def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run) -> None:
@@ -150,7 +189,12 @@ def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run)
         oracle = Oracle(Reference(model, 4, torch.bfloat16), LAYER_IDS)
         for own, request in run.served:
             sequence = tuple(request.sequence())
-            verdict = oracle.verdict(run.path(request), Served(request.id, sequence, 0, 1), len(sequence) - 1, len(request.prompt))
+            verdict = oracle.verdict(
+                run.path(request),
+                Served(request.id, sequence, 0, 1),
+                len(sequence) - 1,
+                len(request.prompt),
+            )
             if not verdict:
                 right[request.id].append(whose)
             elif own == whose:
@@ -161,11 +205,18 @@ def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run)
 
 def test_each_row_of_an_adapter_differs_from_those_of_all_others(run: Run) -> None:
     """So a row of another adapter, or of none, could not have been taken for right."""
-    rows = {whose: load(run.path(run.of(whose)[1 if len(run.of(whose)) > 1 else 0])).hidden_states.float() for whose in run.models}
+    rows = {
+        whose: load(
+            run.path(run.of(whose)[1 if len(run.of(whose)) > 1 else 0])
+        ).hidden_states.float()
+        for whose in run.models
+    }
     length = len(PROMPTS["chunked"])
     for whose, own in rows.items():
         for other in set(rows) - {whose}:
-            difference = (own[:length, [0, 2]] - rows[other][:length, [0, 2]]).norm(dim=-1) / own[:length, [0, 2]].norm(dim=-1)
+            difference = (own[:length, [0, 2]] - rows[other][:length, [0, 2]]).norm(dim=-1) / own[
+                :length, [0, 2]
+            ].norm(dim=-1)
             assert difference.min() > 0.1, f"{whose!r} and {other!r}"
 
 
@@ -173,12 +224,18 @@ def test_a_file_names_its_adapter_and_the_weights_that_were_loaded(run: Run) -> 
     assert len(set(run.weights.values())) == 3
     for whose, request in run.served:
         metadata = load(run.path(request)).metadata
-        expected = (None, None) if whose == NONE else (A if whose == AGAIN else whose, run.weights[whose])
+        expected = (
+            (None, None) if whose == NONE else (A if whose == AGAIN else whose, run.weights[whose])
+        )
         assert (metadata.get("lora"), metadata.get("lora_weights")) == expected, request.id
 
 
-def test_readers_take_rows_of_an_adapter_for_another_kind_and_others_of_its_name_for_other_weights(run: Run) -> None:
-    found = {whose: [examine(run.path(request)) for request in run.of(whose)] for whose in run.models}
+def test_readers_take_rows_of_an_adapter_for_another_kind_and_others_of_its_name_for_other_weights(
+    run: Run,
+) -> None:
+    found = {
+        whose: [examine(run.path(request)) for request in run.of(whose)] for whose in run.models
+    }
     assert all(each.problem is None for several in found.values() for each in several)
     kinds = {whose: {each.kind for each in several} for whose, several in found.items()}
     assert [len(several) for several in kinds.values()] == [1] * 4
@@ -204,9 +261,14 @@ def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(run: Ru
     before, after = run.in_flight
     prompt = tuple(before.prompt)
     oracle = Oracle(Reference(run.models[B], 4, torch.bfloat16), LAYER_IDS)
-    assert not oracle.verdict(run.path(before), Served(before.id, prompt, 0, 1), len(prompt), len(prompt))
+    assert not oracle.verdict(
+        run.path(before), Served(before.id, prompt, 0, 1), len(prompt), len(prompt)
+    )
     assert load(run.path(before)).metadata["lora_weights"] == run.weights[B]
-    with pytest.raises(HiddenStatesError, match="its adapter 'b' was loaded again, with other weights, before its last row"):
+    with pytest.raises(
+        HiddenStatesError,
+        match="its adapter 'b' was loaded again, with other weights, before its last row",
+    ):
         load(run.path(after))
 
 
@@ -216,7 +278,13 @@ def test_defect_24_adapters_that_are_not_fully_sharded_reach_the_kernel_with_mor
 ) -> None:
     parallel = {"enable_lora": True, "max_lora_rank": RANK, "tensor_parallel_size": 2}
     broken = run_engine(tmp_path / "upstream", tiny_qwen3, [], extract=False, **parallel)
-    assert re.search(rf"sgmv_expand: weight: shape \(1, 1, \d+, {RANK}\) must be \[adapters, \d+, {2 * RANK}\]", broken.log)
+    assert re.search(
+        rf"sgmv_expand: weight: shape \(1, 1, \d+, {RANK}\) must be \[adapters, \d+, {2 * RANK}\]",
+        broken.log,
+    )
     refused = run_engine(tmp_path / "ours", tiny_qwen3, [], **parallel)
-    assert "fully_sharded_loras=False makes vllm-ascend compute adapters wrong" in (refused.error or "") + refused.log
+    assert (
+        "fully_sharded_loras=False makes vllm-ascend compute adapters wrong"
+        in (refused.error or "") + refused.log
+    )
     assert "Starting to load model" not in refused.log

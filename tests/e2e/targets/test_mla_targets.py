@@ -20,7 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
-LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order; both ends, which vLLM's DeepSeek does not return by itself
+LAYER_IDS = (
+    4,
+    0,
+    2,
+    1,
+)  # not ascending: the file has the user's order; both ends, which vLLM's DeepSeek does not return by itself
 CHUNK = 64
 LONG = tokens(3 * CHUNK + 9)
 
@@ -60,7 +65,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = run_engine(tmp_path_factory.mktemp("run"), model, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK)
+    run = run_engine(
+        tmp_path_factory.mktemp("run"),
+        model,
+        SCRIPT,
+        layer_ids=LAYER_IDS,
+        max_num_batched_tokens=CHUNK,
+    )
     assert run.error is None, run.error
     return run
 
@@ -72,40 +83,62 @@ def test_a_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> 
 
 
 def test_the_layer_of_the_drafter_is_in_no_kv_cache_group(run: Run) -> None:
-    assert run.result["kv_groups"] == [[f"model.layers.{layer}.self_attn.attn" for layer in range(4)]]
+    assert run.result["kv_groups"] == [
+        [f"model.layers.{layer}.self_attn.attn" for layer in range(4)]
+    ]
 
 
 def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
-    assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
+    assert (
+        run.requests["opts-out"]["num_cached_tokens"] == 128
+    )  # the first block, of 128 tokens, of 201
     assert run.requests["copied"]["num_cached_tokens"] == 128
     assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 128
 
 
-def test_generated_text_is_that_of_a_server_without_extraction(run: Run, model: Path, tmp_path: Path) -> None:
+def test_generated_text_is_that_of_a_server_without_extraction(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
     # With extraction vllm-ascend uses another layout for decodes (attention/mla_v1.py:1450), and
     # prompts read no cached prefix.
-    plain = [[*each[:3], {"max_tokens": each[3]["max_tokens"]}] if each[0] == "add" else each for each in SCRIPT if each != ["settle"]]
+    plain = [
+        [*each[:3], {"max_tokens": each[3]["max_tokens"]}] if each[0] == "add" else each
+        for each in SCRIPT
+        if each != ["settle"]
+    ]
     without = run_engine(tmp_path, model, plain, extract=False, max_num_batched_tokens=CHUNK)
     assert without.error is None, without.error
     prompts = {action[1]: action[2] for action in SCRIPT if action[0] == "add"}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, request in without.requests.items():
-        assert_texts_part_at_a_tie_only(reference, prompts[name], request["tokens"], run.requests[name]["tokens"])
+        assert_texts_part_at_a_tie_only(
+            reference, prompts[name], request["tokens"], run.requests[name]["tokens"]
+        )
 
 
 @torch.inference_mode()
-def assert_texts_part_at_a_tie_only(reference: PreTrainedModel, prompt: list[int], text: list[int], other: list[int]) -> None:
+def assert_texts_part_at_a_tie_only(
+    reference: PreTrainedModel, prompt: list[int], text: list[int], other: list[int]
+) -> None:
     """Compare two texts; bfloat16's rounding, which also depends on the CPU, may decide a tie."""
     assert len(text) == len(other)
-    at = next((i for i, pair in enumerate(zip(text, other, strict=True)) if pair[0] != pair[1]), None)
+    at = next(
+        (i for i, pair in enumerate(zip(text, other, strict=True)) if pair[0] != pair[1]), None
+    )
     if at is not None:
         logits = reference(torch.tensor([prompt + text[:at]])).logits[0, -1]
         below_the_best = (logits.max() - logits[[text[at], other[at]]]) / logits.std()
         assert below_the_best.max() <= TOLERANCE, (text, other, below_the_best)
 
 
-def test_rows_are_right_with_tensor_expert_and_sequence_parallelism(model: Path, tmp_path: Path) -> None:
-    layer_ids = (4, 0, 2)  # both ends, which are collected where each rank has a share of the tokens
+def test_rows_are_right_with_tensor_expert_and_sequence_parallelism(
+    model: Path, tmp_path: Path
+) -> None:
+    layer_ids = (
+        4,
+        0,
+        2,
+    )  # both ends, which are collected where each rank has a share of the tokens
     script = [
         ["add", "decoding", tokens(10), {"max_tokens": 6}],
         ["step", 2],
@@ -131,9 +164,14 @@ def test_rows_are_right_with_tensor_expert_and_sequence_parallelism(model: Path,
 def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) -> None:
     # As in DeepSeek-V2-Lite: q_lora_rank is null.
     target = build_deepseek_v3(tmp_path / "model", layers=2, q_lora_rank=None)
-    chunked, last = (["add", "chunked", tokens(90), {"max_tokens": 3, **WITH_OUTPUT}], ["add", "last", tokens(3), {"max_tokens": 1}])
+    chunked, last = (
+        ["add", "chunked", tokens(90), {"max_tokens": 3, **WITH_OUTPUT}],
+        ["add", "last", tokens(3), {"max_tokens": 1}],
+    )
     script = [chunked, ["drain"], last, ["drain"]]
-    run = run_engine(tmp_path / "run", target, script, layer_ids=(2, 1), max_num_batched_tokens=CHUNK)
+    run = run_engine(
+        tmp_path / "run", target, script, layer_ids=(2, 1), max_num_batched_tokens=CHUNK
+    )
     assert run.error is None, run.error
     comparison = run.compare("chunked")
     assert comparison.matches, comparison
@@ -142,20 +180,30 @@ def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) ->
 @pytest.mark.long
 def test_defect_11_upstream_does_not_start_before_0_26(model: Path, tmp_path: Path) -> None:
     # The planner merges its spec with those of latent attention (core/kv_cache_interface.py:200).
-    script = [["real_events"], ["add", "short", tokens(20), {"max_tokens": 1}], ["drain"], ["step", 2]]
+    script = [
+        ["real_events"],
+        ["add", "short", tokens(20), {"max_tokens": 1}],
+        ["drain"],
+        ["step", 2],
+    ]
     theirs = run_engine(tmp_path, model, script, ours=False, late=False)
     if installed_is(">=0.26"):
         assert theirs.error is None, theirs.error
         assert theirs.compare("short").matches
     else:
         assert theirs.error is not None
-        assert "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'" in theirs.error
+        assert (
+            "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'"
+            in theirs.error
+        )
 
 
 # The tiny model: what would make the comparisons above say too little.
 
 
-def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(model: Path) -> None:
+def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(
+    model: Path,
+) -> None:
     assert_rows_lie_apart(model, tokens(300))
 
 
@@ -174,12 +222,18 @@ def test_experts_are_chosen_by_groups_evenly_and_alike_in_both_precisions(model:
         outputs: list[Any] = []
         experts = [layer.mlp for layer in target.model.layers[DENSE_LAYERS:]]
         for each in experts:
-            each.gate.register_forward_hook(lambda _module, _arguments, out, outputs=outputs: outputs.append(out))
+            each.gate.register_forward_hook(
+                lambda _module, _arguments, out, outputs=outputs: outputs.append(out)
+            )
         with torch.no_grad():
             target(ids)
             for each, out in zip(experts, outputs, strict=True):
                 # The gate chooses by itself in transformers 5.14, and returns logits alone in 5.5.
-                scores, indices = (out[0], out[2]) if isinstance(out, tuple) else (out, each.route_tokens_to_experts(out)[0])
+                scores, indices = (
+                    (out[0], out[2])
+                    if isinstance(out, tuple)
+                    else (out, each.route_tokens_to_experts(out)[0])
+                )
                 choices.append(indices.sort(-1).values)
                 biased = scores.sigmoid() + each.gate.e_score_correction_bias
                 without_groups.append(biased.topk(EXPERTS_PER_TOKEN).indices.sort(-1).values)

@@ -27,7 +27,15 @@ from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, ON_RANKS, PARALLEL, R
 from tiny_model_claims import TOLERANCE
 from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sparse, load_sparse
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DYNAMIC, FLOAT, WEIGHTS, Choose, int4_experts, mixed, write_modelslim
+from vllm_ascend_hsx.demo.quantised.modelslim import (
+    DYNAMIC,
+    FLOAT,
+    WEIGHTS,
+    Choose,
+    int4_experts,
+    mixed,
+    write_modelslim,
+)
 from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
@@ -53,10 +61,18 @@ def caches(*, latents: bool = False, indexer: bool = False, blocks: bool = False
     if installed_is(">=0.30"):
         of_indexer = {"attention_config": {"indexer_kv_dtype": "int8"}} if indexer else {}
         return {**({"kv_cache_dtype": "int8"} if latents else {}), **of_indexer}
-    return {"additional_config": {"enable_sparse_sfa_c8": latents, "enable_sparse_li_c8": indexer, "c8_enable_reshape_optim": blocks}}
+    return {
+        "additional_config": {
+            "enable_sparse_sfa_c8": latents,
+            "enable_sparse_li_c8": indexer,
+            "c8_enable_reshape_optim": blocks,
+        }
+    }
 
 
-def load_with_int8_latents(directory: str | Path, *arguments: Any, tiles: int = 0, **options: Any) -> SparseForCausalLM:
+def load_with_int8_latents(
+    directory: str | Path, *arguments: Any, tiles: int = 0, **options: Any
+) -> SparseForCausalLM:
     """Return the reference, whose latents are rounded as the cache has them.
 
     The scales are those of the tile that lies so many `tiles` before.
@@ -96,14 +112,20 @@ class Target(NamedTuple):
 SHORT_RUN = "DeepSeek-V3.2, int8 latents"
 TARGETS = {
     "DeepSeek-V3.2": Target(DEEPSEEK_V32, static, {}),
-    "DeepSeek-V3.2 without MLAPO": Target(DEEPSEEK_V32, static, {"additional_config": {"enable_mlapo": False}}),
+    "DeepSeek-V3.2 without MLAPO": Target(
+        DEEPSEEK_V32, static, {"additional_config": {"enable_mlapo": False}}
+    ),
     "DeepSeek-V3.2 with dynamic scales": Target(DEEPSEEK_V32, dynamic, {}),
     "DeepSeek-V3.2, int8 keys of the indexer": Target(DEEPSEEK_V32, static, caches(indexer=True)),
     SHORT_RUN: Target(DEEPSEEK_V32, static, caches(latents=True), load_with_int8_latents),
     "GLM-5, rotated": Target(GLM_5, mixed, {}, rotated=True),
     "GLM-5, experts of int4": Target(GLM_5, int4_experts, {}, rotated=True, lost=LOST_TO_INT4),
-    "GLM-5, int8 caches": Target(GLM_5, mixed, caches(latents=True, indexer=True), load_with_int8_latents),
-    "GLM-5.2, int8 caches": Target(GLM_52, mixed, caches(latents=True, indexer=True, blocks=True), load_with_int8_latents),
+    "GLM-5, int8 caches": Target(
+        GLM_5, mixed, caches(latents=True, indexer=True), load_with_int8_latents
+    ),
+    "GLM-5.2, int8 caches": Target(
+        GLM_52, mixed, caches(latents=True, indexer=True, blocks=True), load_with_int8_latents
+    ),
 }
 
 INT8_LATENTS = [name for name, target in TARGETS.items() if target.load is load_with_int8_latents]
@@ -119,7 +141,9 @@ class Served(NamedTuple):
 
     def errors(self, request_id: str, load: Callable[..., SparseForCausalLM]) -> torch.Tensor:
         """Return the relative error of each row, [tokens, layers]."""
-        expected = quantised_hidden_states(self.checkpoint, self.run.sequence(request_id), LAYER_IDS, load=load)
+        expected = quantised_hidden_states(
+            self.checkpoint, self.run.sequence(request_id), LAYER_IDS, load=load
+        )
         return errors(self.run.rows(request_id)["hidden_states"], expected)
 
 
@@ -130,8 +154,16 @@ def long_but(short: str, names: Iterable[str]) -> list[Any]:
 
 def serve(directory: Path, target: Target, script: Script = SCRIPT, **engine: Any) -> Served:
     source = build_sparse(directory / "source", target.family, layers=LAYERS)
-    checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated, load=load_sparse)
-    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **ENGINE, **target.engine, **engine}
+    checkpoint = write_modelslim(
+        source, directory / "checkpoint", target.choose, rotated=target.rotated, load=load_sparse
+    )
+    options = {
+        "quantization": "ascend",
+        "connector_options": {"rotation": "keep"},
+        **ENGINE,
+        **target.engine,
+        **engine,
+    }
     run = run_engine(directory / "run", checkpoint, script, layer_ids=LAYER_IDS, **options)
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     return Served(source, checkpoint, run, target)
@@ -143,7 +175,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_rows_are_those_of_the_quantised_weights_and_caches(served: Served, request_id: str) -> None:
+def test_rows_are_those_of_the_quantised_weights_and_caches(
+    served: Served, request_id: str
+) -> None:
     assert served.run.rows(request_id)["token_ids"].tolist() == served.run.sequence(request_id)
     found = served.errors(request_id, served.target.load)
     assert found.max() < QUANTISED
@@ -152,14 +186,20 @@ def test_rows_are_those_of_the_quantised_weights_and_caches(served: Served, requ
 
 @pytest.mark.parametrize("served", long_but(SHORT_RUN, INT8_LATENTS), indirect=True, scope="module")
 def test_rows_are_nearer_to_those_of_int8_latents_than_to_others(served: Served) -> None:
-    found, other = (served.errors("longer-than-the-selection", load)[:, FIRST] for load in (served.target.load, load_sparse))
+    found, other = (
+        served.errors("longer-than-the-selection", load)[:, FIRST]
+        for load in (served.target.load, load_sparse)
+    )
     assert (found < other).float().mean() > 0.7  # half of the rows would be nearer by chance
 
 
 def test_rows_are_near_those_of_the_model_before_it_was_quantised(served: Served) -> None:
     rows = served.run.rows("decoding")["hidden_states"].float()
     rows = rows @ rotation_of(served.checkpoint).t() if served.target.rotated else rows
-    found = errors(rows, hidden_states_of(load_sparse(served.source), served.run.sequence("decoding"), LAYER_IDS))
+    found = errors(
+        rows,
+        hidden_states_of(load_sparse(served.source), served.run.sequence("decoding"), LAYER_IDS),
+    )
     assert found.max() < served.target.lost
 
 
@@ -171,11 +211,22 @@ def test_rows_of_a_prefix_are_copied(served: Served) -> None:
 @pytest.mark.parametrize("name", [name for name in TARGETS if "int8 caches" in name])
 @pytest.mark.parametrize(
     "parallel",
-    ["sequence parallelism", pytest.param("DSA context parallelism", marks=only_on_v1("V2 refuses it, and names what to use instead"))],
+    [
+        "sequence parallelism",
+        pytest.param(
+            "DSA context parallelism",
+            marks=only_on_v1("V2 refuses it, and names what to use instead"),
+        ),
+    ],
 )
-def test_rows_over_int8_caches_are_right_on_two_ranks(name: str, parallel: str, tmp_path: Path) -> None:
+def test_rows_over_int8_caches_are_right_on_two_ranks(
+    name: str, parallel: str, tmp_path: Path
+) -> None:
     target = TARGETS[name]
-    config = {**target.engine.get("additional_config", {}), **PARALLEL[parallel]["additional_config"]}
+    config = {
+        **target.engine.get("additional_config", {}),
+        **PARALLEL[parallel]["additional_config"],
+    }
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "additional_config": config}
     served = serve(tmp_path, target, ON_RANKS, **ranks)
     for request_id in (action[1] for action in ON_RANKS if action[0] == "add"):
@@ -215,7 +266,10 @@ MISTAKES = {
 def test_rows_with_a_mistake_are_far(checkpoint: Path, tmp_path: Path, mistake: str) -> None:
     ending, change, load = MISTAKES[mistake]
     wrong = Path(shutil.copytree(checkpoint, tmp_path / "wrong"))
-    tensors = {name: change(tensor) if name.endswith(ending) else tensor for name, tensor in load_file(wrong / WEIGHTS).items()}
+    tensors = {
+        name: change(tensor) if name.endswith(ending) else tensor
+        for name, tensor in load_file(wrong / WEIGHTS).items()
+    }
     save_file(tensors, wrong / WEIGHTS, metadata={"format": "pt"})
     right = quantised_hidden_states(checkpoint, tokens(300), LAYER_IDS, load=load_with_int8_latents)
     found = errors(quantised_hidden_states(wrong, tokens(300), LAYER_IDS, load=load), right)

@@ -50,7 +50,9 @@ LAYER_IDS = (4, 0, 1, 2)
 LAST, EMBEDDING, FIRST = 0, 1, 2  # places of layers 4, 0 and 1
 CHUNK = 64
 QUANTISED = 2 * TOLERANCE  # between right implementations of a quantised target
-LOST = 0.1  # by quantising: of single rows up to 8 % were seen, 3 to 5 % on average in the last layer
+LOST = (
+    0.1  # by quantising: of single rows up to 8 % were seen, 3 to 5 % on average in the last layer
+)
 LOST_TO_INT4 = 2 * LOST  # seen up to 13 %
 SCRIPT = [
     ["add", "decoding", tokens(10), {"max_tokens": 12, **WITH_OUTPUT}],
@@ -97,7 +99,10 @@ PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 TEXT_ONLY = {"language_model_only": True}
 FULL_GRAPHS = {
     "enforce_eager": False,
-    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+    "compilation_config": {
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    },
     "additional_config": COMPILER,
 }
 KIMI = {**TEXT_ONLY, **KIMI_K25.engine, **FULL_GRAPHS}
@@ -105,19 +110,40 @@ TARGETS = {
     "qwen3": Target(build_qwen3, mixed, False, {}, {}),
     "qwen3-quarot": Target(build_qwen3, mixed, True, {}, {}),
     "minimax-m2": Target(build_minimax_m2, mixed, False, PARALLEL, {}),
-    "minimax-m2-quarot-sequence-parallel": Target(build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM),
+    "minimax-m2-quarot-sequence-parallel": Target(
+        build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM
+    ),
     # Experts, the shared one and latent attention are quantised; its kernels sum in another order.
     "deepseek-v3": Target(build_deepseek_v3, dynamic, False, {}, {}, exact=False),
     "deepseek-v3-parallel": Target(build_deepseek_v3, mixed, False, PARALLEL, {}, exact=False),
     # Only routed experts are int4, as in the tutorials, whose commands have full graphs.
-    "deepseek-v3-int4": Target(build_deepseek_v3, int4_experts, False, {}, {}, exact=False, lost=LOST_TO_INT4),
-    "deepseek-v3-int4-quarot-parallel": Target(build_deepseek_v3, int4_experts, True, PARALLEL, {}, exact=False, lost=LOST_TO_INT4),
+    "deepseek-v3-int4": Target(
+        build_deepseek_v3, int4_experts, False, {}, {}, exact=False, lost=LOST_TO_INT4
+    ),
+    "deepseek-v3-int4-quarot-parallel": Target(
+        build_deepseek_v3, int4_experts, True, PARALLEL, {}, exact=False, lost=LOST_TO_INT4
+    ),
     "kimi-k25-int4-graphs": Target(
-        build_deepseek_v3, int4_experts, False, KIMI, ENVIRON, exact=False, lost=LOST_TO_INT4, dress=dress_as_kimi_k25
+        build_deepseek_v3,
+        int4_experts,
+        False,
+        KIMI,
+        ENVIRON,
+        exact=False,
+        lost=LOST_TO_INT4,
+        dress=dress_as_kimi_k25,
     ),
     "deepseek-v3-quarot": Target(build_deepseek_v3, mixed, True, {}, {}, exact=False),
     # vllm-ascend turns queries and keys of Qwen3-VL by angles in bfloat16.
-    "qwen3-vl-moe-quarot": Target(build_bfloat16_qwen3_moe, mixed, True, TEXT_ONLY, {}, exact=False, dress=dress_as_qwen3_vl_moe),
+    "qwen3-vl-moe-quarot": Target(
+        build_bfloat16_qwen3_moe,
+        mixed,
+        True,
+        TEXT_ONLY,
+        {},
+        exact=False,
+        dress=dress_as_qwen3_vl_moe,
+    ),
 }
 SHORT_RUN = ("qwen3-quarot", "deepseek-v3-int4")
 SHORT_RUN_UNDONE = ("qwen3-quarot", "minimax-m2-quarot-sequence-parallel")
@@ -151,15 +177,39 @@ class Served(NamedTuple):
 
 
 def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Served:
-    checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated, int8_cache=target.int8_cache)
-    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **target.engine, **engine}
+    checkpoint = write_modelslim(
+        source,
+        directory / "checkpoint",
+        target.choose,
+        rotated=target.rotated,
+        int8_cache=target.int8_cache,
+    )
+    options = {
+        "quantization": "ascend",
+        "connector_options": {"rotation": "keep"},
+        **target.engine,
+        **engine,
+    }
     served = target.dress(checkpoint, directory / "dressed")
     run = run_engine(
-        directory / "run", served, target.script, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
+        directory / "run",
+        served,
+        target.script,
+        layer_ids=LAYER_IDS,
+        max_num_batched_tokens=CHUNK,
+        environ=target.environ,
+        **options,
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     # Each of several ranks rounds its share of a sum to bfloat16.
-    return Served(source, checkpoint, target.rotated, run, target.exact and options.get("tensor_parallel_size", 1) == 1, target.lost)
+    return Served(
+        source,
+        checkpoint,
+        target.rotated,
+        run,
+        target.exact and options.get("tensor_parallel_size", 1) == 1,
+        target.lost,
+    )
 
 
 def long_but(names: Iterable[str], short: Collection[str]) -> list[Any]:
@@ -182,13 +232,18 @@ def undone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def errors(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the relative error of each row, [tokens, layers]."""
-    difference: torch.Tensor = (rows.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    difference: torch.Tensor = (rows.float() - expected.float()).norm(
+        dim=-1
+    ) / expected.float().norm(dim=-1)
     return difference
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
 def test_rows_are_those_of_the_quantised_weights(served: Served, request_id: str) -> None:
-    rows, expected = served.rows(request_id), quantised_hidden_states(served.checkpoint, served.run.sequence(request_id), LAYER_IDS)
+    rows, expected = (
+        served.rows(request_id),
+        quantised_hidden_states(served.checkpoint, served.run.sequence(request_id), LAYER_IDS),
+    )
     assert rows.dtype == torch.bfloat16
     assert torch.equal(rows[:, EMBEDDING], expected[:, EMBEDDING])
     found = errors(rows, expected)
@@ -200,7 +255,9 @@ def test_rows_are_those_of_the_quantised_weights(served: Served, request_id: str
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(served: Served, request_id: str) -> None:
+def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(
+    served: Served, request_id: str
+) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence(request_id), LAYER_IDS)
     found = errors(served.turned_back(request_id), expected)
     assert found.max() < served.lost
@@ -218,22 +275,32 @@ def test_each_row_is_nearest_to_its_own(served: Served) -> None:
 
 def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> None:
     """A draft trained on them without the rotation is trained in another basis."""
-    found = errors(served.rows("chunked"), reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS))
+    found = errors(
+        served.rows("chunked"),
+        reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS),
+    )
     assert found.min() > 0.5 if served.rotated else found.max() < served.lost
 
 
 def test_files_tell_that_rows_are_rotated(served: Served) -> None:
-    assert load(served.run.path("chunked")).metadata.get("basis") == ("rotated" if served.rotated else None)
+    assert load(served.run.path("chunked")).metadata.get("basis") == (
+        "rotated" if served.rotated else None
+    )
 
 
 # In the model's own basis
 
 
-def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weights(undone: Served) -> None:
+def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weights(
+    undone: Served,
+) -> None:
     ours, without_extraction = [], []
     for request_id in REQUESTS:
         rows, sequence = undone.rows(request_id), undone.run.sequence(request_id)
-        expected = quantised_hidden_states(undone.checkpoint, sequence, LAYER_IDS).float() @ rotation_of(undone.checkpoint).t()
+        expected = (
+            quantised_hidden_states(undone.checkpoint, sequence, LAYER_IDS).float()
+            @ rotation_of(undone.checkpoint).t()
+        )
         assert rows.dtype == torch.bfloat16
         assert errors(rows, expected).max() < QUANTISED
         of_source = reference_hidden_states(undone.source, sequence, LAYER_IDS)
@@ -255,7 +322,9 @@ def predicted(source: Path, rows: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(undone: Served) -> None:
+def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(
+    undone: Served,
+) -> None:
     rows, request = undone.rows("greedy")[:, LAST], undone.run.requests["greedy"]
     first = len(request["prompt"]) - 1
     tokens = torch.tensor(request["tokens"])
@@ -268,11 +337,14 @@ def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(u
 # Rotated, and not quantised
 
 
-def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     served = serve(tmp_path, Target(build_qwen3, plain, True, {}, {}), tiny_qwen3)
     for request_id in REQUESTS:
         comparison = compare(
-            served.turned_back(request_id).bfloat16(), reference_hidden_states(tiny_qwen3, served.run.sequence(request_id), LAYER_IDS)
+            served.turned_back(request_id).bfloat16(),
+            reference_hidden_states(tiny_qwen3, served.run.sequence(request_id), LAYER_IDS),
         )
         assert comparison.matches, f"{request_id}: {comparison}"
 
@@ -280,17 +352,30 @@ def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(tiny
 def test_turning_back_is_exact_in_float32(float32_qwen3: Path, tmp_path: Path) -> None:
     """vLLM refuses float32 together with vllm-ascend's quantisation, so nothing may describe it."""
     target = Target(build_qwen3, plain, True, {}, {})
-    checkpoint = write_modelslim(float32_qwen3, tmp_path / "checkpoint", target.choose, rotated=True)
-    refused = run_engine(tmp_path / "refused", checkpoint, [], dtype="float32", quantization="ascend")
+    checkpoint = write_modelslim(
+        float32_qwen3, tmp_path / "checkpoint", target.choose, rotated=True
+    )
+    refused = run_engine(
+        tmp_path / "refused", checkpoint, [], dtype="float32", quantization="ascend"
+    )
     assert refused.error is not None
     assert "torch.float32 is not supported for quantization method ascend" in refused.error
     (checkpoint / DESCRIPTION).unlink()
-    run = run_engine(tmp_path / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, dtype="float32")
+    run = run_engine(
+        tmp_path / "run",
+        checkpoint,
+        SCRIPT,
+        layer_ids=LAYER_IDS,
+        max_num_batched_tokens=CHUNK,
+        dtype="float32",
+    )
     assert run.error is None, run.error
     served = Served(float32_qwen3, checkpoint, True, run)
     for request_id in REQUESTS:
         expected = reference_hidden_states(float32_qwen3, run.sequence(request_id), LAYER_IDS)
-        torch.testing.assert_close(served.rows(request_id), expected @ rotation_of(checkpoint), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            served.rows(request_id), expected @ rotation_of(checkpoint), atol=1e-4, rtol=0
+        )
         torch.testing.assert_close(served.turned_back(request_id), expected, atol=1e-4, rtol=0)
 
 
@@ -307,28 +392,48 @@ def undeclared(source: Path, directory: Path) -> tuple[Path, torch.Tensor]:
     return checkpoint, rotation
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)], ids=["by its files", "once it is loaded"])
-def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(tiny_qwen3: Path, tmp_path: Path, late: bool) -> None:
+@pytest.mark.parametrize(
+    "late",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["by its files", "once it is loaded"],
+)
+def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
+    tiny_qwen3: Path, tmp_path: Path, late: bool
+) -> None:
     checkpoint, _ = undeclared(tiny_qwen3, tmp_path / "checkpoint")
     if late:  # files that only vLLM reads
         torch.save(load_file(checkpoint / WEIGHTS), checkpoint / "pytorch_model.bin")
         (checkpoint / WEIGHTS).unlink()
     refused = run_engine(tmp_path / "run", checkpoint, [], quantization="ascend")
     assert refused.error is not None
-    assert "is rotated (QuaRot) and does not say so: all weights of its final norm are equal" in refused.error
+    assert (
+        "is rotated (QuaRot) and does not say so: all weights of its final norm are equal"
+        in refused.error
+    )
     assert "kv_connector_extra_config.rotation='keep'" in refused.error
     assert ("Loading weights took" in refused.log) == late
 
 
 @pytest.mark.long
-def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     checkpoint, rotation = undeclared(tiny_qwen3, tmp_path / "checkpoint")
     options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}}
-    run = run_engine(tmp_path / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, **options)
+    run = run_engine(
+        tmp_path / "run",
+        checkpoint,
+        SCRIPT,
+        layer_ids=LAYER_IDS,
+        max_num_batched_tokens=CHUNK,
+        **options,
+    )
     assert run.error is None, run.error
     assert load(run.path("chunked")).metadata["basis"] == "rotated"
     turned_back = run.rows("chunked")["hidden_states"].float() @ rotation.t()
-    found = errors(turned_back, reference_hidden_states(tiny_qwen3, run.sequence("chunked"), LAYER_IDS))
+    found = errors(
+        turned_back, reference_hidden_states(tiny_qwen3, run.sequence("chunked"), LAYER_IDS)
+    )
     assert found.max() < LOST
 
 
@@ -355,8 +460,12 @@ INT8_CACHES = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("minimax-m2-quarot", marks=pytest.mark.long)])
-def over_the_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("minimax-m2-quarot", marks=pytest.mark.long)]
+)
+def over_the_cache(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
     directory, target = tmp_path_factory.mktemp("int8-cache"), INT8_CACHES[request.param]
     return serve(directory, target, target.build(directory / "source"))
 
@@ -366,9 +475,19 @@ def test_rows_are_those_of_keys_and_values_from_an_int8_cache(over_the_cache: Se
     own, without = [], []
     for request_id, cached_from in CACHED_FROM.items():
         sequence, rows = over_the_cache.run.sequence(request_id), over_the_cache.rows(request_id)
-        found = errors(rows, quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS, cached_from))
+        found = errors(
+            rows,
+            quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS, cached_from),
+        )
         assert found.max() < QUANTISED, request_id
         own.append(found[cached_from:, FIRST])
-        without.append(errors(rows, quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS))[cached_from:, FIRST])
+        without.append(
+            errors(rows, quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS))[
+                cached_from:, FIRST
+            ]
+        )
     nearer = (torch.cat(own) < torch.cat(without)).float().mean()
-    assert nearer > 0.9, f"{nearer}: {torch.cat(own).mean()} from the cache, {torch.cat(without).mean()} from what was computed"
+    assert nearer > 0.9, (
+        f"{nearer}: {torch.cat(own).mean()} from the cache, {torch.cat(without).mean()} from "
+        "what was computed"
+    )

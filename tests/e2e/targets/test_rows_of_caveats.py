@@ -29,21 +29,35 @@ PROMPT = tokens(3 * CHUNK + 9)
 
 
 def serve(directory: Path, model: Path, script: Sequence[Sequence[Any]], **options: Any) -> Run:
-    run = run_engine(directory, model, script, layer_ids=LAYER_IDS, dtype="float32", max_num_batched_tokens=CHUNK, **options)
+    run = run_engine(
+        directory,
+        model,
+        script,
+        layer_ids=LAYER_IDS,
+        dtype="float32",
+        max_num_batched_tokens=CHUNK,
+        **options,
+    )
     assert run.error is None, run.error
     return run
 
 
 def errors(run: Run, request_id: str, model: Path) -> torch.Tensor:
     """Return the relative error of each row against a model in transformers, [tokens, layers]."""
-    rows, expected = run.rows(request_id)["hidden_states"], reference_hidden_states(model, run.sequence(request_id), LAYER_IDS)
+    rows, expected = (
+        run.rows(request_id)["hidden_states"],
+        reference_hidden_states(model, run.sequence(request_id), LAYER_IDS),
+    )
     difference: torch.Tensor = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
     return difference
 
 
 def overrides(run: Run, caveat: str) -> list[dict[str, Any]]:
     """Return the value of --hf-overrides in each warning of a server that begins so."""
-    return [json.loads(found) for found in re.findall(rf"{re.escape(caveat)}.*--hf-overrides '(.*)'", run.log)]
+    return [
+        json.loads(found)
+        for found in re.findall(rf"{re.escape(caveat)}.*--hf-overrides '(.*)'", run.log)
+    ]
 
 
 # YaRN
@@ -51,11 +65,15 @@ def overrides(run: Run, caveat: str) -> list[dict[str, Any]]:
 ONE = [["add", "chunked", PROMPT, {"max_tokens": 1}], ["drain"]]
 
 
-def test_upstream_yarn_is_not_rounded_unless_the_config_says_so_and_the_named_override_repairs_it(tmp_path: Path) -> None:
+def test_upstream_yarn_is_not_rounded_unless_the_config_says_so_and_the_named_override_repairs_it(
+    tmp_path: Path,
+) -> None:
     model = build_yarn(tmp_path / "model")
     run = serve(tmp_path / "run", model, ONE)
     assert errors(run, "chunked", model)[1:].max() > 0.1
-    assert errors(run, "chunked", build_yarn(tmp_path / "not-rounded", truncate=False)).max() < EXACT
+    assert (
+        errors(run, "chunked", build_yarn(tmp_path / "not-rounded", truncate=False)).max() < EXACT
+    )
     (override,) = overrides(run, 'YaRN without the key "truncate"')
     assert override == {"rope_parameters": {**YARN, "truncate": True}}
     repaired = serve(tmp_path / "repaired", model, ONE, hf_overrides=override)
@@ -78,7 +96,9 @@ BESIDE = [
 REQUESTS = [action[1] for action in BESIDE if action[0] == "add"]
 
 
-def test_upstream_mistrals_window_is_one_key_wider_and_the_named_override_repairs_it(tmp_path: Path) -> None:
+def test_upstream_mistrals_window_is_one_key_wider_and_the_named_override_repairs_it(
+    tmp_path: Path,
+) -> None:
     model = build_mistral(tmp_path / "model", WINDOW)
     run = serve(tmp_path / "run", model, BESIDE)
     found = errors(run, "chunked", model)
@@ -86,7 +106,9 @@ def test_upstream_mistrals_window_is_one_key_wider_and_the_named_override_repair
     assert (found[WINDOW:, LAYER_IDS.index(1)] > 1e-4).all()
     wider = build_mistral(tmp_path / "wider", WINDOW + 1)
     assert max(float(errors(run, name, wider).max()) for name in REQUESTS) < EXACT
-    (override,) = overrides(run, f"sliding window of {WINDOW} tokens: vllm-ascend lets each token see {WINDOW + 1}")
+    (override,) = overrides(
+        run, f"sliding window of {WINDOW} tokens: vllm-ascend lets each token see {WINDOW + 1}"
+    )
     assert override == {"sliding_window": WINDOW - 1}
     repaired = serve(tmp_path / "repaired", model, BESIDE, hf_overrides=override)
     assert max(float(errors(repaired, name, model).max()) for name in REQUESTS) < EXACT

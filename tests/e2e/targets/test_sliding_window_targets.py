@@ -54,7 +54,10 @@ EXTRACTED = [action[1] for action in SCRIPT if action[0] == "add" and action[1] 
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By window: the target, and the same weights with the window that vllm-ascend serves."""
     directory = tmp_path_factory.mktemp("gpt_oss")
-    return {window: build_gpt_oss(directory / str(window), dtype="float32", window=window) for window in (WINDOW, SERVED_WINDOW)}
+    return {
+        window: build_gpt_oss(directory / str(window), dtype="float32", window=window)
+        for window in (WINDOW, SERVED_WINDOW)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,12 @@ def run(models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 
 @pytest.mark.parametrize("request_id", EXTRACTED)
-def test_a_file_holds_exactly_the_rows_that_the_target_computes(run: Run, models: dict[int, Path], request_id: str) -> None:
-    comparison = compare_file(run.path(request_id), models[SERVED_WINDOW], run.sequence(request_id), LAYER_IDS)
+def test_a_file_holds_exactly_the_rows_that_the_target_computes(
+    run: Run, models: dict[int, Path], request_id: str
+) -> None:
+    comparison = compare_file(
+        run.path(request_id), models[SERVED_WINDOW], run.sequence(request_id), LAYER_IDS
+    )
     assert comparison.matches, comparison
     assert comparison.max_abs_difference <= 1e-5
 
@@ -89,7 +96,9 @@ def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> 
 
 
 def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
-    assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
+    assert (
+        run.requests["opts-out"]["num_cached_tokens"] == 128
+    )  # the first block, of 128 tokens, of 201
     assert run.requests["copied"]["num_cached_tokens"] == 128
     assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 128
 
@@ -100,17 +109,31 @@ def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[in
     window = reference_hidden_states(models[WINDOW], LONG, LAYER_IDS)
     assert (rows[:WINDOW] - window[:WINDOW]).abs().max() <= 1e-5
     sliding = LAYER_IDS.index(1)
-    difference = (rows - window)[WINDOW:, sliding].norm(dim=-1) / window[WINDOW:, sliding].norm(dim=-1)
+    difference = (rows - window)[WINDOW:, sliding].norm(dim=-1) / window[WINDOW:, sliding].norm(
+        dim=-1
+    )
     assert (difference > 1e-4).all()
     assert torch.equal(rows[:, LAYER_IDS.index(0)], window[:, LAYER_IDS.index(0)])
 
 
 @pytest.mark.long
-def test_defect_12_upstream_does_not_start_before_0_30(run: Run, models: dict[int, Path], tmp_path: Path) -> None:
+def test_defect_12_upstream_does_not_start_before_0_30(
+    run: Run, models: dict[int, Path], tmp_path: Path
+) -> None:
     # The tensor that cache-only and attention layers share is unpacked as keys and values
     # (worker/model_runner_v1.py:4542), byte by byte; a few blocks keep the host's memory free.
-    script = [["real_events"], ["add", "short", tokens(20), {"max_tokens": 1}], ["drain"], ["step", 2]]
-    options = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 8}
+    script = [
+        ["real_events"],
+        ["add", "short", tokens(20), {"max_tokens": 1}],
+        ["drain"],
+        ["step", 2],
+    ]
+    options = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 8,
+    }
     theirs = run_engine(tmp_path, models[WINDOW], script, ours=False, late=False, **options)
     if installed_is(">=0.30"):
         assert theirs.error is None, theirs.error

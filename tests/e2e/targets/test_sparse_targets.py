@@ -21,7 +21,17 @@ from test_graph_modes import REQUESTS as GRAPH_REQUESTS
 from test_graph_modes import forwards
 from test_graph_modes import run as run_with_graphs
 from tiny_model_claims import TOLERANCE
-from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SELECTED, Indexer, SparseForCausalLM, build_sparse, load_sparse, prompt
+from tiny_sparse import (
+    DEEPSEEK_V32,
+    GLM_5,
+    GLM_52,
+    SELECTED,
+    Indexer,
+    SparseForCausalLM,
+    build_sparse,
+    load_sparse,
+    prompt,
+)
 
 from vllm_ascend_hsx.demo.reference import Comparison, compare, hidden_states_of
 
@@ -49,9 +59,17 @@ SCRIPT = [
 REQUESTS = [action[1] for action in SCRIPT if action[0] == "add"]
 
 
-@pytest.fixture(scope="module", params=[DEEPSEEK_V32, *(pytest.param(each, marks=pytest.mark.long) for each in (GLM_5, GLM_52))])
+@pytest.fixture(
+    scope="module",
+    params=[
+        DEEPSEEK_V32,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (GLM_5, GLM_52)),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_sparse(tmp_path_factory.mktemp("models") / request.param, request.param, layers=LAYERS)
+    return build_sparse(
+        tmp_path_factory.mktemp("models") / request.param, request.param, layers=LAYERS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +88,15 @@ def compared(run: Run, request_id: str, reference: SparseForCausalLM) -> Compari
     """Compare the request's file with the reference."""
     rows = run.rows(request_id)
     assert rows["token_ids"].tolist() == run.sequence(request_id)
-    return compare(rows["hidden_states"], hidden_states_of(reference, run.sequence(request_id), run.layer_ids))
+    return compare(
+        rows["hidden_states"], hidden_states_of(reference, run.sequence(request_id), run.layer_ids)
+    )
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_a_file_holds_the_rows_of_its_own_request(run: Run, reference: SparseForCausalLM, request_id: str) -> None:
+def test_a_file_holds_the_rows_of_its_own_request(
+    run: Run, reference: SparseForCausalLM, request_id: str
+) -> None:
     comparison = compared(run, request_id, reference)
     assert comparison.matches, comparison
 
@@ -87,7 +109,9 @@ def test_a_request_copies_rows_whose_tokens_it_reads_from_the_prefix_cache(run: 
 PARALLEL: dict[str, dict[str, Any]] = {
     "TP=2 with expert parallelism": {},
     "sequence parallelism": {"additional_config": {"enable_flashcomm1": True}},
-    "DSA context parallelism": {"additional_config": {"enable_flashcomm1": True, "enable_dsa_cp": True}},
+    "DSA context parallelism": {
+        "additional_config": {"enable_flashcomm1": True, "enable_dsa_cp": True}
+    },
 }
 ON_RANKS = [
     ["add", "decoding", tokens(10), {"max_tokens": 6}],
@@ -106,12 +130,19 @@ ON_RANKS = [
     [
         "TP=2 with expert parallelism",
         "sequence parallelism",
-        pytest.param("DSA context parallelism", marks=only_on_v1("V2 refuses it, and names what to use instead")),
+        pytest.param(
+            "DSA context parallelism",
+            marks=only_on_v1("V2 refuses it, and names what to use instead"),
+        ),
     ],
 )
-def test_rows_are_right_on_two_ranks(model: Path, reference: SparseForCausalLM, tmp_path: Path, name: str) -> None:
+def test_rows_are_right_on_two_ranks(
+    model: Path, reference: SparseForCausalLM, tmp_path: Path, name: str
+) -> None:
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    run = run_engine(tmp_path, model, ON_RANKS, layer_ids=LAYER_IDS, **ENGINE, **parallel, **PARALLEL[name])
+    run = run_engine(
+        tmp_path, model, ON_RANKS, layer_ids=LAYER_IDS, **ENGINE, **parallel, **PARALLEL[name]
+    )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     for request_id in ("decoding", "r1", "r7", "r101", "long"):
         comparison = compared(run, request_id, reference)
@@ -119,7 +150,9 @@ def test_rows_are_right_on_two_ranks(model: Path, reference: SparseForCausalLM, 
 
 
 @pytest.mark.long
-def test_rows_are_right_in_replays_of_full_graphs(model: Path, reference: SparseForCausalLM, tmp_path: Path) -> None:
+def test_rows_are_right_in_replays_of_full_graphs(
+    model: Path, reference: SparseForCausalLM, tmp_path: Path
+) -> None:
     done, (events,) = run_with_graphs(tmp_path, model, "FULL_DECODE_ONLY", layer_ids=LAYER_IDS)
     assert done.error is None, f"{done.error}\n{done.log[-4000:]}"
     assert ("FULL", 2) in forwards(events)
@@ -143,7 +176,11 @@ def test_rows_without_the_right_selection_are_far_from_the_right_ones(
     with monkeypatch.context() as patched:
         patched.setattr(tiny_sparse, "SELECTED", len(LONG))
         of_all = relative_difference()
-    monkeypatch.setattr(Indexer, "scores", lambda _self, hidden, *_: torch.arange(len(hidden)).expand(len(hidden), -1).float())
+    monkeypatch.setattr(
+        Indexer,
+        "scores",
+        lambda _self, hidden, *_: torch.arange(len(hidden)).expand(len(hidden), -1).float(),
+    )
     of_the_last = relative_difference()
     for difference in (of_all, of_the_last):
         assert not difference[:SELECTED].any()
@@ -152,7 +189,9 @@ def test_rows_without_the_right_selection_are_far_from_the_right_ones(
 
 
 @pytest.mark.long
-def test_both_precisions_have_the_same_rows_so_rounding_selects_no_token_that_matters(model: Path, reference: SparseForCausalLM) -> None:
+def test_both_precisions_have_the_same_rows_so_rounding_selects_no_token_that_matters(
+    model: Path, reference: SparseForCausalLM
+) -> None:
     rows = hidden_states_of(reference, LONG, [LAYERS])
     rounded = hidden_states_of(load_sparse(model, torch.bfloat16), LONG, [LAYERS]).float()
     assert ((rounded - rows).norm(dim=-1) / rows.norm(dim=-1)).max() < TOLERANCE / 2

@@ -57,8 +57,14 @@ MODELS = {
 }
 EXACT = {"dtype": "float32"}
 TWO = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}}
-HYBRID = {"language_model_only": True, "max_num_batched_tokens": 192}  # with aligned states a chunk is a block of 128
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES},
+}
+HYBRID = {
+    "language_model_only": True,
+    "max_num_batched_tokens": 192,
+}  # with aligned states a chunk is a block of 128
 LOADING = {
     "model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8},
     "enable_ep_weight_filter": True,
@@ -72,7 +78,9 @@ STEPS = {
 SHARED_DP, OVERLAP = {"enable_shared_expert_dp": True}, {"multistream_overlap_shared_expert": True}
 SP = {"enable_flashcomm1": True}
 # By flag: the words of vllm-ascend's log, where no configuration shows that it took the flag.
-LOGGED = {"recompute_scheduler_enable": "recompute_scheduler_enable is ignored on PD-disaggregated P nodes"}
+LOGGED = {
+    "recompute_scheduler_enable": "recompute_scheduler_enable is ignored on PD-disaggregated P nodes"
+}
 if installed_is(">=0.30"):
     LOGGED["enable_flashcomm1"] = "FlashComm1 is enabled."
 
@@ -83,17 +91,27 @@ CASES = {
     "shared experts on a stream of their own": Case("deepseek_v3", OVERLAP, TWO),
     "bound CPUs": Case("qwen3_moe", {"enable_cpu_binding": True}, EXACT | TWO),
     "NZ weights": Case("deepseek_v3", {"weight_nz_mode": 2}, TWO),
-    "recompute scheduler, which producers ignore": Case("qwen3_moe", {"recompute_scheduler_enable": True}, EXACT | TWO),
+    "recompute scheduler, which producers ignore": Case(
+        "qwen3_moe", {"recompute_scheduler_enable": True}, EXACT | TWO
+    ),
     "MLAPO of bfloat16 weights": Case("deepseek_v3", {"enable_mlapo": True}, TWO),
     # The tutorials' float16 is for Atlas 300I alone: the kernels of A2 and A3 refuse it.
-    "states in float32": Case("qwen3_5_moe", {}, {**TWO, **HYBRID, "mamba_ssm_cache_dtype": "float32"}),
+    "states in float32": Case(
+        "qwen3_5_moe", {}, {**TWO, **HYBRID, "mamba_ssm_cache_dtype": "float32"}
+    ),
     "MTP weights": Case("deepseek_v3 with MTP", {}, TWO),
-    "weights loaded by threads, those of own experts alone": Case("qwen3_moe", {}, EXACT | TWO | LOADING),
+    "weights loaded by threads, those of own experts alone": Case(
+        "qwen3_moe", {}, EXACT | TWO | LOADING
+    ),
     "prefetched weights, other steps": Case("qwen3_moe", {}, EXACT | TWO | STEPS),
     "FULL_DECODE_ONLY": Case("qwen3_moe", COMPILER, EXACT | TWO | GRAPHS, ENVIRON),
     "many at once": Case(
         "deepseek_v3 with MTP",
-        COMPILER | SHARED_DP | OVERLAP | SP | {"enable_cpu_binding": True, "weight_nz_mode": 2, "enable_mlapo": True},
+        COMPILER
+        | SHARED_DP
+        | OVERLAP
+        | SP
+        | {"enable_cpu_binding": True, "weight_nz_mode": 2, "enable_mlapo": True},
         TWO | GRAPHS,
         ENVIRON,
     ),
@@ -101,7 +119,9 @@ CASES = {
 SHORT = {"many at once"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
+)
 def test_rows_are_right_with_a_flag_of_the_tutorials(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = MODELS[case.model](tmp_path / "model")
@@ -116,7 +136,11 @@ def test_rows_are_right_with_a_flag_of_the_tutorials(name: str, tmp_path: Path) 
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     for flag, value in case.flags.items():
-        assert LOGGED[flag] in run.log if flag in LOGGED else flag in COMPILER or run.result["ascend_config"][flag] == value, flag
+        assert (
+            LOGGED[flag] in run.log
+            if flag in LOGGED
+            else flag in COMPILER or run.result["ascend_config"][flag] == value
+        ), flag
     for request_id in REQUESTS:
         comparison = run.compare(request_id)
         assert comparison.matches, f"{request_id}: {comparison}"

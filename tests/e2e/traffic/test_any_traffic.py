@@ -43,15 +43,27 @@ ENGINES: dict[str, dict[str, Any]] = {
     "cramped": {
         "async_scheduling": True,
         "num_gpu_blocks_override": 6,
-        "connector_options": {"staging_slots": 1, "pinned_ring_bytes": 8 * ROW_BYTES, "num_writer_threads": 1},
+        "connector_options": {
+            "staging_slots": 1,
+            "pinned_ring_bytes": 8 * ROW_BYTES,
+            "num_writer_threads": 1,
+        },
     },
     "synchronous": {
         "async_scheduling": False,
         "scheduling_policy": "priority",
         "num_gpu_blocks_override": 8,
-        "connector_options": {"staging_slots": 2, "pinned_ring_bytes": 40 * ROW_BYTES, "num_writer_threads": 3},
+        "connector_options": {
+            "staging_slots": 2,
+            "pinned_ring_bytes": 40 * ROW_BYTES,
+            "num_writer_threads": 3,
+        },
     },
-    "moe": {"async_scheduling": True, "num_gpu_blocks_override": 12, "connector_options": {"staging_slots": 3}},
+    "moe": {
+        "async_scheduling": True,
+        "num_gpu_blocks_override": 12,
+        "connector_options": {"staging_slots": 3},
+    },
 }
 
 
@@ -59,14 +71,21 @@ ENGINES: dict[str, dict[str, Any]] = {
 def stage(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
     moe = engine == "moe"
     model = request.getfixturevalue("tiny_minimax_m2" if moe else "float32_qwen3")
-    with start_stage(tmp_path, model, torch.bfloat16 if moe else torch.float32, **ENGINES[engine]) as stage:
+    with start_stage(
+        tmp_path, model, torch.bfloat16 if moe else torch.float32, **ENGINES[engine]
+    ) as stage:
         yield stage
 
 
 @contextmanager
 def start_stage(directory: Path, model: Path, dtype: torch.dtype, **engine: Any) -> Iterator[Stage]:
     """Start an engine for traffic; `engine` has further options of EngineSession."""
-    options = {"layer_ids": LAYER_IDS, "dtype": str(dtype).removeprefix("torch."), "max_num_batched_tokens": CHUNK, "max_num_seqs": 6}
+    options = {
+        "layer_ids": LAYER_IDS,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 6,
+    }
     with EngineSession(directory, model, **options, **engine) as session:
         yield Stage(session, Reference(model, NUM_LAYERS, dtype))
 
@@ -84,7 +103,9 @@ class Traffic(RuleBasedStateMachine):
         self.opted_out: list[Request] = []
         self.blocked: list[Path] = []
 
-    def add(self, text: int, length: int, steps: int, *, expect: Any = "prompt", **options: Any) -> Request:
+    def add(
+        self, text: int, length: int, steps: int, *, expect: Any = "prompt", **options: Any
+    ) -> Request:
         request = self.stage.add(TEXTS[text][:length], expect=expect, **options)
         if expect != "error":
             self.added.append(request)
@@ -95,17 +116,42 @@ class Traffic(RuleBasedStateMachine):
 
     # Lengths near the edges of chunks and blocks, and long ones that need several steps.
     steps = st.integers(0, 2)
-    lengths = st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 127, 128, 129]) | st.integers(1, MOST_TOKENS)
+    lengths = st.sampled_from(
+        [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 127, 128, 129]
+    ) | st.integers(1, MOST_TOKENS)
     texts = st.integers(0, len(TEXTS) - 1)
 
-    @rule(text=texts, length=lengths, steps=steps, max_tokens=st.integers(1, 7), priority=st.integers(0, 2))
+    @rule(
+        text=texts,
+        length=lengths,
+        steps=steps,
+        max_tokens=st.integers(1, 7),
+        priority=st.integers(0, 2),
+    )
     def prompt(self, text: int, length: int, steps: int, max_tokens: int, priority: int) -> None:
         self.add(text, length, steps, max_tokens=max_tokens, options=self.priority(priority))
 
-    @rule(text=texts, length=lengths, steps=steps, max_tokens=st.integers(1, 12), priority=st.integers(0, 2), seeded=st.booleans())
-    def prompt_and_output(self, text: int, length: int, steps: int, max_tokens: int, priority: int, seeded: bool) -> None:
+    @rule(
+        text=texts,
+        length=lengths,
+        steps=steps,
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        seeded=st.booleans(),
+    )
+    def prompt_and_output(
+        self, text: int, length: int, steps: int, max_tokens: int, priority: int, seeded: bool
+    ) -> None:
         sampling = {"temperature": 1.0, "seed": 7} if seeded else {}
-        self.add(text, length, steps, expect="output", max_tokens=max_tokens, options=self.priority(priority), **sampling)
+        self.add(
+            text,
+            length,
+            steps,
+            expect="output",
+            max_tokens=max_tokens,
+            options=self.priority(priority),
+            **sampling,
+        )
 
     @rule(text=texts, length=lengths, steps=steps, n=st.integers(2, 3))
     def samples(self, text: int, length: int, steps: int, n: int) -> None:
@@ -113,7 +159,16 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(text=texts, length=lengths, steps=steps, max_tokens=st.integers(1, 7))
     def ordinary(self, text: int, length: int, steps: int, max_tokens: int) -> None:
-        self.opted_out.append(self.add(text, length, steps, expect="nothing", params={"hidden_states": False}, max_tokens=max_tokens))
+        self.opted_out.append(
+            self.add(
+                text,
+                length,
+                steps,
+                expect="nothing",
+                params={"hidden_states": False},
+                max_tokens=max_tokens,
+            )
+        )
 
     @rule(text=texts, length=lengths, steps=steps)
     def prompt_whose_file_cannot_be_opened(self, text: int, length: int, steps: int) -> None:
@@ -153,9 +208,18 @@ class Traffic(RuleBasedStateMachine):
 
     def count(self) -> None:
         """Check that each extracted request is committed, failed or aborted; one of these only."""
-        requests = [request for request in self.stage.session.requests.values() if request not in self.opted_out]
+        requests = [
+            request
+            for request in self.stage.session.requests.values()
+            if request not in self.opted_out
+        ]
         names = [path.name for path in self.stage.session.storage.iterdir()]
-        paths = [path for request in requests if request.aborted for path in self.stage.session.paths(request)]
+        paths = [
+            path
+            for request in requests
+            if request.aborted
+            for path in self.stage.session.paths(request)
+        ]
         found = Counter(
             committed=sum(name.endswith(DATA_SUFFIX) for name in names),
             failed=sum(name.endswith(ERROR_SUFFIX) for name in names),
@@ -166,8 +230,13 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("engine", [*(pytest.param(each, marks=pytest.mark.long) for each in ("cramped", "synchronous")), "moe"])
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: str, stage: Stage, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("cramped", "synchronous")), "moe"],
+)
+def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(
+    engine: str, stage: Stage, request: pytest.FixtureRequest
+) -> None:
     play_traffic(stage, RUNS[engine], asked=request.config.getoption("traffic_runs"))
 
 
@@ -194,5 +263,7 @@ def play_traffic(stage: Stage, runs: int, *, asked: int) -> None:
     )
     # In a short search the first, simple examples outweigh the others.
     least = runs // 4 if asked or is_long() else 0
-    assert min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) > least, OnThisStage.totals
+    assert (
+        min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) > least
+    ), OnThisStage.totals
     print(f"{runs} runs: {dict(OnThisStage.totals)}, {len(stage.session.preemptions)} preemptions")

@@ -12,7 +12,17 @@ from typing import Any
 import httpx
 import pytest
 from harness import FIRST_WEIGHTS, names_in
-from http_client import CHAT, COMPLETIONS, MAX_FILES, MESSAGES, PROMPTS, SAMPLED, Case, Client, start_client
+from http_client import (
+    CHAT,
+    COMPLETIONS,
+    MAX_FILES,
+    MESSAGES,
+    PROMPTS,
+    SAMPLED,
+    Case,
+    Client,
+    start_client,
+)
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.compat.request_params import NOT_EXTRACTED
@@ -38,26 +48,40 @@ BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 5}
 
 @pytest.mark.parametrize(
     ("params", "told"),
-    [(None, True), ({"hidden_states": False}, False), ({"hidden_states_path": "beam.safetensors"}, True)],
+    [
+        (None, True),
+        ({"hidden_states": False}, False),
+        ({"hidden_states_path": "beam.safetensors"}, True),
+    ],
     ids=["silent", "opted out", "with a name"],
 )
 @pytest.mark.parametrize(
-    ("endpoint", "body"), [(COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": MESSAGES})], ids=["completion", "chat"]
+    ("endpoint", "body"),
+    [(COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": MESSAGES})],
+    ids=["completion", "chat"],
 )
 def test_a_beam_search_leaves_no_file_and_says_so_to_whoever_wanted_one(
     client: Client, endpoint: str, body: dict[str, Any], params: dict[str, Any] | None, told: bool
 ) -> None:
     before = names_in(client.storage)
-    answer = client.send(Case(endpoint, {**body, **BEAMS, **({"kv_transfer_params": params} if params else {})}, None))
+    answer = client.send(
+        Case(
+            endpoint, {**body, **BEAMS, **({"kv_transfer_params": params} if params else {})}, None
+        )
+    )
     assert len(answer.texts) == 3
     assert names_in(client.storage) == before
     assert answer.params == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
 
 
 @pytest.mark.parametrize(
-    ("many", "what"), [({"prompt": [[7]] * 9}, "prompts"), ({"prompt": [7], "n": 9, **SAMPLED}, "samples")], ids=["prompts", "samples"]
+    ("many", "what"),
+    [({"prompt": [[7]] * 9}, "prompts"), ({"prompt": [7], "n": 9, **SAMPLED}, "samples")],
+    ids=["prompts", "samples"],
 )
-def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: dict[str, Any], what: str) -> None:
+def test_an_api_request_makes_so_many_files_and_no_more(
+    client: Client, many: dict[str, Any], what: str
+) -> None:
     answer = client.send(Case(COMPLETIONS, many, None))
     assert len(answer.texts) == 9
     found = []
@@ -70,8 +94,14 @@ def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: di
     assert re.fullmatch(refused + ".*", answer.params["hidden_states_error"])
     if what == "prompts":
         assert answer.params["hidden_states_path"] == str(found[0])
-    lines = [line for line in client.server.log.read_text(errors="replace").splitlines() if "is not extracted: this API request" in line]
-    assert lines and all("kv_connector_extra_config.max_files_per_request" in line for line in lines)
+    lines = [
+        line
+        for line in client.server.log.read_text(errors="replace").splitlines()
+        if "is not extracted: this API request" in line
+    ]
+    assert lines and all(
+        "kv_connector_extra_config.max_files_per_request" in line for line in lines
+    )
     for path in found:
         assert vllm_ascend_hsx.load(path, timeout=60).token_ids.tolist() == [7]
         vllm_ascend_hsx.remove(path)
@@ -85,7 +115,12 @@ MESSAGE = {"messages": MESSAGES, "max_tokens": 4}
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     ("endpoint", "body", "request_id"),
-    [("responses", TURN, None), ("responses", TURN, "../turn 7"), ("messages", MESSAGE, None), ("messages", MESSAGE, "turn_8")],
+    [
+        ("responses", TURN, None),
+        ("responses", TURN, "../turn 7"),
+        ("messages", MESSAGE, None),
+        ("messages", MESSAGE, "turn_8"),
+    ],
     ids=["responses", "responses-named-by-the-client", "messages", "messages-named-by-the-client"],
 )
 def test_responses_and_messages_have_their_files(
@@ -97,13 +132,26 @@ def test_responses_and_messages_have_their_files(
     stream: bool,
     extract: bool,
 ) -> None:
-    body = {"model": str(client.model), **body, "stream": stream, "kv_transfer_params": {"hidden_states": extract}}
+    body = {
+        "model": str(client.model),
+        **body,
+        "stream": stream,
+        "kv_transfer_params": {"hidden_states": extract},
+    }
     body |= {"request_id": request_id} if request_id and endpoint == "responses" else {}
     headers = {"X-Request-Id": request_id} if request_id and endpoint == "messages" else {}
-    response = httpx.post(f"{client.server.url}/v1/{endpoint}", json=body, headers=headers, timeout=120).raise_for_status()
+    response = httpx.post(
+        f"{client.server.url}/v1/{endpoint}", json=body, headers=headers, timeout=120
+    ).raise_for_status()
     if stream:
-        events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: {")]
-        (response_id,) = {event[key]["id"] for event in events for key in ("response", "message") if key in event}
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in response.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        (response_id,) = {
+            event[key]["id"] for event in events for key in ("response", "message") if key in event
+        }
     else:
         response_id = response.json()["id"]
     if not extract:
@@ -112,16 +160,30 @@ def test_responses_and_messages_have_their_files(
         return
     path = vllm_ascend_hsx.find(client.storage, response_id)
     if not stream:
-        assert response.json()["kv_transfer_params"] == {"hidden_states_path": str(path), **FIRST_WEIGHTS}
+        assert response.json()["kv_transfer_params"] == {
+            "hidden_states_path": str(path),
+            **FIRST_WEIGHTS,
+        }
     assert client.verdict(path, chat_prompt) == ""
     assert vllm_ascend_hsx.load(path, response_id=response_id).token_ids.tolist() == chat_prompt
     vllm_ascend_hsx.remove(path)
 
 
 @pytest.mark.parametrize("extract", [True, False], ids=["extracted", "opted out"])
-def test_each_conversation_of_a_batch_has_its_file(client: Client, chat_prompt: list[int], extract: bool) -> None:
-    body = {"model": str(client.model), "messages": [MESSAGES, MESSAGES], "max_tokens": 2, "kv_transfer_params": {"hidden_states": extract}}
-    response = httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120).raise_for_status().json()
+def test_each_conversation_of_a_batch_has_its_file(
+    client: Client, chat_prompt: list[int], extract: bool
+) -> None:
+    body = {
+        "model": str(client.model),
+        "messages": [MESSAGES, MESSAGES],
+        "max_tokens": 2,
+        "kv_transfer_params": {"hidden_states": extract},
+    }
+    response = (
+        httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120)
+        .raise_for_status()
+        .json()
+    )
     for number in range(2):
         if extract:
             path = vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
@@ -132,23 +194,46 @@ def test_each_conversation_of_a_batch_has_its_file(client: Client, chat_prompt: 
                 vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
 
 
-def test_a_batch_may_choose_no_file_for_its_conversations(client: Client, chat_prompt: list[int]) -> None:
-    body = {"model": str(client.model), "messages": [MESSAGES, MESSAGES], "kv_transfer_params": {"hidden_states_path": "batch.safetensors"}}
+def test_a_batch_may_choose_no_file_for_its_conversations(
+    client: Client, chat_prompt: list[int]
+) -> None:
+    body = {
+        "model": str(client.model),
+        "messages": [MESSAGES, MESSAGES],
+        "kv_transfer_params": {"hidden_states_path": "batch.safetensors"},
+    }
     response = httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120)
     assert response.status_code == 400
-    assert "is one file, and is given to the first prompt and sample of a request" in response.json()["error"]["message"]
+    assert (
+        "is one file, and is given to the first prompt and sample of a request"
+        in response.json()["error"]["message"]
+    )
 
 
 REFUSED = {"hidden_states_path": "x.safetensors"}
-PARAMS = [(None, True), ({"hidden_states": True}, True), ({"hidden_states": False}, False), (REFUSED, False)]
+PARAMS = [
+    (None, True),
+    ({"hidden_states": True}, True),
+    ({"hidden_states": False}, False),
+    (REFUSED, False),
+]
 
 
 @pytest.mark.parametrize(("params", "extracted"), PARAMS, ids=str)
 def test_tokens_that_are_sent_to_be_continued_have_a_file_unless_their_client_opts_out(
     client: Client, params: dict[str, Any] | None, extracted: bool
 ) -> None:
-    body = {"token_ids": PROMPTS[1], "sampling_params": {"max_tokens": 2}, "kv_transfer_params": params, "request_id": "tokens"}
-    answer = httpx.post(f"{client.server.url}/inference/v1/generate", json=body, timeout=120).raise_for_status().json()
+    body = {
+        "token_ids": PROMPTS[1],
+        "sampling_params": {"max_tokens": 2},
+        "kv_transfer_params": params,
+        "request_id": "tokens",
+    }
+    answer = (
+        httpx.post(f"{client.server.url}/inference/v1/generate", json=body, timeout=120)
+        .raise_for_status()
+        .json()
+    )
     assert len(answer["choices"][0]["token_ids"]) == 2
     if extracted:
         path = vllm_ascend_hsx.find(client.storage, "generate-tokens-tokens")
@@ -156,7 +241,9 @@ def test_tokens_that_are_sent_to_be_continued_have_a_file_unless_their_client_op
         assert client.verdict(path, PROMPTS[1]) == ""
         vllm_ascend_hsx.remove(path)
         return
-    assert list(answer["kv_transfer_params"] or {}) == (["hidden_states_error"] if params == REFUSED else [])
+    assert list(answer["kv_transfer_params"] or {}) == (
+        ["hidden_states_error"] if params == REFUSED else []
+    )
     with pytest.raises(FileNotFoundError):
         vllm_ascend_hsx.find(client.storage, "generate-tokens-tokens")
 
@@ -168,7 +255,11 @@ def test_items_that_are_scored_have_a_file_each_up_to_the_limit_unless_their_cli
     said = {} if params is None else {"kv_transfer_params": params}
     items = [[8 + item] for item in range(MAX_FILES + 3)]
     body = {"query": PROMPTS[0], "items": items, "label_token_ids": [7, 9], **said}
-    answer = httpx.post(f"{client.server.url}/generative_scoring", json=body, timeout=120).raise_for_status().json()
+    answer = (
+        httpx.post(f"{client.server.url}/generative_scoring", json=body, timeout=120)
+        .raise_for_status()
+        .json()
+    )
     assert len(answer["data"]) == len(items)
     found = {}
     for number in range(len(items)):
@@ -176,7 +267,10 @@ def test_items_that_are_scored_have_a_file_each_up_to_the_limit_unless_their_cli
             found[number] = vllm_ascend_hsx.find(client.storage, answer["id"], prompt=number)
     assert len(found) == (MAX_FILES if extracted else 0)
     for number, path in found.items():
-        assert vllm_ascend_hsx.load(path, timeout=60, response_id=answer["id"]).token_ids.tolist() == PROMPTS[0] + items[number]
+        assert (
+            vllm_ascend_hsx.load(path, timeout=60, response_id=answer["id"]).token_ids.tolist()
+            == PROMPTS[0] + items[number]
+        )
         vllm_ascend_hsx.remove(path)
 
 

@@ -10,26 +10,51 @@ from typing import Any
 import httpx
 import pytest
 from harness import FIRST_WEIGHTS, names_in
-from http_client import CHAT, COMPLETIONS, MESSAGES, OUTPUT, PROMPTS, SAMPLED, Answer, Case, Client, start_client
+from http_client import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    OUTPUT,
+    PROMPTS,
+    SAMPLED,
+    Answer,
+    Case,
+    Client,
+    start_client,
+)
 
 import vllm_ascend_hsx
 
 CASES = {
     "one-prompt": Case(COMPLETIONS, {"prompt": PROMPTS[0]}, (0, 0)),
     "several-prompts": Case(COMPLETIONS, {"prompt": PROMPTS}, (0, 0)),
-    "several-samples": Case(COMPLETIONS, {"prompt": PROMPTS[1], "n": 3, **SAMPLED, **OUTPUT}, (0, 2)),
-    "several-of-both": Case(COMPLETIONS, {"prompt": PROMPTS[:2], "n": 2, **SAMPLED, **OUTPUT}, (0, 1)),
+    "several-samples": Case(
+        COMPLETIONS, {"prompt": PROMPTS[1], "n": 3, **SAMPLED, **OUTPUT}, (0, 2)
+    ),
+    "several-of-both": Case(
+        COMPLETIONS, {"prompt": PROMPTS[:2], "n": 2, **SAMPLED, **OUTPUT}, (0, 1)
+    ),
     "streamed": Case(COMPLETIONS, {"prompt": PROMPTS[1], "stream": True, **OUTPUT}, None),
     "several-prompts-streamed": Case(COMPLETIONS, {"prompt": PROMPTS, "stream": True}, None),
-    "stopped-by-a-string": Case(COMPLETIONS, {"prompt": PROMPTS[1], "stop": ["<to be set>"], **OUTPUT}, None),
+    "stopped-by-a-string": Case(
+        COMPLETIONS, {"prompt": PROMPTS[1], "stop": ["<to be set>"], **OUTPUT}, None
+    ),
     "chat": Case(CHAT, {"messages": MESSAGES, **OUTPUT}, (0, 0)),
-    "chat-with-several-samples": Case(CHAT, {"messages": MESSAGES, "n": 2, **SAMPLED, **OUTPUT}, (0, 1)),
+    "chat-with-several-samples": Case(
+        CHAT, {"messages": MESSAGES, "n": 2, **SAMPLED, **OUTPUT}, (0, 1)
+    ),
     "chat-streamed": Case(CHAT, {"messages": MESSAGES, "stream": True, **OUTPUT}, None),
     "named-by-the-client": Case(COMPLETIONS, {"prompt": PROMPTS}, (0, 0), "sample-17"),
     "hostile-name": Case(COMPLETIONS, {"prompt": PROMPTS, "stream": True}, None, "a/../../b c~é"),
-    "hostile-name-in-the-body": Case(COMPLETIONS, {"prompt": PROMPTS[0], "request_id": "../\0/" + "é" * 50}, (0, 0)),
-    "chat-named-by-the-client": Case(CHAT, {"messages": MESSAGES, "stream": True}, None, "sample-18"),
-    "opted-out": Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None),
+    "hostile-name-in-the-body": Case(
+        COMPLETIONS, {"prompt": PROMPTS[0], "request_id": "../\0/" + "é" * 50}, (0, 0)
+    ),
+    "chat-named-by-the-client": Case(
+        CHAT, {"messages": MESSAGES, "stream": True}, None, "sample-18"
+    ),
+    "opted-out": Case(
+        COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None
+    ),
 }
 
 
@@ -51,7 +76,9 @@ def answers(client: Client) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_file_is_found_and_right(client: Client, answers: dict[str, Answer], name: str) -> None:
+def test_every_file_is_found_and_right(
+    client: Client, answers: dict[str, Answer], name: str
+) -> None:
     case, answer = CASES[name], answers[name]
     if name == "opted-out":
         with pytest.raises(FileNotFoundError):
@@ -75,22 +102,37 @@ def test_every_file_is_found_and_right(client: Client, answers: dict[str, Answer
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_which_answers_name_their_file(client: Client, answers: dict[str, Answer], name: str) -> None:
+def test_which_answers_name_their_file(
+    client: Client, answers: dict[str, Answer], name: str
+) -> None:
     case, answer = CASES[name], answers[name]
     if case.named is None:
         assert answer.params is None
     else:
-        assert answer.params == {"hidden_states_path": str(client.find(answer, *case.named)), **FIRST_WEIGHTS}
+        assert answer.params == {
+            "hidden_states_path": str(client.find(answer, *case.named)),
+            **FIRST_WEIGHTS,
+        }
 
 
-def test_a_client_knows_the_id_of_its_response_beforehand(client: Client, answers: dict[str, Answer]) -> None:
-    for name, prefix in (("named-by-the-client", "cmpl-sample-17"), ("chat-named-by-the-client", "chatcmpl-sample-18")):
+def test_a_client_knows_the_id_of_its_response_beforehand(
+    client: Client, answers: dict[str, Answer]
+) -> None:
+    for name, prefix in (
+        ("named-by-the-client", "cmpl-sample-17"),
+        ("chat-named-by-the-client", "chatcmpl-sample-18"),
+    ):
         assert answers[name].id == prefix
         assert client.find(answers[name], 0, 0).name.startswith(prefix)
 
 
 def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
-    case = Case(COMPLETIONS, {"prompt": PROMPTS[1], "stream": True, "max_tokens": 400, **OUTPUT}, None, "gone")
+    case = Case(
+        COMPLETIONS,
+        {"prompt": PROMPTS[1], "stream": True, "max_tokens": 400, **OUTPUT},
+        None,
+        "gone",
+    )
     with client.stream(case) as response:
         next(response.iter_lines())
         path = vllm_ascend_hsx.find(client.storage, "cmpl-gone")
@@ -101,14 +143,29 @@ def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"kv_transfer_params": {"hidden_states_path": "../../escaped.safetensors"}}, "extra_config.allow_custom_save_path=true"),
-        ({"kv_transfer_params": {"hidden_states_path": "x" * 10_000}}, "(10000 characters), but this server names its files itself"),
-        ({"kv_transfer_params": {"hidden_states_path": None}}, "is None, but this server names its files itself"),
-        ({"kv_transfer_params": {"hidden_states": {"a": [1]}}}, "kv_transfer_params.hidden_states is an object; use true or false"),
+        (
+            {"kv_transfer_params": {"hidden_states_path": "../../escaped.safetensors"}},
+            "extra_config.allow_custom_save_path=true",
+        ),
+        (
+            {"kv_transfer_params": {"hidden_states_path": "x" * 10_000}},
+            "(10000 characters), but this server names its files itself",
+        ),
+        (
+            {"kv_transfer_params": {"hidden_states_path": None}},
+            "is None, but this server names its files itself",
+        ),
+        (
+            {"kv_transfer_params": {"hidden_states": {"a": [1]}}},
+            "kv_transfer_params.hidden_states is an object; use true or false",
+        ),
         ({"kv_transfer_params": {"include_output_tokens": "yes"}}, "'yes'; use true or false"),
         # vLLM passes these on as they are, whatever they are.
         ({"vllm_xargs": {"kv_transfer_params": 5}}, "kv_transfer_params is 5; use an object"),
-        ({"vllm_xargs": {"kv_transfer_params": "hidden_states"}}, "kv_transfer_params is 'hidden_states'; use an object"),
+        (
+            {"vllm_xargs": {"kv_transfer_params": "hidden_states"}},
+            "kv_transfer_params is 'hidden_states'; use an object",
+        ),
     ],
     ids=lambda value: ascii(value)[:60],
 )
@@ -137,17 +194,37 @@ def test_an_id_of_ten_thousand_characters_has_a_file(client: Client, where: str)
     vllm_ascend_hsx.remove(path)
 
 
-@pytest.mark.parametrize("params", [{"hidden_states_path": "\ud800"}, {"hidden_states": 10**30}], ids=ascii)
+@pytest.mark.parametrize(
+    "params", [{"hidden_states_path": "\ud800"}, {"hidden_states": 10**30}], ids=ascii
+)
 def test_params_that_vllm_cannot_pass_on_end_their_request_alone(
     client: Client, answers: dict[str, Answer], params: dict[str, Any]
 ) -> None:
-    body = {"model": str(client.model), "prompt": PROMPTS[0], "max_tokens": 6, "kv_transfer_params": params}
-    response = httpx.post(f"{client.server.url}/v1/completions", content=json.dumps(body), timeout=120)
+    body = {
+        "model": str(client.model),
+        "prompt": PROMPTS[0],
+        "max_tokens": 6,
+        "kv_transfer_params": params,
+    }
+    response = httpx.post(
+        f"{client.server.url}/v1/completions", content=json.dumps(body), timeout=120
+    )
     assert response.status_code >= 400
-    opted_out = client.send(Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None))
+    opted_out = client.send(
+        Case(
+            COMPLETIONS,
+            {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}},
+            None,
+        )
+    )
     assert opted_out.texts == answers["one-prompt"].texts
 
 
 def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
-    expected = {client.find(answers[name], *file).name for name, case in CASES.items() if name != "opted-out" for file in case.files}
+    expected = {
+        client.find(answers[name], *file).name
+        for name, case in CASES.items()
+        if name != "opted-out"
+        for file in case.files
+    }
     assert {name.removesuffix(".lock") for name in names_in(client.storage)} == expected

@@ -37,9 +37,13 @@ def is_sampled(request: Request) -> bool:
 
 
 @pytest.fixture(scope="module")
-def session(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSession]:
+def session(
+    float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineSession]:
     options = {"extract": "sample", "sample_rate": RATE, "directory_budget_bytes": BUDGET}
-    with EngineSession(tmp_path_factory.mktemp("sample"), float32_qwen3, dtype="float32", connector_options=options) as session:
+    with EngineSession(
+        tmp_path_factory.mktemp("sample"), float32_qwen3, dtype="float32", connector_options=options
+    ) as session:
         if installed_is("<0.30"):
             session.call("record_all_stats")
         yield session
@@ -54,7 +58,9 @@ def test_sampled_requests_have_their_rows_and_others_leave_no_trace(session: Eng
         session.step()
     session.settle()
     sampled = [request for request in requests if is_sampled(request)]
-    assert [request.id for request in sampled] == [f"cmpl-{number}-0" for number in (2, 8, 10, 12, 13, 14, 15)]
+    assert [request.id for request in sampled] == [
+        f"cmpl-{number}-0" for number in (2, 8, 10, 12, 13, 14, 15)
+    ]
     for request in sampled:
         (path,) = session.paths(request)
         assert (request.kv_transfer_params or {})["hidden_states_path"] == str(path)
@@ -65,11 +71,20 @@ def test_sampled_requests_have_their_rows_and_others_leave_no_trace(session: Eng
     assert not list(session.storage.glob("*.safetensors*"))
     grown = growth(before, scrape_all(session))
     assert grown["files_total published"] == len(sampled)
-    assert grown["published_bytes_total"] == sum(len(request.prompt) for request in sampled) * ROW_BYTES
+    assert (
+        grown["published_bytes_total"]
+        == sum(len(request.prompt) for request in sampled) * ROW_BYTES
+    )
 
 
-def test_requests_that_are_not_sampled_read_the_prefix_cache_and_are_in_no_metric(session: EngineSession) -> None:
-    key = next(key for number in range(99) if not read_params({"sample_key": (key := f"user {number}")}, SERVER).extract)
+def test_requests_that_are_not_sampled_read_the_prefix_cache_and_are_in_no_metric(
+    session: EngineSession,
+) -> None:
+    key = next(
+        key
+        for number in range(99)
+        if not read_params({"sample_key": (key := f"user {number}")}, SERVER).extract
+    )
     before = scrape_all(session)
     prompt = tokens(300, seed=9)
     first = session.add(prompt, params(sample_key=key), name="first")
@@ -81,10 +96,14 @@ def test_requests_that_are_not_sampled_read_the_prefix_cache_and_are_in_no_metri
     assert growth(before, scrape_all(session)) == {}
 
 
-def test_no_request_is_extracted_while_the_directory_is_full_and_the_next_is_after_a_clean(session: EngineSession) -> None:
+def test_no_request_is_extracted_while_the_directory_is_full_and_the_next_is_after_a_clean(
+    session: EngineSession,
+) -> None:
     before, requests = scrape_all(session), []
     for number in range(8):
-        requests.append(session.add(tokens(150, seed=20 + number), params(hidden_states=True), name="wanted"))
+        requests.append(
+            session.add(tokens(150, seed=20 + number), params(hidden_states=True), name="wanted")
+        )
         session.settle()
     fitting, skipped = requests[:5], requests[5:]
     for request in fitting:
@@ -108,10 +127,14 @@ def test_no_request_is_extracted_while_the_directory_is_full_and_the_next_is_aft
     assert main(["clean", str(session.storage), "--older-than", "0s"]) == 0
     later = [first_with_room(session)]
     for number in range(2):
-        later.append(session.add(tokens(150, seed=40 + number), params(hidden_states=True), name="later"))
+        later.append(
+            session.add(tokens(150, seed=40 + number), params(hidden_states=True), name="later")
+        )
         session.settle()
     assert [has_file(request) for request in later] == [True, True, False]
-    result = compare_file(session.paths(later[0])[0], session.model, later[0].prompt, session.layer_ids)
+    result = compare_file(
+        session.paths(later[0])[0], session.model, later[0].prompt, session.layer_ids
+    )
     assert result.matches, result
 
 
@@ -131,21 +154,36 @@ def first_with_room(session: EngineSession) -> Request:
 
 
 @pytest.mark.timeout(600)
-def test_each_data_parallel_engine_of_a_dense_target_keeps_its_share(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_each_data_parallel_engine_of_a_dense_target_keeps_its_share(
+    float32_qwen3: Path, tmp_path: Path
+) -> None:
     """vLLM tells such an engine that it is the only one."""
     storage = tmp_path / "hidden_states"
     storage.mkdir()
     (storage / "earlier.safetensors").write_bytes(b"x" * (BUDGET // 2))
-    options = {"data_parallel": 2, "expert_parallel": False, "connector": {"directory_budget_bytes": BUDGET}}
-    server = tiny_server(tmp_path, float32_qwen3, (1, 2, 4), extra=("--dtype", "float32"), **options)
+    options = {
+        "data_parallel": 2,
+        "expert_parallel": False,
+        "connector": {"directory_budget_bytes": BUDGET},
+    }
+    server = tiny_server(
+        tmp_path, float32_qwen3, (1, 2, 4), extra=("--dtype", "float32"), **options
+    )
     with server:
         server.wait_ready(START_SECONDS)
         answers: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
         for number in range(6):
             engine, prompt = number % 2, tokens(150, seed=number)
-            body = {"model": str(float32_qwen3), "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            body = {
+                "model": str(float32_qwen3),
+                "prompt": prompt,
+                "max_tokens": 1,
+                "temperature": 0,
+            }
             headers = {"X-data-parallel-rank": str(engine)}
-            response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+            response = httpx.post(
+                f"{server.url}/v1/completions", json=body, headers=headers, timeout=120
+            )
             response.raise_for_status()
             answers[engine].append(response.json()["kv_transfer_params"])
             if path := answers[engine][-1].get("hidden_states_path"):
@@ -153,4 +191,7 @@ def test_each_data_parallel_engine_of_a_dense_target_keeps_its_share(float32_qwe
                 assert result.matches, result
     for found in answers.values():
         assert ["hidden_states_path" in each for each in found] == [True, False, False]
-        assert f"of {BUDGET // 2} bytes, the share of this data-parallel rank, are used" in found[1]["hidden_states_error"]
+        assert (
+            f"of {BUDGET // 2} bytes, the share of this data-parallel rank, are used"
+            in found[1]["hidden_states_error"]
+        )

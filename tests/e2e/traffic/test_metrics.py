@@ -26,7 +26,9 @@ OPTS_OUT = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "in MultiConnector"])
-def session(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSession]:
+def session(
+    request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineSession]:
     directory = tmp_path_factory.mktemp("metrics")
     config: dict[str, Any] = kv_transfer_config(directory / "hidden_states")
     ours = config
@@ -34,7 +36,13 @@ def session(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factor
         config = multi_config(directory / "hidden_states")
         ours = config["kv_connector_extra_config"]["connectors"][0]
     ours["kv_connector_extra_config"]["pinned_ring_bytes"] = RING_ROWS * ROW_BYTES
-    with EngineSession(directory, float32_qwen3, dtype="float32", kv_transfer_config=config, instruments=INSTRUMENTS) as session:
+    with EngineSession(
+        directory,
+        float32_qwen3,
+        dtype="float32",
+        kv_transfer_config=config,
+        instruments=INSTRUMENTS,
+    ) as session:
         if installed_is("<0.30"):
             session.call("record_all_stats")
         yield session
@@ -57,10 +65,17 @@ def growth(before: Metrics, after: Metrics) -> dict[str, float]:
     """Return the counters that have grown, and by how much."""
 
     def totals(metrics: Metrics) -> dict[str, float]:
-        return {f"{each.name} {' '.join(each.labels.values())}".strip(): each.value for each in metrics.counts if "_total" in each.name}
+        return {
+            f"{each.name} {' '.join(each.labels.values())}".strip(): each.value
+            for each in metrics.counts
+            if "_total" in each.name
+        }
 
     start = totals(before)
-    grown = {name.removeprefix("vllm:hsx_"): value - start.get(name, 0) for name, value in totals(after).items()}
+    grown = {
+        name.removeprefix("vllm:hsx_"): value - start.get(name, 0)
+        for name, value in totals(after).items()
+    }
     return {name: value for name, value in grown.items() if value}
 
 
@@ -69,10 +84,16 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
     gone = session.add(tokens(300), {"max_tokens": 1})
     session.step(2)
     session.abort(gone)
-    long, short = session.add(tokens(150), {"max_tokens": 3}), session.add(tokens(20), {"max_tokens": 1})
+    long, short = (
+        session.add(tokens(150), {"max_tokens": 3}),
+        session.add(tokens(20), {"max_tokens": 1}),
+    )
     failed = session.add(tokens(40), {"max_tokens": 1})
     session.add(tokens(30), {"max_tokens": 2, **OPTS_OUT})
-    refused = session.add(tokens(30), {"max_tokens": 2, "extra_args": {"kv_transfer_params": {"hidden_states": "perhaps"}}})
+    refused = session.add(
+        tokens(30),
+        {"max_tokens": 2, "extra_args": {"kv_transfer_params": {"hidden_states": "perhaps"}}},
+    )
     (path,) = session.paths(failed)
     session.call("inject", [{"call": "pwrite", "errno": "EIO", "name": rf"{path.name}\.\d+\b"}])
     after = scrape_all(session)
@@ -88,13 +109,24 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
         "failures_total refused": 1,
     }
     assert grown["published_bytes_total"] == 170 * ROW_BYTES
-    assert grown["published_bytes_total"] <= grown["written_bytes_total"] <= grown["copied_bytes_total"] <= 500 * ROW_BYTES
+    assert (
+        grown["published_bytes_total"]
+        <= grown["written_bytes_total"]
+        <= grown["copied_bytes_total"]
+        <= 500 * ROW_BYTES
+    )
     observations = {each.name: each.observations for each in after.latencies}
-    assert observations["vllm:hsx_publish_seconds"] == after.total("vllm:hsx_files_total", outcome="published")
-    assert observations["vllm:hsx_copy_seconds"] * 2 * ROW_BYTES >= after.total("vllm:hsx_copied_bytes_total")  # a buffer holds two rows
+    assert observations["vllm:hsx_publish_seconds"] == after.total(
+        "vllm:hsx_files_total", outcome="published"
+    )
+    assert observations["vllm:hsx_copy_seconds"] * 2 * ROW_BYTES >= after.total(
+        "vllm:hsx_copied_bytes_total"
+    )  # a buffer holds two rows
     assert after.total("vllm:hsx_backlog_bytes") == 0
     of_dashboard = set(re.findall(r"(vllm:hsx_\w+?)(?:_bucket)?\{", page("grafana.json")))
-    assert of_dashboard == {each.name for each in (*after.counts, *after.latencies) if each.name.startswith("vllm:hsx_")}
+    assert of_dashboard == {
+        each.name for each in (*after.counts, *after.latencies) if each.name.startswith("vllm:hsx_")
+    }
 
 
 def test_requests_that_wait_for_storage_are_shown_while_they_do(session: EngineSession) -> None:
@@ -130,5 +162,7 @@ def test_the_engines_log_has_a_line_of_them(session: EngineSession) -> None:
     scrape_all(session)
     session.call("log_stats")
     assert "KV Transfer metrics: " in session.log
-    line = next(line for line in reversed(session.log.splitlines()) if "KV Transfer metrics: " in line)
+    line = next(
+        line for line in reversed(session.log.splitlines()) if "KV Transfer metrics: " in line
+    )
     assert "GB/s per writer" in line

@@ -25,9 +25,15 @@ INSTRUMENTS = {"importable_mooncake": None}
 HANDED_ON = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
 
 
-def multi_config(storage: Path, sibling: str = "SiblingConnector", *, first: bool = False) -> dict[str, Any]:
+def multi_config(
+    storage: Path, sibling: str = "SiblingConnector", *, first: bool = False
+) -> dict[str, Any]:
     """Return --kv-transfer-config with our connector and a sibling, first or last."""
-    entry = {"kv_connector": sibling, "kv_connector_module_path": "sibling_connector", "kv_role": "kv_both"}
+    entry = {
+        "kv_connector": sibling,
+        "kv_connector_module_path": "sibling_connector",
+        "kv_role": "kv_both",
+    }
     entries = [kv_transfer_config(storage), entry]
     return {
         "kv_connector": "MultiConnector",
@@ -37,15 +43,24 @@ def multi_config(storage: Path, sibling: str = "SiblingConnector", *, first: boo
 
 
 @pytest.fixture(params=[False, True], ids=["sibling last", "sibling first"])
-def session(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path: Path) -> Iterator[EngineSession]:
+def session(
+    request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path: Path
+) -> Iterator[EngineSession]:
     config = multi_config(tmp_path / "hidden_states", first=request.param)
     with EngineSession(
-        tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config, instruments=INSTRUMENTS
+        tmp_path,
+        float32_qwen3,
+        layer_ids=LAYER_IDS,
+        dtype="float32",
+        kv_transfer_config=config,
+        instruments=INSTRUMENTS,
     ) as session:
         yield session
 
 
-def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_not(session: EngineSession, float32_qwen3: Path) -> None:
+def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_not(
+    session: EngineSession, float32_qwen3: Path
+) -> None:
     first = session.add(PROMPT, {"max_tokens": 2}, name="first")
     session.drain()
     assert session.call("reset_prefix_cache")
@@ -54,7 +69,11 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
     assert session.call("reset_prefix_cache")
     ordinary = session.add(PROMPT, {"max_tokens": 2, **NOT_EXTRACTED}, name="ordinary")
     session.drain()
-    assert (first.num_cached_tokens, again.num_cached_tokens, ordinary.num_cached_tokens) == (0, 0, 256)
+    assert (first.num_cached_tokens, again.num_cached_tokens, ordinary.num_cached_tokens) == (
+        0,
+        0,
+        256,
+    )
     oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
     for request in (first, again):
         path = find(session.storage, request.id)
@@ -63,28 +82,50 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
         assert oracle.verdict(path, own, len(request.prompt), len(request.prompt)) == ""
 
 
-def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_siblings_params(session: EngineSession) -> None:
+def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_siblings_params(
+    session: EngineSession,
+) -> None:
     request = session.add(PROMPT, HANDED_ON)
     session.drain()
     path = find(session.storage, request.id)
-    assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path), **FIRST_WEIGHTS}
+    assert request.kv_transfer_params == {
+        "remote_engine_id": "sibling",
+        "hidden_states_path": str(path),
+        **FIRST_WEIGHTS,
+    }
     assert load(path).token_ids.tolist() == PROMPT
 
 
-def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(
+    float32_qwen3: Path, tmp_path: Path
+) -> None:
     config = json.loads(blocks("quick-start.md", "kv-transfer prefill")[0])
     mooncake, ours = config["kv_connector_extra_config"]["connectors"]
     assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # which needs NPUs
-    mooncake |= {"kv_connector": "SiblingConnector", "kv_connector_module_path": "sibling_connector"}
+    mooncake |= {
+        "kv_connector": "SiblingConnector",
+        "kv_connector_module_path": "sibling_connector",
+    }
     ours["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path / "hidden_states")
-    with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config) as session:
+    with EngineSession(
+        tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config
+    ) as session:
         request = session.add(PROMPT, HANDED_ON)
         session.drain()
         path = find(session.storage, request.id)
-        assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path), **FIRST_WEIGHTS}
+        assert request.kv_transfer_params == {
+            "remote_engine_id": "sibling",
+            "hidden_states_path": str(path),
+            **FIRST_WEIGHTS,
+        }
         oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
         own = Served(request.id, tuple(request.prompt), request.begun, request.ended)
-        assert oracle.verdict(find(session.storage, request.id), own, len(request.prompt), len(request.prompt)) == ""
+        assert (
+            oracle.verdict(
+                find(session.storage, request.id), own, len(request.prompt), len(request.prompt)
+            )
+            == ""
+        )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +140,14 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
 ) -> None:
     script = [["add", "r", tokens(20), {"max_tokens": 1}], ["drain"]]
     config = multi_config(tmp_path / "hidden_states", sibling)
-    run = run_engine(tmp_path, gpt_oss, script, kv_transfer_config=config, instruments=INSTRUMENTS, num_gpu_blocks_override=16)
+    run = run_engine(
+        tmp_path,
+        gpt_oss,
+        script,
+        kv_transfer_config=config,
+        instruments=INSTRUMENTS,
+        num_gpu_blocks_override=16,
+    )
     assert run.error is None, run.error
     assert len(run.result["kv_groups"]) == groups
     assert ("Turning off hybrid kv cache manager" in run.log) == (groups == 1)
@@ -109,9 +157,16 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
 RECOMPUTES = {"additional_config": {"recompute_scheduler_enable": True}}
 
 
-def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_not_be_opened(tmp_path: Path, float32_qwen3: Path) -> None:
+def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_not_be_opened(
+    tmp_path: Path, float32_qwen3: Path
+) -> None:
     config = {**multi_config(tmp_path / "hidden_states"), "kv_role": "kv_consumer"}
-    options = {"layer_ids": LAYER_IDS, "dtype": "float32", "kv_transfer_config": config, "instruments": INSTRUMENTS}
+    options = {
+        "layer_ids": LAYER_IDS,
+        "dtype": "float32",
+        "kv_transfer_config": config,
+        "instruments": INSTRUMENTS,
+    }
     with EngineSession(tmp_path, float32_qwen3, **options, **RECOMPUTES) as session:
         right = session.add(PROMPT, {"max_tokens": 2}, name="right")
         session.drain()
@@ -119,5 +174,8 @@ def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_n
         failed = session.add(tokens(30), {"max_tokens": 1}, name="failed")  # in one step
         session.drain()
     assert "AsyncRecomputeScheduler" in session.log
-    assert right.kv_transfer_params == {"hidden_states_path": str(session.paths(right)[0]), **FIRST_WEIGHTS}
+    assert right.kv_transfer_params == {
+        "hidden_states_path": str(session.paths(right)[0]),
+        **FIRST_WEIGHTS,
+    }
     assert "ENOENT" in failed.kv_transfer_params["hidden_states_error"]

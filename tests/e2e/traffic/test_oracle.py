@@ -21,7 +21,9 @@ LAYER_IDS = (4, 1, 2)
 NUM_LAYERS = 4
 OWN = Served("own", tuple(tokens(40)), begun=5, ended=9)
 BESIDE = Served("beside", tuple(tokens(50)), begun=3, ended=7)
-EARLIER = Served("earlier", (*OWN.token_ids[:10], *tokens(30, seed=1)), begun=1, ended=4)  # shares a prefix with `own`
+EARLIER = Served(
+    "earlier", (*OWN.token_ids[:10], *tokens(30, seed=1)), begun=1, ended=4
+)  # shares a prefix with `own`
 SERVED = (EARLIER, BESIDE, OWN)
 
 
@@ -39,15 +41,25 @@ class Bench:
     def rows(self, request: Served) -> torch.Tensor:
         return self.reference.rows(request.token_ids, LAYER_IDS).to(self.dtype)
 
-    def verdict(self, rows: torch.Tensor, token_ids: tuple[int, ...] = OWN.token_ids, own: Served = OWN) -> str:
+    def verdict(
+        self, rows: torch.Tensor, token_ids: tuple[int, ...] = OWN.token_ids, own: Served = OWN
+    ) -> str:
         """Return the oracle's verdict on a file with these rows."""
         names = {torch.float32: "F32", torch.bfloat16: "BF16"}
-        with FileSink(self.directory, RowFormat(LAYER_IDS, rows.shape[-1], names[self.dtype])) as sink:
+        with FileSink(
+            self.directory, RowFormat(LAYER_IDS, rows.shape[-1], names[self.dtype])
+        ) as sink:
             file = sink.open("request", self.directory / "request.safetensors")
             file.write(0, rows.contiguous().view(torch.uint8).numpy())
             file.commit(torch.tensor(token_ids).numpy(), len(token_ids))
         oracle = Oracle(self.reference, LAYER_IDS)
-        return oracle.verdict(self.directory / "request.safetensors", own, len(own.token_ids), len(own.token_ids), SERVED)
+        return oracle.verdict(
+            self.directory / "request.safetensors",
+            own,
+            len(own.token_ids),
+            len(own.token_ids),
+            SERVED,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +68,12 @@ def references(float32_qwen3: Path, tiny_minimax_m2: Path) -> dict[torch.dtype, 
     return {dtype: Reference(model, NUM_LAYERS, dtype) for dtype, model in models.items()}
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["qwen3-float32", "minimax-m2-bfloat16"])
-def bench(request: pytest.FixtureRequest, references: dict[torch.dtype, Reference], tmp_path: Path) -> Bench:
+@pytest.fixture(
+    params=[torch.float32, torch.bfloat16], ids=["qwen3-float32", "minimax-m2-bfloat16"]
+)
+def bench(
+    request: pytest.FixtureRequest, references: dict[torch.dtype, Reference], tmp_path: Path
+) -> Bench:
     return Bench(tmp_path, references[request.param])
 
 
@@ -107,7 +123,10 @@ def garbage(bench: Bench, rows: torch.Tensor) -> None:
 
 
 def one_element(bench: Bench, rows: torch.Tensor) -> None:
-    tolerances = {torch.float32: EXACT, torch.bfloat16: ELEMENT_TOLERANCE * 2**-7 * rows[11, 0].float().square().mean().sqrt()}
+    tolerances = {
+        torch.float32: EXACT,
+        torch.bfloat16: ELEMENT_TOLERANCE * 2**-7 * rows[11, 0].float().square().mean().sqrt(),
+    }
     rows[11, 0, 40] += 1.5 * tolerances[bench.dtype]
 
 
@@ -129,7 +148,10 @@ FAULTS = {
     one_layer_foreign: r"own: row 3 is from beside, position 3 in layer slots \[0\]$",
     garbage: r"own: rows 30-32 are garbage: in no request's rows \(off by at most [0-9.]+\)$",
     one_element: r"own: row 11 is garbage in layer slots \[0\]: in no request's rows \(off by at most [0-9.e-]+\)$",
-    several: "own: row 5 is zero; rows 20-24 are from beside, position 7 to 11; rows 30-32 are garbage: in no request's rows \\(off",
+    several: (
+        "own: row 5 is zero; rows 20-24 are from beside, position 7 to 11; rows 30-32 are "
+        "garbage: in no request's rows \\(off"
+    ),
 }
 
 
@@ -142,24 +164,36 @@ def test_a_fault_is_named(bench: Bench, fault: Callable[[Bench, torch.Tensor], N
 
 
 def test_a_file_of_another_request_is_named(bench: Bench) -> None:
-    assert bench.verdict(bench.rows(BESIDE), BESIDE.token_ids) == "own: token_ids are those of beside"
+    assert (
+        bench.verdict(bench.rows(BESIDE), BESIDE.token_ids) == "own: token_ids are those of beside"
+    )
 
 
 def test_a_file_with_too_few_tokens_is_named(bench: Bench) -> None:
-    assert bench.verdict(bench.rows(OWN)[:-2], OWN.token_ids[:-2]) == "own: it has 38 tokens, expected 40"
+    assert (
+        bench.verdict(bench.rows(OWN)[:-2], OWN.token_ids[:-2])
+        == "own: it has 38 tokens, expected 40"
+    )
 
 
 def test_a_wrong_token_is_named(bench: Bench) -> None:
     wrong = (*OWN.token_ids[:3], 1, *OWN.token_ids[4:])
-    assert bench.verdict(bench.rows(OWN), wrong) == f"own: token_ids differ from position 3 on: 1, expected {OWN.token_ids[3]}"
+    assert (
+        bench.verdict(bench.rows(OWN), wrong)
+        == f"own: token_ids differ from position 3 on: 1, expected {OWN.token_ids[3]}"
+    )
 
 
 def test_a_missing_file_is_named(bench: Bench) -> None:
     oracle = Oracle(bench.reference, LAYER_IDS)
-    assert oracle.verdict(bench.directory / "none.safetensors", OWN, 40, 40).startswith("own: there is no file: ")
+    assert oracle.verdict(bench.directory / "none.safetensors", OWN, 40, 40).startswith(
+        "own: there is no file: "
+    )
 
 
-def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(references: dict[torch.dtype, Reference], float32_qwen3: Path) -> None:
+def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(
+    references: dict[torch.dtype, Reference], float32_qwen3: Path
+) -> None:
     longer = tuple(tokens(200))
     references[torch.float32].rows(longer, LAYER_IDS)
     for length in (1, 7, 64, 199):
@@ -170,8 +204,16 @@ def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(references: di
 
 def test_no_two_rows_are_so_close_that_one_could_pass_for_the_other(bench: Bench) -> None:
     """The closest rows are those of one token after different tokens, or at other positions."""
-    same_token = tuple(Served(f"same-{seed}", (*tokens(20, seed), 77, 77, 77), 0, None) for seed in range(6))
-    rows = torch.cat([bench.reference.rows(each.token_ids, LAYER_IDS)[-3:, 0] for each in same_token])  # of the deepest layer
+    same_token = tuple(
+        Served(f"same-{seed}", (*tokens(20, seed), 77, 77, 77), 0, None) for seed in range(6)
+    )
+    rows = torch.cat(
+        [bench.reference.rows(each.token_ids, LAYER_IDS)[-3:, 0] for each in same_token]
+    )  # of the deepest layer
     distances = torch.cdist(rows, rows).fill_diagonal_(torch.inf) / rows.norm(dim=-1)
-    tolerance = 1e-4 if bench.dtype is torch.float32 else ROW_TOLERANCE * float(layer_eps(bench.dtype, [4])[0])
+    tolerance = (
+        1e-4
+        if bench.dtype is torch.float32
+        else ROW_TOLERANCE * float(layer_eps(bench.dtype, [4])[0])
+    )
     assert distances.min() > 2 * tolerance

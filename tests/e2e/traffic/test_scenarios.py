@@ -19,14 +19,25 @@ LAYER_IDS = (4, 1, 2)  # not ascending: the file has the user's order
 NUM_LAYERS = 4
 ROW_BYTES = len(LAYER_IDS) * 256 * 4
 
-MODELS = {"qwen3": ("float32_qwen3", torch.float32), "minimax_m2": ("tiny_minimax_m2", torch.bfloat16)}
+MODELS = {
+    "qwen3": ("float32_qwen3", torch.float32),
+    "minimax_m2": ("tiny_minimax_m2", torch.bfloat16),
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "async": {"async_scheduling": True},
-    "sync": {"async_scheduling": False, "scheduling_policy": "priority", "enable_prompt_embeds": True},
+    "sync": {
+        "async_scheduling": False,
+        "scheduling_policy": "priority",
+        "enable_prompt_embeds": True,
+    },
     # Six blocks for requests, one staging slot, and a ring smaller than a step.
     "tiny": {
         "num_gpu_blocks_override": 7,
-        "connector_options": {"staging_slots": 1, "pinned_ring_bytes": 20 * ROW_BYTES, "num_writer_threads": 2},
+        "connector_options": {
+            "staging_slots": 1,
+            "pinned_ring_bytes": 20 * ROW_BYTES,
+            "num_writer_threads": 2,
+        },
     },
 }
 
@@ -87,17 +98,32 @@ def cases() -> Iterator[Any]:
             for scenario in SCENARIOS:
                 if engine in scenario.engines:
                     # The short run has one model where most can go wrong.
-                    marks = () if model == "minimax_m2" and engine in ("tiny", "async") else pytest.mark.long
-                    yield pytest.param(model, engine, scenario, id=f"{model}-{engine}-{scenario.play.__name__}", marks=marks)
+                    marks = (
+                        ()
+                        if model == "minimax_m2" and engine in ("tiny", "async")
+                        else pytest.mark.long
+                    )
+                    yield pytest.param(
+                        model,
+                        engine,
+                        scenario,
+                        id=f"{model}-{engine}-{scenario.play.__name__}",
+                        marks=marks,
+                    )
 
 
 @pytest.fixture(scope="module")
 def references(request: pytest.FixtureRequest) -> dict[str, Reference]:
-    return {name: Reference(request.getfixturevalue(model), NUM_LAYERS, dtype) for name, (model, dtype) in MODELS.items()}
+    return {
+        name: Reference(request.getfixturevalue(model), NUM_LAYERS, dtype)
+        for name, (model, dtype) in MODELS.items()
+    }
 
 
 @pytest.mark.parametrize(("model", "engine", "scenario"), cases())
-def test_files_are_right_when(stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario) -> None:
+def test_files_are_right_when(
+    stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario
+) -> None:
     options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}
     stage = stages.get(f"{model}-{engine}", references[model], **options)
     scenario.play(stage)

@@ -33,7 +33,11 @@ CHUNK = 64
 PROMPT = tokens(3 * CHUNK + 9)
 LONGER = [*PROMPT, *tokens(40, seed=1)]
 EXACT = 1e-5  # in float32
-SLEEP_MODE = {"enable_sleep_mode": True, "additional_config": {"weight_nz_mode": 0}, "max_num_batched_tokens": CHUNK}
+SLEEP_MODE = {
+    "enable_sleep_mode": True,
+    "additional_config": {"weight_nz_mode": 0},
+    "max_num_batched_tokens": CHUNK,
+}
 PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 V2_RUNS = only_with(">=0.30", "model runner V2 takes no speculator for this method")
@@ -50,7 +54,11 @@ class Lab:
     """
 
     def __init__(
-        self, session: EngineSession, rows: Callable[[Path, Sequence[int]], torch.Tensor], tolerance: float, checkpoints: Sequence[Path]
+        self,
+        session: EngineSession,
+        rows: Callable[[Path, Sequence[int]], torch.Tensor],
+        tolerance: float,
+        checkpoints: Sequence[Path],
     ) -> None:
         self.session = session
         self._rows = rows
@@ -94,7 +102,11 @@ class Lab:
         errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert errors.max() < self._tolerance, errors
         # Functions of a test have loaded other weights than those of the start.
-        known = "" if self._changes else fingerprint(require(find_checkpoint(self._checkpoints[0], "auto")))
+        known = (
+            ""
+            if self._changes
+            else fingerprint(require(find_checkpoint(self._checkpoints[0], "auto")))
+        )
         assert states.weight_versions == [WeightVersion(self._changes, "", known)]
         assert request.kv_transfer_params is not None
         assert request.kv_transfer_params["weight_versions"] == [[self._changes, ""]]
@@ -173,12 +185,20 @@ def plain_rows(checkpoint: Path, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def turned_back_rows(checkpoint: Path, token_ids: Sequence[int]) -> torch.Tensor:
-    return quantised_hidden_states(checkpoint, token_ids, LAYER_IDS).float() @ rotation_of(checkpoint).t()
+    return (
+        quantised_hidden_states(checkpoint, token_ids, LAYER_IDS).float()
+        @ rotation_of(checkpoint).t()
+    )
 
 
 def rotated(build: Callable[..., Path], directory: Path, *, seed: int) -> Path:
     """Write a quantised and rotated checkpoint. Those of all seeds have the same rotation."""
-    return write_modelslim(build(directory.with_name(f"{directory.name}-source"), seed=seed), directory, mixed, rotated=True)
+    return write_modelslim(
+        build(directory.with_name(f"{directory.name}-source"), seed=seed),
+        directory,
+        mixed,
+        rotated=True,
+    )
 
 
 class Target(NamedTuple):
@@ -194,9 +214,27 @@ class Target(NamedTuple):
 # vLLM's reload_weights refuses MiniMax-M2, of which one parameter's loader is a functools.partial
 # (model_executor/model_loader/reload/layerwise.py:140 in 0.23.0).
 TARGETS = {
-    "dense": Target(partial(build_qwen3, dtype="float32"), plain_rows, EXACT, {"dtype": "float32"}, LEVEL_1 + LEVEL_2),
-    "moe": Target(build_qwen3_moe, plain_rows, EXACT, {"dtype": "float32"}, LEVEL_2 if installed_is("<0.26") else LEVEL_1 + LEVEL_2),
-    "rotated": Target(partial(rotated, build_qwen3), turned_back_rows, 2 * TOLERANCE, {"quantization": "ascend"}, LEVEL_1 + LEVEL_2),
+    "dense": Target(
+        partial(build_qwen3, dtype="float32"),
+        plain_rows,
+        EXACT,
+        {"dtype": "float32"},
+        LEVEL_1 + LEVEL_2,
+    ),
+    "moe": Target(
+        build_qwen3_moe,
+        plain_rows,
+        EXACT,
+        {"dtype": "float32"},
+        LEVEL_2 if installed_is("<0.26") else LEVEL_1 + LEVEL_2,
+    ),
+    "rotated": Target(
+        partial(rotated, build_qwen3),
+        turned_back_rows,
+        2 * TOLERANCE,
+        {"quantization": "ascend"},
+        LEVEL_1 + LEVEL_2,
+    ),
     "rotated-moe-parallel": Target(
         partial(rotated, build_minimax_m2),
         turned_back_rows,
@@ -208,14 +246,29 @@ TARGETS = {
 SHORT_RUN = ("rotated",)
 
 
-@pytest.mark.parametrize("environ", [pytest.param({}, id="V1"), pytest.param(V2, id="V2", marks=V2_RUNS)])
 @pytest.mark.parametrize(
-    "target", [pytest.param(each, id=name, marks=() if name in SHORT_RUN else pytest.mark.long) for name, each in TARGETS.items()]
+    "environ", [pytest.param({}, id="V1"), pytest.param(V2, id="V2", marks=V2_RUNS)]
 )
-def test_rows_are_those_of_the_loaded_weights(target: Target, environ: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(each, id=name, marks=() if name in SHORT_RUN else pytest.mark.long)
+        for name, each in TARGETS.items()
+    ],
+)
+def test_rows_are_those_of_the_loaded_weights(
+    target: Target, environ: dict[str, str], tmp_path: Path
+) -> None:
     """Whatever was computed before. The prefix cache is not reset when weights are loaded."""
     checkpoints = [target.build(tmp_path / f"checkpoint-{seed}", seed=seed) for seed in range(2)]
-    with EngineSession(tmp_path / "run", checkpoints[0], layer_ids=LAYER_IDS, environ=environ, **SLEEP_MODE, **target.engine) as session:
+    with EngineSession(
+        tmp_path / "run",
+        checkpoints[0],
+        layer_ids=LAYER_IDS,
+        environ=environ,
+        **SLEEP_MODE,
+        **target.engine,
+    ) as session:
         lab = Lab(session, target.rows, target.tolerance, checkpoints)
         assert lab.request(PROMPT).reused == 0
         assert lab.request(LONGER).reused > 0
@@ -229,10 +282,14 @@ def test_rows_are_those_of_the_loaded_weights(target: Target, environ: dict[str,
 @only_with("<0.26", "wake_up leaves experts as the kernels need them")
 @pytest.mark.long
 @pytest.mark.parametrize("extract", [True, False], ids=["extracted", "plain"])
-def test_upstream_a_moe_of_float_weights_cannot_wake_up_without_loading_weights(extract: bool, tmp_path: Path) -> None:
+def test_upstream_a_moe_of_float_weights_cannot_wake_up_without_loading_weights(
+    extract: bool, tmp_path: Path
+) -> None:
     """NPUWorker.wake_up transposes the experts (worker.py:254 in 0.23.0), which sleep did not."""
     model = build_qwen3_moe(tmp_path / "checkpoint")
-    with EngineSession(tmp_path / "run", model, extract=extract, dtype="float32", **SLEEP_MODE) as session:
+    with EngineSession(
+        tmp_path / "run", model, extract=extract, dtype="float32", **SLEEP_MODE
+    ) as session:
         session.call("sleep", 1)
         session.call("wake_up")
         session.add(PROMPT, {"max_tokens": 1})

@@ -28,7 +28,11 @@ from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 PAGE = Path(__file__).parents[3] / "docs/migration.md"
 LAYER_IDS = (1, 2, 4)  # ascending: upstream does not keep another order (defect 7)
-WRONG, GENERATED, MISSING = "wrong rows of prompts", "wrong rows of generated tokens", "missing rows"
+WRONG, GENERATED, MISSING = (
+    "wrong rows of prompts",
+    "wrong rows of generated tokens",
+    "missing rows",
+)
 LEFT_OVER, STOPS, TEXT = "left-over file", "engine stops", "other text"
 
 
@@ -119,13 +123,19 @@ class TheirStage(Stage):
                 continue
             if expected == "nothing":
                 found.add(LEFT_OVER)
-            found |= self._rows(path, request.sequence(index), len(request.prompt), with_output=expected == "output")
+            found |= self._rows(
+                path, request.sequence(index), len(request.prompt), with_output=expected == "output"
+            )
         return found
 
-    def _rows(self, path: Path, sequence: list[int], num_prompt: int, *, with_output: bool) -> set[str]:
+    def _rows(
+        self, path: Path, sequence: list[int], num_prompt: int, *, with_output: bool
+    ) -> set[str]:
         tensors = load_file(path)
         token_ids, rows = tensors["token_ids"].tolist(), tensors["hidden_states"]
-        if rows.shape[0] < len(token_ids) or len(token_ids) < (len(sequence) - 1 if with_output else num_prompt):
+        if rows.shape[0] < len(token_ids) or len(token_ids) < (
+            len(sequence) - 1 if with_output else num_prompt
+        ):
             return {MISSING}
         exact = self._reference.rows(token_ids, self.session.layer_ids)
         differs = (rows - exact).abs().amax((1, 2)) > EXACT
@@ -138,7 +148,15 @@ class TheirStages(Stages):
     """Stages on engines without our plugin."""
 
     def make(self, directory: Path, reference: Reference, options: dict[str, Any]) -> Stage:
-        session = EngineSession(directory, reference.model, dtype="float32", max_num_seqs=16, ours=False, late=False, **options)
+        session = EngineSession(
+            directory,
+            reference.model,
+            dtype="float32",
+            max_num_seqs=16,
+            ours=False,
+            late=False,
+            **options,
+        )
         return TheirStage(self._engine.enter_context(session), reference)
 
 
@@ -162,11 +180,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
 @pytest.mark.long
 @only_on_v1("docs/migration.md has what it makes of them on V1")
 @only_with(">=0.30", "design.md's table of defects has what earlier ones do")
-@pytest.mark.parametrize(("scenario", "engine", "expected"), [pytest.param(*each, id=each[0].__name__) for each in TABLE])
+@pytest.mark.parametrize(
+    ("scenario", "engine", "expected"), [pytest.param(*each, id=each[0].__name__) for each in TABLE]
+)
 def test_what_upstream_makes_of(
-    theirs: Stages, plain: Stages, reference: Reference, scenario: Callable[[Stage], None], engine: str, expected: set[str]
+    theirs: Stages,
+    plain: Stages,
+    reference: Reference,
+    scenario: Callable[[Stage], None],
+    engine: str,
+    expected: set[str],
 ) -> None:
-    options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": LAYER_IDS, "enable_chunked_prefill": True, **ENGINES[engine]}
+    options = {
+        "max_num_batched_tokens": play.CHUNK,
+        "layer_ids": LAYER_IDS,
+        "enable_chunked_prefill": True,
+        **ENGINES[engine],
+    }
     options.pop("connector_options", None)
     if engine == "tiny":
         options["num_gpu_blocks_override"] += 2  # a request takes blocks for its hidden states, too
@@ -181,7 +211,11 @@ def test_what_upstream_makes_of(
         other = plain.get(engine, reference, extract=False, **options)
         assert isinstance(other, TheirStage)
         for request, alike in zip(requests, other.play(scenario), strict=True):
-            if request.finished and not request.aborted and request.completions != alike.completions:
+            if (
+                request.finished
+                and not request.aborted
+                and request.completions != alike.completions
+            ):
                 found.add(TEXT)
     assert found == expected
 
@@ -189,8 +223,15 @@ def test_what_upstream_makes_of(
 def test_the_page_has_this_table() -> None:
     lines = []
     for scenario, _, found in TABLE:
-        rows = "the engine stops" if STOPS in found else ", ".join(sorted({WRONG, GENERATED, MISSING} & found)) or "right"
+        rows = (
+            "the engine stops"
+            if STOPS in found
+            else ", ".join(sorted({WRONG, GENERATED, MISSING} & found)) or "right"
+        )
         beside = "a file is left over" if LEFT_OVER in found else ""
         text = "" if STOPS in found else "differs" if TEXT in found else "the same"
         lines.append(f"| {scenario.__name__.replace('_', ' ')} | {rows} | {text} | {beside} |")
-    assert "\n".join(["| situation | rows | text | |", "|---|---|---|---|", *lines]) in PAGE.read_text()
+    assert (
+        "\n".join(["| situation | rows | text | |", "|---|---|---|---|", *lines])
+        in PAGE.read_text()
+    )

@@ -28,7 +28,11 @@ PROMPT = tokens(3 * CHUNK + 9)
 LONGER = [*PROMPT, *tokens(40, seed=1)]
 EXACT = 1e-5  # in float32
 GENERATE = {"include_output_tokens": True, "keep_aborted": True}
-V2 = pytest.param({"VLLM_USE_V2_MODEL_RUNNER": "1"}, id="V2", marks=only_with(">=0.30", "earlier releases refuse model runner V2"))
+V2 = pytest.param(
+    {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    id="V2",
+    marks=only_with(">=0.30", "earlier releases refuse model runner V2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(params=[pytest.param({}, id="V1"), V2])
-def session(checkpoints: list[Path], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EngineSession]:
-    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "environ": request.param}
+def session(
+    checkpoints: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[EngineSession]:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_num_batched_tokens": CHUNK,
+        "environ": request.param,
+    }
     with EngineSession(tmp_path / "run", checkpoints[0], layer_ids=LAYER_IDS, **options) as session:
         yield session
 
@@ -50,9 +60,17 @@ def fingerprint_of(checkpoint: Path) -> str:
     return fingerprint(found)
 
 
-def assert_rows(rows: torch.Tensor, checkpoint: Path, token_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:
+def assert_rows(
+    rows: torch.Tensor,
+    checkpoint: Path,
+    token_ids: Sequence[int],
+    first: int = 0,
+    layers: slice = slice(None),
+) -> None:
     """Require rows from position `first` on to be those that a checkpoint makes of these tokens."""
-    expected = reference_hidden_states(checkpoint, token_ids, LAYER_IDS)[first : first + len(rows), layers]
+    expected = reference_hidden_states(checkpoint, token_ids, LAYER_IDS)[
+        first : first + len(rows), layers
+    ]
     errors = (rows[:, layers] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < EXACT, errors
 
@@ -70,10 +88,14 @@ def loaded(session: EngineSession, request: Request) -> tuple[HiddenStates, list
     """Finish a request, and return its file and the versions that the response names."""
     session.settle()
     assert request.kv_transfer_params is not None
-    return vllm_ascend_hsx.load(session.paths(request)[0], START_SECONDS, verify=True), request.kv_transfer_params["weight_versions"]
+    return vllm_ascend_hsx.load(
+        session.paths(request)[0], START_SECONDS, verify=True
+    ), request.kv_transfer_params["weight_versions"]
 
 
-def test_files_and_responses_name_the_weights_that_computed_their_rows(session: EngineSession, checkpoints: list[Path]) -> None:
+def test_files_and_responses_name_the_weights_that_computed_their_rows(
+    session: EngineSession, checkpoints: list[Path]
+) -> None:
     """The prefix cache is not reset before the end: no row of earlier weights is copied."""
     before, after = checkpoints
     session.call("name_weights", "sft")
@@ -82,7 +104,10 @@ def test_files_and_responses_name_the_weights_that_computed_their_rows(session: 
     assert told == [[0, "sft"]]
     assert_rows(states.hidden_states, before, PROMPT)
 
-    under_way = session.add(LONGER, {"max_tokens": 4, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
+    under_way = session.add(
+        LONGER,
+        {"max_tokens": 4, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}},
+    )
     begun = computed_when_begun(session, under_way)
     assert BLOCK < begun < len(LONGER), "some rows are copied, some are computed"
     session.call("load_weights", str(after))
@@ -94,7 +119,13 @@ def test_files_and_responses_name_the_weights_that_computed_their_rows(session: 
     everything = [*LONGER, *under_way.tokens]
     assert_rows(states.hidden_states[:begun], before, everything)
     # Embeddings depend on nothing that was computed before.
-    assert_rows(states.hidden_states[-3:], after, everything[:-1], first=len(everything) - 4, layers=slice(1, 2))
+    assert_rows(
+        states.hidden_states[-3:],
+        after,
+        everything[:-1],
+        first=len(everything) - 4,
+        layers=slice(1, 2),
+    )
 
     for is_reset in (False, True):
         if is_reset:
@@ -115,7 +146,9 @@ def test_files_and_responses_name_the_weights_that_computed_their_rows(session: 
 
 
 @only_with(">=0.30", "vllm-ascend's worker has no reload_weights, and vLLM no name of weights")
-def test_the_fingerprint_follows_reload_weights_and_the_name_is_vllms(session: EngineSession, checkpoints: list[Path]) -> None:
+def test_the_fingerprint_follows_reload_weights_and_the_name_is_vllms(
+    session: EngineSession, checkpoints: list[Path]
+) -> None:
     for number, checkpoint in enumerate([checkpoints[1], checkpoints[0], checkpoints[0]], 1):
         session.call("reload_weights", str(checkpoint))
         session.call("name_weights", f"step {number}", in_engine=True)
@@ -133,7 +166,9 @@ def test_an_aborted_request_keeps_rows_and_tokens_if_it_asked_for_it(
     in_prompt = session.add(LONGER, {"max_tokens": 1, "extra_args": {"kv_transfer_params": params}})
     assert computed_when_begun(session, in_prompt) < len(LONGER)
     session.abort(in_prompt)
-    generating = session.add(PROMPT, {"max_tokens": 50, "extra_args": {"kv_transfer_params": params}})
+    generating = session.add(
+        PROMPT, {"max_tokens": 50, "extra_args": {"kv_transfer_params": params}}
+    )
     waiting = session.add(LONGER, {"max_tokens": 1, "extra_args": {"kv_transfer_params": params}})
     session.abort(waiting)
     for _ in range(MOST_STEPS):
@@ -142,7 +177,10 @@ def test_an_aborted_request_keeps_rows_and_tokens_if_it_asked_for_it(
     session.abort(generating)
     session.settle()
     assert not session.paths(waiting)[0].exists(), "no row was computed"
-    for request, at_least, prompt_rows in ((in_prompt, CHUNK, 0), (generating, len(PROMPT) + 6, len(PROMPT))):
+    for request, at_least, prompt_rows in (
+        (in_prompt, CHUNK, 0),
+        (generating, len(PROMPT) + 6, len(PROMPT)),
+    ):
         (path,) = session.paths(request)
         if not keep:
             assert not path.exists()
@@ -173,9 +211,22 @@ class Service:
         httpx.post(f"{self.server.url}{path}", json=body, timeout=START_SECONDS).raise_for_status()
 
     def stream(self, name: str, params: dict[str, Any]) -> Any:
-        body = {"model": str(self.model), "prompt": PROMPT, "max_tokens": 280, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "model": str(self.model),
+            "prompt": PROMPT,
+            "max_tokens": 280,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         body |= {"return_token_ids": True, "kv_transfer_params": params}
-        return httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=START_SECONDS)
+        return httpx.stream(
+            "POST",
+            f"{self.server.url}/v1/completions",
+            json=body,
+            headers={"X-Request-Id": name},
+            timeout=START_SECONDS,
+        )
 
     def states(self, name: str) -> HiddenStates:
         path = vllm_ascend_hsx.find(self.storage, f"cmpl-{name}")
@@ -185,7 +236,11 @@ class Service:
 @pytest.fixture(scope="module")
 def service(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("service")
-    options: dict[str, Any] = {"expert_parallel": False, "extra": ("--dtype", "float32"), "environ": {"VLLM_SERVER_DEV_MODE": "1"}}
+    options: dict[str, Any] = {
+        "expert_parallel": False,
+        "extra": ("--dtype", "float32"),
+        "environ": {"VLLM_SERVER_DEV_MODE": "1"},
+    }
     with tiny_server(directory, checkpoints[0], LAYER_IDS, **options) as server:
         server.wait_ready(START_SECONDS)
         yield Service(server, checkpoints[0], directory / "hidden_states")
@@ -202,9 +257,14 @@ def chunks(response: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("how", ["pause", "disconnect"])
-def test_over_http_rows_before_an_abort_are_kept_on_demand_and_found_by_the_id_of_the_response(service: Service, how: str) -> None:
+def test_over_http_rows_before_an_abort_are_kept_on_demand_and_found_by_the_id_of_the_response(
+    service: Service, how: str
+) -> None:
     generated: list[int] = []
-    with service.stream(f"kept-{how}", GENERATE) as kept, service.stream(f"dropped-{how}", {"include_output_tokens": True}) as dropped:
+    with (
+        service.stream(f"kept-{how}", GENERATE) as kept,
+        service.stream(f"dropped-{how}", {"include_output_tokens": True}) as dropped,
+    ):
         parts, others = chunks(kept), chunks(dropped)
         while len(generated) < 5:
             generated += next(parts)
@@ -233,8 +293,12 @@ def test_over_http_a_client_names_the_weights(service: Service) -> None:
     for path, body in calls.items():
         service.post(path, body)
         request = {"model": str(service.model), "prompt": PROMPT, "max_tokens": 1}
-        response = httpx.post(f"{service.server.url}/v1/completions", json=request, timeout=START_SECONDS).json()
+        response = httpx.post(
+            f"{service.server.url}/v1/completions", json=request, timeout=START_SECONDS
+        ).json()
         name = body.get("new_version", "step 1")
         params = response["kv_transfer_params"]
         assert params["weight_versions"] == [[0, name]]
-        assert vllm_ascend_hsx.load(params["hidden_states_path"]).weight_versions == [(0, name, fingerprint_of(service.model))]
+        assert vllm_ascend_hsx.load(params["hidden_states_path"]).weight_versions == [
+            (0, name, fingerprint_of(service.model))
+        ]

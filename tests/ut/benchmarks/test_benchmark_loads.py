@@ -10,7 +10,14 @@ import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 
 from benchmarks.pipeline import conversations
-from benchmarks.pipeline.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
+from benchmarks.pipeline.rows import (
+    MINIMAX_M2,
+    TINY,
+    Load,
+    Source,
+    assert_files_are_right,
+    token_ids,
+)
 
 STEP_TOKENS = 32
 SOURCE_TOKENS = 96
@@ -22,8 +29,12 @@ def source() -> Source:
 
 
 @pytest.mark.parametrize("evenly", [False, True])
-@pytest.mark.parametrize(("tokens", "requests", "in_flight"), [(8, 6, 2), (48, 3, 1), (33, 4, 4), (5, 40, 40)])
-def test_every_row_of_every_request_comes_in_exactly_one_step(tokens: int, requests: int, in_flight: int, evenly: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "requests", "in_flight"), [(8, 6, 2), (48, 3, 1), (33, 4, 4), (5, 40, 40)]
+)
+def test_every_row_of_every_request_comes_in_exactly_one_step(
+    tokens: int, requests: int, in_flight: int, evenly: bool
+) -> None:
     load = Load(tokens, requests, in_flight, SOURCE_TOKENS, STEP_TOKENS, evenly)
     seen = np.zeros((requests, tokens), int)
     for wave in load.waves:
@@ -42,9 +53,16 @@ def test_prompts_come_as_a_scheduler_takes_them() -> None:
     load = Load(20, 4, 4, SOURCE_TOKENS, STEP_TOKENS)
     ((first, second, third),) = load.waves
     a, b, c, d = load.ids
-    assert [(span.request_id, span.first, span.num_rows) for span in first.spans] == [(a, 0, 20), (b, 0, 12)]
+    assert [(span.request_id, span.first, span.num_rows) for span in first.spans] == [
+        (a, 0, 20),
+        (b, 0, 12),
+    ]
     assert first.begins == [a, b]
-    assert [(span.request_id, span.first, span.num_rows) for span in second.spans] == [(b, 12, 8), (c, 0, 20), (d, 0, 4)]
+    assert [(span.request_id, span.first, span.num_rows) for span in second.spans] == [
+        (b, 12, 8),
+        (c, 0, 20),
+        (d, 0, 4),
+    ]
     assert second.begins == [c, d]
     assert [(span.request_id, span.first, span.num_rows) for span in third.spans] == [(d, 4, 16)]
 
@@ -75,10 +93,16 @@ def test_turns_of_a_conversation_extend_each_other_after_the_common_beginning() 
     assert prompts == conversations.prompts_of(scale, range(3)) != sorted(prompts)
     assert len({tuple(prompt[:20]) for prompt in prompts}) == 1
     by_length = sorted(prompts, key=len)
-    chains = [[each for each in by_length if each[20:25] == list(said)] for said in {tuple(prompt[20:25]) for prompt in prompts}]
+    chains = [
+        [each for each in by_length if each[20:25] == list(said)]
+        for said in {tuple(prompt[20:25]) for prompt in prompts}
+    ]
     assert [len(chain) for chain in chains] == [4, 4, 4]
     for chain in chains:
         assert 25 <= len(chain[0]) <= 29
-        assert all(after[: len(turn)] == turn and 5 <= len(after) - len(turn) <= 9 for turn, after in itertools.pairwise(chain))
+        assert all(
+            after[: len(turn)] == turn and 5 <= len(after) - len(turn) <= 9
+            for turn, after in itertools.pairwise(chain)
+        )
     (warm_up,) = {tuple(prompt[:20]) for prompt in conversations.prompts_of(scale, range(-2, 0))}
     assert warm_up != tuple(prompts[0][:20])

@@ -22,7 +22,9 @@ print(cost_of(lambda: numpy.ones(64 << 20, numpy.uint8)).rss, cost_of(lambda: No
 
 def test_memory_that_is_touched_and_given_back_is_seen_at_its_peak() -> None:
     """In a process of its own: threads of other tests may free memory meanwhile."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
     touched, nothing = map(int, done.stdout.split())
     assert 0.9 < touched / (64 << 20) < 2
     assert nothing < 16 << 20
@@ -37,12 +39,16 @@ def test_contestants_take_turns_and_ratios_are_taken_within_a_repetition() -> No
 
     # The machine is ten times as slow in the second repetition: a ratio of medians would say 0.3.
     slow, fast = [9.0, 2.0, 40.0, 6.0], [9.0, 1.0, 20.0, 3.0]
-    costs = measure.in_turn({"slow": lambda: contestant("slow", slow), "fast": lambda: contestant("fast", fast)}, 3)
+    costs = measure.in_turn(
+        {"slow": lambda: contestant("slow", slow), "fast": lambda: contestant("fast", fast)}, 3
+    )
     assert [sorted(order[index : index + 2]) for index in range(0, 8, 2)] == [["fast", "slow"]] * 4
     assert [cost.wall for cost in costs["slow"]] == [2.0, 40.0, 6.0]
     assert measure.speed_ratio(costs["slow"], costs["fast"]) == 0.5
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(share: float, expected: int) -> None:
+def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(
+    share: float, expected: int
+) -> None:
     assert measure.quantile([float(value) for value in range(100, 0, -1)], share) == expected

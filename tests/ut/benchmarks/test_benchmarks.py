@@ -18,7 +18,17 @@ from benchmarks import __main__ as command
 from benchmarks import goals, measure, report
 from benchmarks.kv_cache import capacity
 from benchmarks.kv_cache.server_config import EngineOptions
-from benchmarks.pipeline import conversations, decoding, engine, host_path, latency, peers, per_step, shards, slow_storage
+from benchmarks.pipeline import (
+    conversations,
+    decoding,
+    engine,
+    host_path,
+    latency,
+    peers,
+    per_step,
+    shards,
+    slow_storage,
+)
 from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
 from benchmarks.pipeline.ours import Ours, Pipeline
 from benchmarks.pipeline.rows import TINY, Load, Source
@@ -27,7 +37,12 @@ ROOT = Path(__file__).parents[3]
 STEP_TOKENS = 32
 SOURCE_TOKENS = 96
 HOST = host_path.Scale(
-    pinned={8: (1, 20), 48: (3,)}, copied={8: (4,), 48: (1,)}, durable={48: (2,)}, evenly={48: (5,)}, repetitions=3, least_bytes=40000
+    pinned={8: (1, 20), 48: (3,)},
+    copied={8: (4,), 48: (1,)},
+    durable={48: (2,)},
+    evenly={48: (5,)},
+    repetitions=3,
+    least_bytes=40000,
 )
 LATENCY = latency.Scale(tokens=(48,), last_chunks=(5, 32), samples=2, polled=1, peer_samples=1)
 STEP = per_step.Scale(tokens=(8, 40, 80), in_flight=(1, 4), rounds=1, waves=2, steps=3)
@@ -58,12 +73,16 @@ def source() -> Source:
 
 @pytest.fixture(scope="module")
 def host(source: Source, tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
-    cells, _ = host_path.run(HOST, source, tmp_path_factory.mktemp("host"), quiet, step_tokens=STEP_TOKENS)
+    cells, _ = host_path.run(
+        HOST, source, tmp_path_factory.mktemp("host"), quiet, step_tokens=STEP_TOKENS
+    )
     return cells
 
 
 @pytest.fixture(scope="module")
-def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathFactory) -> goals.Results:
+def results(
+    host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathFactory
+) -> goals.Results:
     place = tmp_path_factory.mktemp("rest")
     return goals.Results(
         machine={"processor": "a small one"},
@@ -73,7 +92,15 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         no_durable_view={"tmpfs": "because"},
         latency=[latency.run(LATENCY, source, place, quiet, step_tokens=STEP_TOKENS)],
         # tests/e2e/commands/test_benchmark_engine.py runs them.
-        engine=engine.Result([engine.Cell("decode", name, [0.5, 0.985, 1.2], [1.0, 1.1, 2.0], 9) for name in ENGINES], 3, 5, "none"),
+        engine=engine.Result(
+            [
+                engine.Cell("decode", name, [0.5, 0.985, 1.2], [1.0, 1.1, 2.0], 9)
+                for name in ENGINES
+            ],
+            3,
+            5,
+            "none",
+        ),
         step=per_step.run(STEP, place, torch.device("npu:0"), quiet, step_tokens=STEP_TOKENS),
         # tests/e2e/commands/test_benchmark_engine.py runs it.
         slow_storage=slow_storage.Result(
@@ -88,9 +115,17 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         capacity=capacity.Result(
             EngineOptions(),
             30 << 30,
-            [capacity.Cell("small", "hsx", 128, 9, 1152, 0.99), capacity.Cell("small", "upstream", 0, 0, 0, 0.0, "Error: no")],
+            [
+                capacity.Cell("small", "hsx", 128, 9, 1152, 0.99),
+                capacity.Cell("small", "upstream", 0, 0, 0, 0.0, "Error: no"),
+            ],
         ),
-        decode=decoding.run(decoding.Scale(in_flight=(3,), steps=12, rounds=2, python_s=0.0001), source, place, quiet),
+        decode=decoding.run(
+            decoding.Scale(in_flight=(3,), steps=12, rounds=2, python_s=0.0001),
+            source,
+            place,
+            quiet,
+        ),
     )
 
 
@@ -107,7 +142,13 @@ def test_the_ring_is_resident_before_anything_is_measured(source: Source, tmp_pa
 @pytest.mark.parametrize("name", ["ours", "vllm", "vllm, reusing"])
 @pytest.mark.parametrize(("tokens", "requests", "in_flight"), [(8, 6, 3), (48, 2, 1), (33, 4, 4)])
 def test_files_are_compared_with_what_they_must_hold(
-    name: str, with_copy: bool, tokens: int, requests: int, in_flight: int, source: Source, tmp_path: Path
+    name: str,
+    with_copy: bool,
+    tokens: int,
+    requests: int,
+    in_flight: int,
+    source: Source,
+    tmp_path: Path,
 ) -> None:
     made: peers.Contestant
     if name == "ours":
@@ -123,7 +164,9 @@ def test_files_are_compared_with_what_they_must_hold(
             assert len(list(tmp_path.glob("*.safetensors"))) == requests
             victim = made.path(load.ids[-1])
             data = bytearray(victim.read_bytes())
-            data[-tokens * (TINY.row_bytes // 2 + 8)] ^= 1  # a bit of a row, whether token ids come first or last
+            data[-tokens * (TINY.row_bytes // 2 + 8)] ^= (
+                1  # a bit of a row, whether token ids come first or last
+            )
             victim.write_bytes(data)
             with pytest.raises(AssertionError, match="rows"):
                 made.verify(load)
@@ -163,7 +206,11 @@ def test_an_error_in_a_pool_is_raised_where_it_is_waited_for() -> None:
 
 
 def test_every_view_has_every_cell(host: list[Cell]) -> None:
-    cells = [(cell.view, cell.tokens, cell.in_flight, cell.evenly, cell.requests) for cell in host if cell.view != DURABLY]
+    cells = [
+        (cell.view, cell.tokens, cell.in_flight, cell.evenly, cell.requests)
+        for cell in host
+        if cell.view != DURABLY
+    ]
     assert cells == [
         (PINNED, 8, 1, False, 1),
         (PINNED, 8, 20, False, 20),
@@ -172,7 +219,10 @@ def test_every_view_has_every_cell(host: list[Cell]) -> None:
         (COPIED, 8, 4, False, 4),
         (COPIED, 48, 1, False, 1),
     ]
-    assert {(cell.tokens, cell.in_flight) for cell in host if cell.view == DURABLY} in (set(), {(48, 2)})
+    assert {(cell.tokens, cell.in_flight) for cell in host if cell.view == DURABLY} in (
+        set(),
+        {(48, 2)},
+    )
     for cell in host:
         assert OURS in cell.figures
         assert all(figures.gb_per_s > 0 and figures.of_raw > 0 for figures in cell.figures.values())
@@ -193,7 +243,13 @@ def test_each_stage_of_each_prompt_is_timed(results: goals.Results) -> None:
 
 def test_a_line_is_put_through_the_steps() -> None:
     cells = [
-        per_step.Cell(tokens, in_flight, 1e-4 + 2e-5 * in_flight, 1e-4 + 5e-6 * in_flight + 1e-9 * tokens, 1e-6)
+        per_step.Cell(
+            tokens,
+            in_flight,
+            1e-4 + 2e-5 * in_flight,
+            1e-4 + 5e-6 * in_flight + 1e-9 * tokens,
+            1e-6,
+        )
         for tokens in (128, 2048)
         for in_flight in (1, 8, 64)
     ]
@@ -201,9 +257,13 @@ def test_a_line_is_put_through_the_steps() -> None:
     assert np.isclose(per_step.slope(cells), 1e-6)
 
 
-def test_main_thread_is_measured_with_and_without_requests_that_begin(results: goals.Results) -> None:
+def test_main_thread_is_measured_with_and_without_requests_that_begin(
+    results: goals.Results,
+) -> None:
     assert results.step is not None
-    assert [(cell.tokens, cell.in_flight, cell.going_on is None) for cell in results.step.cells] == [
+    assert [
+        (cell.tokens, cell.in_flight, cell.going_on is None) for cell in results.step.cells
+    ] == [
         (8, 1, True),
         (8, 4, True),
         (40, 1, False),
@@ -219,7 +279,13 @@ def test_main_thread_is_measured_with_and_without_requests_that_begin(results: g
 def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
     ours = Figures(1.0, 0.3, 0, of_raw, 2.0)
     raw = replace(ours, of_raw=1.0, of_vllm=3.0, cpu_s_per_gb=0.2)
-    figures = {OURS: ours, host_path.OURS_UNCHECKED: ours, RAW: raw, host_path.RAW_ONE_THREAD: raw, VLLM: replace(raw, of_vllm=1.0)}
+    figures = {
+        OURS: ours,
+        host_path.OURS_UNCHECKED: ours,
+        RAW: raw,
+        host_path.RAW_ONE_THREAD: raw,
+        VLLM: replace(raw, of_vllm=1.0),
+    }
     return Cell(view, "ext4", tokens, 1, False, 1, 1000, figures)
 
 
@@ -236,14 +302,22 @@ def test_a_goal_is_met_only_if_every_cell_meets_it_and_names_its_limit_if_not() 
     missed = judged([cell_with(0.91), cell_with(0.89)], goal)
     assert missed.met == "in 1 of 2 cells"
     assert "more CPU time than its raw write" in missed.limit
-    assert judged([cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)], goal).met == "yes"
+    assert (
+        judged(
+            [cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)],
+            goal,
+        ).met
+        == "yes"
+    )
 
 
 def test_conversations_have_their_goals() -> None:
     results = goals.Results({}, (0, 0), 1 << 20, [], {}, [], None, None, None, None, TALK)
     assert [verdict.met for verdict in goals.judge(results)] == ["yes", "yes"]
     ours = replace(TALK.cells[1], of_off=1.11, wall_of_off=1.16)
-    missed = replace(results, conversations=replace(TALK, cells=[TALK.cells[0], ours, *TALK.cells[2:]]))
+    missed = replace(
+        results, conversations=replace(TALK, cells=[TALK.cells[0], ours, *TALK.cells[2:]])
+    )
     verdicts = goals.judge(missed)
     assert [verdict.met for verdict in verdicts] == ["no", "no"]
     assert verdicts[0].measured == "1.11 times 1,000 tokens (without reuse 9.0)"
@@ -274,41 +348,62 @@ def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_pa
     ):
         assert row in before_goals
     assert "| host memory, " in before_goals
-    assert "Upstream does not start for small: Error: no." in words and "| small | upstream |  |  |  | does not start |" in words
-    assert "vLLM's connector, 0.30.0rc2: needs another release" in words and "950 different ones" in words
+    assert (
+        "Upstream does not start for small: Error: no." in words
+        and "| small | upstream |  |  |  | does not start |" in words
+    )
+    assert (
+        "vLLM's connector, 0.30.0rc2: needs another release" in words
+        and "950 different ones" in words
+    )
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
 
 
-def test_the_page_has_the_goals_of_other_machines_too(results: goals.Results, tmp_path: Path) -> None:
-    (as_json, *_) = report.write(replace(results, machine={"processor": "a large one, 16 cores"}), tmp_path)
+def test_the_page_has_the_goals_of_other_machines_too(
+    results: goals.Results, tmp_path: Path
+) -> None:
+    (as_json, *_) = report.write(
+        replace(results, machine={"processor": "a large one, 16 cores"}), tmp_path
+    )
     as_json.rename(tmp_path / "performance-large.json")
     words = report.write(results, tmp_path)[-1].read_text()
     _, _, other = words.partition("## Goals on a large one\n")
     other, _, _ = other.partition("\n## ")
     assert "`performance-large.json`" in other and "* processor: a large one, 16 cores" in other
-    assert all(f"| {verdict.goal} | {verdict.measured} |" in other for verdict in goals.judge(results))
+    assert all(
+        f"| {verdict.goal} | {verdict.measured} |" in other for verdict in goals.judge(results)
+    )
     slowest = min(cell.figures[OURS].gb_per_s for cell in results.host if cell.view == PINNED)
     assert f"writes {slowest:.1f} GB/s" in other
 
 
-def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(results: goals.Results, tmp_path: Path) -> None:
+def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(
+    results: goals.Results, tmp_path: Path
+) -> None:
     as_json, *_ = report.write(results, tmp_path)
     as_json.write_text(as_json.read_text().replace('"longest": 0.5', '"of_another_form": 0.5'))
     assert results.slow_storage is not None
     (cell,) = results.slow_storage.cells
     again = replace(results.slow_storage, cells=[replace(cell, longest=1.5)])
     alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again, None, None)
-    merged = report.merge(alone, report.written_before(tmp_path, ["slow_storage"]), ["slow_storage"])
+    merged = report.merge(
+        alone, report.written_before(tmp_path, ["slow_storage"]), ["slow_storage"]
+    )
     assert merged == replace(results, slow_storage=again)
     report.write(merged, tmp_path)
-    assert "| wait | 1/2 | 10 | 20 | 1,500 | 7.0 | 25% |" in (tmp_path / "performance.md").read_text()
+    assert (
+        "| wait | 1/2 | 10 | 20 | 1,500 | 7.0 | 25% |" in (tmp_path / "performance.md").read_text()
+    )
     elsewhere = replace(alone, machine={"processor": "another one"}, host=results.host)
     merged = report.merge(elsewhere, report.written_before(tmp_path, ["host"]), ["host"])
     assert (merged.machine, merged.load_average) == (elsewhere.machine, (1.0, 1.0))
 
 
 def test_the_command_writes_to_docs_only_if_it_measured_everything() -> None:
-    assert command.parse_arguments(["--parts", "slow_storage", "--merge"]).output == command.ROOT / "docs"
+    assert (
+        command.parse_arguments(["--parts", "slow_storage", "--merge"]).output
+        == command.ROOT / "docs"
+    )
     assert command.parse_arguments([]).output == command.ROOT / "docs"
     assert command.parse_arguments(["--quick"]).output is None
     assert command.parse_arguments(["--parts", "step"]).output is None

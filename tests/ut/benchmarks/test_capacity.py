@@ -59,7 +59,9 @@ def measured(planner: None) -> capacity.Result:
     return capacity.run(lambda text: None)
 
 
-def counted(config: dict[str, Any], options: EngineOptions, kv_bytes: int, staging_bytes: int, layers: int) -> list[Capacity]:
+def counted(
+    config: dict[str, Any], options: EngineOptions, kv_bytes: int, staging_bytes: int, layers: int
+) -> list[Capacity]:
     found = capacity.capacities(shape_of(config), options, layers, kv_bytes, staging_bytes)
     return [each for each in found.values() if isinstance(each, Capacity)]
 
@@ -72,7 +74,10 @@ def test_a_dense_model_by_hand() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_kv_cache() -> None:
-    one, two = (counted(DENSE, replace(DENSE_OPTIONS, tensor_parallel=ranks), 1 << 20, 0, 3)[0] for ranks in (1, 2))
+    one, two = (
+        counted(DENSE, replace(DENSE_OPTIONS, tensor_parallel=ranks), 1 << 20, 0, 3)[0]
+        for ranks in (1, 2)
+    )
     assert two.num_blocks == 2 * one.num_blocks
 
 
@@ -104,8 +109,12 @@ def test_a_hybrid_model_by_hand_with_blocks_that_hold_a_whole_state() -> None:
     assert plain.tokens == int(plain.num_blocks / 28 * 8192)
 
 
-def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a_state_for_drafts() -> None:
-    plain, ours, upstream = counted(CONFIGS["qwen3-next-80b-a3b"], replace(OPTIONS, max_model_len=512), 30 << 30, 64 << 20, 4)
+def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a_state_for_drafts() -> (
+    None
+):
+    plain, ours, upstream = counted(
+        CONFIGS["qwen3-next-80b-a3b"], replace(OPTIONS, max_model_len=512), 30 << 30, 64 << 20, 4
+    )
     if installed_is("<0.30"):
         # A request of 512 tokens takes one block of attention and three states. Upstream has six
         # states, and 16 blocks of 33 tokens with hidden states.
@@ -121,7 +130,9 @@ def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a
     assert upstream.groups[-1] == (1, rows)
 
 
-def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = vllm_planner.server_config
 
     def without_parallel_config(*arguments: Any) -> Any:
@@ -139,12 +150,19 @@ def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
     assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
 
 
-def test_operations_md_has_what_the_planner_of_the_installed_release_says(measured: capacity.Result) -> None:
+def test_operations_md_has_what_the_planner_of_the_installed_release_says(
+    measured: capacity.Result,
+) -> None:
     table = dict(re.findall(r"^\| (\S+) \| (.* %) \|$", page("operations.md"), re.MULTILINE))
     assert len(table) == len(UPSTREAM_KEEPS)
     for name in UPSTREAM_KEEPS:
-        plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
-        cells = [f"{cell.kept:.2%}".replace("%", " %") if cell.tokens else "does not start" for cell in (ours, upstream)]
+        plain, ours, upstream = (
+            cell for cell in measured.cells if cell.model == PRESETS[name].repository
+        )
+        cells = [
+            f"{cell.kept:.2%}".replace("%", " %") if cell.tokens else "does not start"
+            for cell in (ours, upstream)
+        ]
         of_releases = next(row for model, row in table.items() if model in plain.model).split(" | ")
         if installed_is("<0.26") or name != "deepseek-v3":
             assert cells == (of_releases[2:] if installed_is(">=0.30") else of_releases[:2]), name
@@ -162,18 +180,30 @@ def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> 
 
 def test_performance_md_has_the_plan_s_cost_of_turning_rows_back() -> None:
     planned = plan.plan(plan.parse_arguments(["minimax-m2", "--rotated"]))
-    cost = f"{planned.turn_back_flops / 1e6:.0f} MFLOP per token and {planned.turn_back_bytes >> 20} MiB per NPU"
+    cost = (
+        f"{planned.turn_back_flops / 1e6:.0f} MFLOP per token and "
+        f"{planned.turn_back_bytes >> 20} MiB per NPU"
+    )
     assert cost in " ".join(PAGE.with_suffix(".md").read_text().split())
 
 
 @pytest.mark.parametrize("name", UPSTREAM_KEEPS)
-def test_ours_keeps_the_share_that_the_plan_says_to_a_block(name: str, measured: capacity.Result) -> None:
-    plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
+def test_ours_keeps_the_share_that_the_plan_says_to_a_block(
+    name: str, measured: capacity.Result
+) -> None:
+    plain, ours, upstream = (
+        cell for cell in measured.cells if cell.model == PRESETS[name].repository
+    )
     assert abs(ours.kept - plan.plan(plan.parse_arguments([name])).kept) <= 1 / plain.blocks
     if name == "deepseek-v3" and installed_is("<0.26"):
-        assert upstream.reason == "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'"
+        assert (
+            upstream.reason
+            == "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'"
+        )
     else:
-        assert upstream.kept == pytest.approx(UPSTREAM_KEEPS[name][installed_is(">=0.30")], abs=5e-5)
+        assert upstream.kept == pytest.approx(
+            UPSTREAM_KEEPS[name][installed_is(">=0.30")], abs=5e-5
+        )
     assert (plain.layout, ours.layout, upstream.layout) == tuple(layout.value for layout in Layout)
 
 

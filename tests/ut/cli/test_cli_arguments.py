@@ -32,7 +32,10 @@ WHOLE = {
     **{(*PLAN, option): (1, 4096) for option in ("--tp", "--dp")},
     **{(*PLAN, option): (1, 10**9) for option in ("--max-num-batched-tokens", "--prompt-tokens")},
     (*PLAN, "--staging-slots"): (1, 8),
-    **{("demo", "--device", "npu", "--model", ".", option): (1, 4096) for option in ("--data-parallel-size", "--tensor-parallel-size")},
+    **{
+        ("demo", "--device", "npu", "--model", ".", option): (1, 4096)
+        for option in ("--data-parallel-size", "--tensor-parallel-size")
+    },
     ("inspect", "{dir}", "--limit"): (1, 10**9),
     ("verify", "{dir}", "--jobs"): (1, 1024),
     ("emulate", "--npus"): (1, 64),
@@ -48,7 +51,21 @@ SIZES = {
     **{(*PLAN, option): (0, TIB) for option in ("--kv-memory", "--ring")},
     ("emulate", "--hbm"): (256 << 20, TIB),
 }
-NOT_NUMBERS = ["nan", "inf", "1e300", "1e30", "9" * 30, "9" * 400, "9" * 5000, "-1", "True", "", "0x10", "1 000", "many"]
+NOT_NUMBERS = [
+    "nan",
+    "inf",
+    "1e300",
+    "1e30",
+    "9" * 30,
+    "9" * 400,
+    "9" * 5000,
+    "-1",
+    "True",
+    "",
+    "0x10",
+    "1 000",
+    "many",
+]
 
 
 ESCAPE = "\x1b[31m"
@@ -58,13 +75,18 @@ ESCAPE = "\x1b[31m"
     "arguments",
     [
         ["clean", ".", "--errors-older-than", f"1{ESCAPE}d"],
-        *([name, f"--{ESCAPE}"] for name in ("demo", "doctor", "generate", "inspect", "plan", "status", "verify")),
+        *(
+            [name, f"--{ESCAPE}"]
+            for name in ("demo", "doctor", "generate", "inspect", "plan", "status", "verify")
+        ),
         ["verify", ".", "--jobs", ESCAPE],
         ["generate", "--data", ".", "--output", ESCAPE, "--limit", f"{ESCAPE}1"],
     ],
     ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
 )
-def test_an_error_quotes_no_escape_sequence_to_the_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_quotes_no_escape_sequence_to_the_terminal(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     said = capsys.readouterr()
@@ -77,13 +99,17 @@ def ids(case: tuple[str, ...]) -> str:
     return f"{case[0]} {case[-1]}"
 
 
-def refusal(case: tuple[str, ...], value: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(
+    case: tuple[str, ...], value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> str:
     """The last line of the error."""
     arguments = [word.replace("{dir}", str(folder)) for word in case]
     tail = ["--", "true"] if case[0] == "emulate" else []
     try:
         words = [*arguments[:-1], f"{arguments[-1]}={value}", *tail]
-        code = main(words) if case[0] != "demo" else demo.parse_arguments(words[1:])  # it would start a server
+        code = (
+            main(words) if case[0] != "demo" else demo.parse_arguments(words[1:])
+        )  # it would start a server
     except SystemExit as left:
         code = left.code
     printed = capsys.readouterr()
@@ -103,12 +129,22 @@ def test_what_is_no_number_within_the_bounds_is_refused_with_option_value_and_bo
     assert len(line) < 300
 
 
-@pytest.mark.parametrize(("case", "bounds"), {**WHOLE, **FLOATS}.items(), ids=lambda case: ids(case) if isinstance(case[0], str) else "")
+@pytest.mark.parametrize(
+    ("case", "bounds"),
+    {**WHOLE, **FLOATS}.items(),
+    ids=lambda case: ids(case) if isinstance(case[0], str) else "",
+)
 def test_one_beyond_a_bound_is_refused_with_the_bounds(
-    case: tuple[str, ...], bounds: tuple[float | None, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: tuple[str, ...],
+    bounds: tuple[float | None, float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     least, most = bounds
-    for value in ("0" if least is None else str(least - 1), str(most + 1) if isinstance(most, int) else repr(most * 1.001)):
+    for value in (
+        "0" if least is None else str(least - 1),
+        str(most + 1) if isinstance(most, int) else repr(most * 1.001),
+    ):
         line = refusal(case, value, tmp_path, capsys)
         assert f"'{value}'" in line
         assert f"{most:.15g}" in line
@@ -122,25 +158,40 @@ def accepted(case: tuple[str, ...], value: object, folder: Path) -> None:
         return
     if case[-1] == "--rank":
         words += ["--world-size", "1000000"]
-    modules = {"demo": demo, "generate": generate, "inspect": inspect, "plan": plan, "verify": verify}
+    modules = {
+        "demo": demo,
+        "generate": generate,
+        "inspect": inspect,
+        "plan": plan,
+        "verify": verify,
+    }
     modules[case[0]].parse_arguments(words)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("case", "bounds"), {**WHOLE, **FLOATS, **SIZES}.items(), ids=lambda case: ids(case) if isinstance(case[0], str) else ""
+    ("case", "bounds"),
+    {**WHOLE, **FLOATS, **SIZES}.items(),
+    ids=lambda case: ids(case) if isinstance(case[0], str) else "",
 )
-def test_the_bounds_themselves_are_taken(case: tuple[str, ...], bounds: tuple[float | None, float], tmp_path: Path) -> None:
+def test_the_bounds_themselves_are_taken(
+    case: tuple[str, ...], bounds: tuple[float | None, float], tmp_path: Path
+) -> None:
     least, most = bounds
     for value in (most, 1e-9 if least is None else least):
         accepted(case, int(value) if float(value).is_integer() else value, tmp_path)
 
 
-def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_built(
+    tmp_path: Path,
+) -> None:
     words = ["demo", "--data-parallel-size", "9", "--tensor-parallel-size", "8"]
     command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
-    assert "--data-parallel-size 9 x --tensor-parallel-size 8: an emulated machine has at most 64 NPUs" in done.stderr
+    assert (
+        "--data-parallel-size 9 x --tensor-parallel-size 8: an emulated machine has at most 64 NPUs"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +205,9 @@ def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_bui
         "--max-num-batched-tokens 1",
     ],
 )
-def test_a_plan_with_any_number_within_the_bounds_is_a_plan_or_a_refusal(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_any_number_within_the_bounds_is_a_plan_or_a_refusal(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main([*PLAN, *words.split()])
     assert (code, bool(capsys.readouterr().out)) in ((0, True), (2, False))
 
@@ -163,15 +216,33 @@ def name_of(case: tuple[str, ...]) -> str:
     return case[-1].removeprefix("--").replace("-", "_")
 
 
-OF_A_RUN = {name_of(case): bounds for case, bounds in {**WHOLE, **FLOATS}.items() if case[0] == "generate"}
+OF_A_RUN = {
+    name_of(case): bounds for case, bounds in {**WHOLE, **FLOATS}.items() if case[0] == "generate"
+}
 
 
 @pytest.mark.parametrize(("name", "bounds"), OF_A_RUN.items())
-def test_the_options_of_a_run_have_the_same_bounds_in_python(name: str, bounds: tuple[float | None, float]) -> None:
+def test_the_options_of_a_run_have_the_same_bounds_in_python(
+    name: str, bounds: tuple[float | None, float]
+) -> None:
     least, most = bounds
-    more = {"world_size": 10**6} if name == "rank" else {"include_output": True} if name == "max_tokens" else {}
+    more = (
+        {"world_size": 10**6}
+        if name == "rank"
+        else {"include_output": True}
+        if name == "max_tokens"
+        else {}
+    )
     Options("", Path(), **{name: most}, **more)
-    for value in (math.nan, math.inf, -1, most + 1, 10**400, True, 0 if least is None else least - 1):
+    for value in (
+        math.nan,
+        math.inf,
+        -1,
+        most + 1,
+        10**400,
+        True,
+        0 if least is None else least - 1,
+    ):
         with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} .*: give a"):
             Options("", Path(), **{name: value}, **more)
 

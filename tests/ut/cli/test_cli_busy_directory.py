@@ -40,7 +40,10 @@ def unlink(path: Path) -> None:
 REMOVED: dict[str, tuple[Callable[[Path], Path], Change]] = {
     "a file": (lambda directory: write(directory, "a", rows_of(3)), remove),
     "a file whose lock stays": (lambda directory: write(directory, "a", rows_of(3)), unlink),
-    "a file with its folder": (lambda directory: write(directory / "below", "a", rows_of(3)), lambda path: shutil.rmtree(path.parent)),
+    "a file with its folder": (
+        lambda directory: write(directory / "below", "a", rows_of(3)),
+        lambda path: shutil.rmtree(path.parent),
+    ),
     "a member of a shard": (write_member, remove),
     "a shard": (write_member, take_shard),
     "an error": (a_failure, unlink),
@@ -65,7 +68,10 @@ def after_listing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_what_was_removed_after_it_was_listed_is_not_bad(
-    name: str, tmp_path: Path, after_listing: Callable[[Callable[[], object]], None], capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    after_listing: Callable[[Callable[[], object]], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make, take = REMOVED[name]
     write(tmp_path, "stays", rows_of(5))
@@ -76,14 +82,26 @@ def test_what_was_removed_after_it_was_listed_is_not_bad(
         said = capsys.readouterr().out
         if command[0] is verify.main:
             found = json.loads(said)
-            gone = [] if path.suffix == ".error" else [{"path": str(path), "problem": "it was removed meanwhile"}]
-            assert (found["good"], found["bad"], found["failed"], found["absent"], found["unseen"]) == (1, [], [], gone, 0)
+            gone = (
+                []
+                if path.suffix == ".error"
+                else [{"path": str(path), "problem": "it was removed meanwhile"}]
+            )
+            assert (
+                found["good"],
+                found["bad"],
+                found["failed"],
+                found["absent"],
+                found["unseen"],
+            ) == (1, [], [], gone, 0)
         elif path.suffix != ".error":
             assert "it was removed meanwhile" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("spoil", ["a link that leads nowhere", "a shard without its tar file"])
-def test_what_is_named_and_cannot_be_opened_is_bad(spoil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_named_and_cannot_be_opened_is_bad(
+    spoil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, "stays", rows_of(5))
     if spoil.startswith("a link"):
         (tmp_path / "a.safetensors").symlink_to("nowhere")
@@ -96,7 +114,9 @@ def test_what_is_named_and_cannot_be_opened_is_bad(spoil: str, tmp_path: Path, c
     assert inspect.main([str(tmp_path)]) == 1
 
 
-def test_what_a_server_writes_at_the_moment_is_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_server_writes_at_the_moment_is_not_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, "stays", rows_of(5))
     with FileSink(tmp_path, FORMAT) as sink:
         path = write(tmp_path, "a", rows_of(3))
@@ -114,7 +134,9 @@ def test_what_a_server_writes_at_the_moment_is_not_bad(tmp_path: Path, capsys: p
 
 
 def test_verify_of_nothing_but_absent_files_is_no_success(
-    tmp_path: Path, after_listing: Callable[[Callable[[], object]], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    after_listing: Callable[[Callable[[], object]], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write(tmp_path, "a", rows_of(3))
     after_listing(lambda: remove(path))
@@ -145,7 +167,9 @@ def test_a_path_that_was_not_listed_and_is_not_there_is_a_problem(tmp_path: Path
 
 
 def test_a_file_that_was_removed_and_whose_name_then_failed_is_not_checked(
-    tmp_path: Path, after_listing: Callable[[Callable[[], object]], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    after_listing: Callable[[Callable[[], object]], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(tmp_path, "stays", rows_of(5))
     write(tmp_path, "f", rows_of(3))

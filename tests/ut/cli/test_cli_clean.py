@@ -64,12 +64,22 @@ def storage(tmp_path: Path) -> Path:
     return tmp_path
 
 
-KEPT = {f"{folder}{name}" for folder in ("", "day/") for name in ("complete.safetensors", "complete.safetensors.lock")}
-NEW = {f"{folder}new.safetensors{suffix}" for folder in ("", "day/") for suffix in (".lock", ".error")}
-OLD = {f"{folder}old.safetensors{suffix}" for folder in ("", "day/") for suffix in (".lock", ".error")}
+KEPT = {
+    f"{folder}{name}"
+    for folder in ("", "day/")
+    for name in ("complete.safetensors", "complete.safetensors.lock")
+}
+NEW = {
+    f"{folder}new.safetensors{suffix}" for folder in ("", "day/") for suffix in (".lock", ".error")
+}
+OLD = {
+    f"{folder}old.safetensors{suffix}" for folder in ("", "day/") for suffix in (".lock", ".error")
+}
 
 
-def test_locks_without_data_and_what_dead_servers_left_are_removed(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locks_without_data_and_what_dead_servers_left_are_removed(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["clean", str(storage)]) == 0
     assert names(storage) == KEPT | NEW | OLD
     output = capsys.readouterr().out
@@ -80,7 +90,9 @@ def test_locks_without_data_and_what_dead_servers_left_are_removed(storage: Path
     assert "nothing to remove" in capsys.readouterr().out
 
 
-def test_errors_are_removed_with_their_locks_when_they_are_old_enough(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_removed_with_their_locks_when_they_are_old_enough(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["clean", str(storage), "--errors-older-than", "7d"]) == 0
     assert names(storage) == KEPT | NEW
     assert "removed: 1 hidden file, 3 locks without data, 2 errors\n" in capsys.readouterr().out
@@ -89,7 +101,9 @@ def test_errors_are_removed_with_their_locks_when_they_are_old_enough(storage: P
     assert names(storage) == KEPT
 
 
-def test_a_dry_run_says_what_would_be_removed_and_touches_nothing(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_would_be_removed_and_touches_nothing(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {name: (storage / name).stat().st_mtime_ns for name in names(storage)}
     assert main(["clean", str(storage), "--dry-run", "--errors-older-than", "7d"]) == 0
     assert {name: (storage / name).stat().st_mtime_ns for name in names(storage)} == before
@@ -104,19 +118,30 @@ def test_nothing_of_a_server_that_lives_or_of_a_reader_is_touched(storage: Path)
         under_way.write(0, make_rows(0, 2))
         again = sink.open("old", storage / "old.safetensors")
         again.write(0, make_rows(0, 2))
-        with open(storage / "day/old.safetensors.lock") as reader, open(storage / "day/taken.safetensors.lock", "w") as other:
+        with (
+            open(storage / "day/old.safetensors.lock") as reader,
+            open(storage / "day/taken.safetensors.lock", "w") as other,
+        ):
             fcntl.flock(reader, fcntl.LOCK_SH)
             fcntl.flock(other, fcntl.LOCK_SH)
             assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
-            assert {"day/old.safetensors.error", "day/old.safetensors.lock", "day/taken.safetensors.lock"} <= names(storage)
+            assert {
+                "day/old.safetensors.error",
+                "day/old.safetensors.lock",
+                "day/taken.safetensors.lock",
+            } <= names(storage)
         assert is_held(storage / "r.safetensors.lock")
         for file in (under_way, again):
             file.commit(token_ids(2), 2)
             assert load(file.path, 0).token_ids.shape == (2,)
 
 
-def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    killed(lambda: publish(ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20), tmp_path, "a-0123abcd"))
+def test_shards_of_a_dead_server_are_sealed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(
+        lambda: publish(ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20), tmp_path, "a-0123abcd")
+    )
     assert main(["clean", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "would be sealed: 1 shard, would be removed: 1 hidden file\n" in output
@@ -130,11 +155,16 @@ def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.Captu
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
-def test_dead_servers_of_folders_are_cleaned_up_from_above(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dead_servers_of_folders_are_cleaned_up_from_above(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     inner = storage / "day" / "inner"
     inner.mkdir()
     killed(lambda: publish(ShardSink(inner, FORMAT, shard_bytes=1 << 20), inner, "a-0123abcd"))
-    for options, words in ((["--dry-run"], "would be sealed: 1 shard, would be removed"), ([], "sealed: 1 shard with 1 request, removed")):
+    for options, words in (
+        (["--dry-run"], "would be sealed: 1 shard, would be removed"),
+        ([], "sealed: 1 shard with 1 request, removed"),
+    ):
         assert main(["clean", str(storage), *options]) == 0
         output = capsys.readouterr().out
         assert f"{words}: 2 hidden files, 3 locks without data\n" in output
@@ -143,7 +173,9 @@ def test_dead_servers_of_folders_are_cleaned_up_from_above(storage: Path, capsys
     assert load(inner / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
-def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def list_and_lose(dir_fd: int) -> list[str]:
         names = [name for name in os.listdir(dir_fd) if name.endswith(".error")]
         for name in names:
@@ -154,7 +186,9 @@ def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storag
     assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
 
 
-def test_all_that_cannot_be_removed_is_named(storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_cannot_be_removed_is_named(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def unlink(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -163,7 +197,10 @@ def test_all_that_cannot_be_removed_is_named(storage: Path, monkeypatch: pytest.
     output = capsys.readouterr()
     for name in ("taken.safetensors.lock", "old.safetensors.error"):
         for folder in ("", "day/"):
-            assert f"hsx clean: could not remove '{folder}{name}': Permission denied (EACCES)\n" in output.err
+            assert (
+                f"hsx clean: could not remove '{folder}{name}': Permission denied (EACCES)\n"
+                in output.err
+            )
             assert f"removed {storage}/{folder}{name}" not in output.out
 
 
@@ -174,10 +211,15 @@ def test_all_that_cannot_be_removed_is_named(storage: Path, monkeypatch: pytest.
         (["/dev/null"], "hsx clean: /dev/null cannot be opened: Not a directory"),
         ([".", "--errors-older-than", "7"], "--errors-older-than 7: give a number and a unit"),
         ([".", "--errors-older-than", "-1d"], "--errors-older-than"),
-        ([".", "--errors-older-than", "99999999d"], "--errors-older-than 99999999d: give a number and a unit"),
+        (
+            [".", "--errors-older-than", "99999999d"],
+            "--errors-older-than 99999999d: give a number and a unit",
+        ),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_named(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = main(["clean", *arguments])
     except SystemExit as stop:

@@ -29,7 +29,11 @@ def acknowledge(path: Path, hours_ago: float) -> None:
 
 
 def data_in(directory: Path) -> set[str]:
-    return {name.removesuffix(".safetensors") for name in names(directory) if name.endswith(".safetensors")}
+    return {
+        name.removesuffix(".safetensors")
+        for name in names(directory)
+        if name.endswith(".safetensors")
+    }
 
 
 @pytest.fixture
@@ -43,7 +47,9 @@ def storage(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_that_were_acknowledged_long_ago_are_removed_whole(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_were_acknowledged_long_ago_are_removed_whole(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = names(storage)
     assert main(["clean", str(storage)]) == 0
     assert main(["clean", str(storage), "--older-than", "150m", "--dry-run"]) == 0
@@ -51,9 +57,13 @@ def test_files_that_were_acknowledged_long_ago_are_removed_whole(storage: Path, 
     assert "would be removed: 2 acknowledged files\n" in capsys.readouterr().out
     assert main(["clean", str(storage), "--older-than", "150m"]) == 0
     output = capsys.readouterr().out
-    assert output.index(f"removed {storage}/ack-4.safetensors\n") < output.index(f"removed {storage}/day/ack-3.safetensors\n")
+    assert output.index(f"removed {storage}/ack-4.safetensors\n") < output.index(
+        f"removed {storage}/day/ack-3.safetensors\n"
+    )
     assert "removed: 2 acknowledged files\n" in output
-    assert names(storage) == {name for name in before if "ack-4" not in name and "ack-3" not in name}
+    assert names(storage) == {
+        name for name in before if "ack-4" not in name and "ack-3" not in name
+    }
 
 
 def test_the_oldest_acknowledgements_are_removed_until_the_directory_has_the_size(
@@ -69,10 +79,15 @@ def test_the_oldest_acknowledgements_are_removed_until_the_directory_has_the_siz
     capsys.readouterr()
     assert main(["clean", str(storage), "--keep-bytes", "0"]) == 0
     assert data_in(storage) == {"kept"}
-    assert f"{size} bytes are left, more than --keep-bytes: they are in use or not acknowledged\n" in capsys.readouterr().out
+    assert (
+        f"{size} bytes are left, more than --keep-bytes: they are in use or not acknowledged\n"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     again = storage / "ack-1.safetensors"
     again.unlink()
     with open(storage / "ack-2.safetensors.lock") as reader, FileSink(storage, FORMAT) as sink:
@@ -82,7 +97,10 @@ def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(storage
         for options in (["--dry-run"], []):
             assert main(["clean", str(storage), "--keep-bytes", "0", *options]) == 0
             assert "removed: 2 acknowledged files\n" in capsys.readouterr().out
-        assert data_in(storage) - {name for name in data_in(storage) if name.startswith(".")} == {"ack-2", "kept"}
+        assert data_in(storage) - {name for name in data_in(storage) if name.startswith(".")} == {
+            "ack-2",
+            "kept",
+        }
         file.commit(token_ids(3), 3)
         assert main(["clean", str(storage), "--older-than", "0s", "--keep-bytes", "0"]) == 0
         assert {"ack-1", "ack-2", "kept"} <= data_in(storage)
@@ -97,7 +115,9 @@ def test_a_file_whose_lock_a_consumer_has_removed_is_removed(storage: Path) -> N
     assert names(storage) == {"kept.safetensors", "kept.safetensors.lock"}
 
 
-def test_a_file_that_changes_between_look_and_removal_stays(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_between_look_and_removal_stays(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = storage / "ack-4.safetensors"
     from vllm_ascend_hsx.sinks.acknowledged import Acknowledged
 
@@ -111,19 +131,27 @@ def test_a_file_that_changes_between_look_and_removal_stays(storage: Path, monke
     assert data_in(storage) == {"ack-4", "kept"}
 
 
-def test_acknowledged_shards_are_removed_whole_and_others_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_acknowledged_shards_are_removed_whole_and_others_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage = sealed_shards(tmp_path)
     first, second = sorted(storage.glob("*.tar"))
     vllm_ascend_hsx.acknowledge(first)
     assert main(["clean", str(storage), "--keep-bytes", "0"]) == 0
     assert "removed: 1 acknowledged file\n" in capsys.readouterr().out
     assert not list(storage.glob(f"{first.stem}*"))
-    assert sorted(path.suffix for path in storage.glob(f"{second.stem}*")) == [".json", ".jsonl", ".tar"]
+    assert sorted(path.suffix for path in storage.glob(f"{second.stem}*")) == [
+        ".json",
+        ".jsonl",
+        ".tar",
+    ]
     assert main(["verify", str(storage)]) == 0
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_an_interrupted_removal_of_a_shard_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_an_interrupted_removal_of_a_shard_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     storage, unlink, calls = sealed_shards(tmp_path), os.unlink, iter(range(4))
     first = min(storage.glob("*.tar"))
     vllm_ascend_hsx.acknowledge(first)
@@ -156,7 +184,10 @@ def test_a_dead_servers_shard_without_its_tar_is_told_with_the_remedy_and_given_
     tar.unlink()
     before = names(tmp_path)
     assert main(["clean", str(tmp_path)]) == 1
-    assert f"could not seal {tar.stem}: its tar file was removed: put it back, or give its requests up with" in capsys.readouterr().err
+    assert (
+        f"could not seal {tar.stem}: its tar file was removed: put it back, or give its requests "
+        "up with"
+    ) in capsys.readouterr().err
     assert main(["clean", str(tmp_path), "--lost-shards", "--dry-run"]) == 0
     assert names(tmp_path) == before
     capsys.readouterr()
@@ -183,10 +214,15 @@ def test_lost_shards_of_servers_that_live_and_shards_with_a_tar_stay(tmp_path: P
 
 @settings(max_examples=25, deadline=None)
 @given(
-    ages=st.lists(st.none() | st.integers(1, 9), max_size=6), older=st.none() | st.integers(0, 10), keep=st.none() | st.integers(0, 7)
+    ages=st.lists(st.none() | st.integers(1, 9), max_size=6),
+    older=st.none() | st.integers(0, 10),
+    keep=st.none() | st.integers(0, 7),
 )
 def test_what_is_removed_is_exactly_what_the_options_say(
-    tmp_path_factory: pytest.TempPathFactory, ages: list[int | None], older: int | None, keep: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    ages: list[int | None],
+    older: int | None,
+    keep: int | None,
 ) -> None:
     storage = tmp_path_factory.mktemp("clean")
     for number, age in enumerate(ages):
@@ -199,7 +235,10 @@ def test_what_is_removed_is_exactly_what_the_options_say(
         is_old = age is not None and older is not None and age + 0.5 + number / 100 > older
         if is_old or (age is not None and keep is not None and len(left) > keep):
             del left[str(number)]
-    options = [*(() if older is None else ("--older-than", f"{older}h")), *(() if keep is None else ("--keep-bytes", str(100 * keep)))]
+    options = [
+        *(() if older is None else ("--older-than", f"{older}h")),
+        *(() if keep is None else ("--keep-bytes", str(100 * keep))),
+    ]
     assert main(["clean", str(storage), *options]) == 0
     assert data_in(storage) == set(left)
 
@@ -208,11 +247,16 @@ def test_what_is_removed_is_exactly_what_the_options_say(
     ("arguments", "told"),
     [
         (["--older-than", "7"], "--older-than 7: give a number and a unit"),
-        (["--keep-bytes", "64GB"], "--keep-bytes 64GB: is not a size; use bytes or a number with B, KiB, MiB or GiB"),
+        (
+            ["--keep-bytes", "64GB"],
+            "--keep-bytes 64GB: is not a size; use bytes or a number with B, KiB, MiB or GiB",
+        ),
         (["--keep-bytes", "-1"], "--keep-bytes"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_named(
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["clean", str(tmp_path), *arguments])
     assert told in capsys.readouterr().err

@@ -19,9 +19,15 @@ from documents import ROOT, blocks
 from vllm_ascend_hsx.cli.main import COMMANDS
 
 if find_spec("argcomplete") is None:
-    pytest.skip("completion needs argcomplete: pip install 'vllm-ascend-hsx[completion]'", allow_module_level=True)
+    pytest.skip(
+        "completion needs argcomplete: pip install 'vllm-ascend-hsx[completion]'",
+        allow_module_level=True,
+    )
 
-PROGRAMS = {"hsx": "vllm_ascend_hsx", "register-python-argcomplete": "argcomplete.scripts.register_python_argcomplete"}
+PROGRAMS = {
+    "hsx": "vllm_ascend_hsx",
+    "register-python-argcomplete": "argcomplete.scripts.register_python_argcomplete",
+}
 # Sets what bash sets before it calls the function of a completion, and prints what that has set.
 ASK = """
 eval "$1"
@@ -50,13 +56,21 @@ def setting_up() -> str:
     install, line = blocks("operations.md", "completion")[0].splitlines()
     extra = re.fullmatch(r"pip install 'vllm-ascend-hsx\[(\w+)\]'", install)
     assert extra is not None
-    (required,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra[1]]
+    (required,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ][extra[1]]
     assert required.startswith("argcomplete>=")
     return line
 
 
 def completions(line: str, setting_up: str, environ: dict[str, str]) -> list[str]:
-    done = subprocess.run(["bash", "-c", ASK, "bash", setting_up, line], capture_output=True, text=True, check=True, env=environ)
+    done = subprocess.run(
+        ["bash", "-c", ASK, "bash", setting_up, line],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environ,
+    )
     return sorted(word.strip() for word in done.stdout.splitlines() if word.strip())
 
 
@@ -73,20 +87,30 @@ def completions(line: str, setting_up: str, environ: dict[str, str]) -> list[str
         ("hsx doctor --durability f", ["fdatasync"]),
     ],
 )
-def test_bash_completes_commands_options_and_values(line: str, words: list[str], setting_up: str, environ: dict[str, str]) -> None:
+def test_bash_completes_commands_options_and_values(
+    line: str, words: list[str], setting_up: str, environ: dict[str, str]
+) -> None:
     assert completions(line, setting_up, environ) == sorted(words)
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {"emulate", "speculators"}))
-def test_every_command_has_its_own_options_completed(name: str, setting_up: str, environ: dict[str, str]) -> None:
+def test_every_command_has_its_own_options_completed(
+    name: str, setting_up: str, environ: dict[str, str]
+) -> None:
     assert completions(f"hsx {name} --jso", setting_up, environ) == ["--json"]
 
 
-def test_tab_in_a_terminal_completes_the_word(setting_up: str, environ: dict[str, str], tmp_path: Path) -> None:
+def test_tab_in_a_terminal_completes_the_word(
+    setting_up: str, environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "rc").write_text(f"PS1='ready> '\n{setting_up}")
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvpe("bash", ["bash", "--noprofile", "--rcfile", str(tmp_path / "rc"), "-i"], {**environ, "TERM": "dumb"})
+        os.execvpe(
+            "bash",
+            ["bash", "--noprofile", "--rcfile", str(tmp_path / "rc"), "-i"],
+            {**environ, "TERM": "dumb"},
+        )
     try:
         read_until(terminal, "ready> ")
         os.write(terminal, b"hsx plan minimax-m2 --quanti\t")

@@ -19,13 +19,21 @@ FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> pytest.MonkeyPatch:
+def fake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> pytest.MonkeyPatch:
     """The demo starts the fake server; HSX_TEST_FAULT says how it is wrong."""
     known = tmp_path_factory.getbasetemp() / "known"
 
     def command(self: ServeOptions) -> list[str]:
         arguments = [self.model, self.storage, list(self.layer_ids), self.port, "--known", known]
-        return [sys.executable, str(FAKE_SERVER), *map(str, arguments), "--fault", os.environ.get("HSX_TEST_FAULT", "none")]
+        return [
+            sys.executable,
+            str(FAKE_SERVER),
+            *map(str, arguments),
+            "--fault",
+            os.environ.get("HSX_TEST_FAULT", "none"),
+        ]
 
     monkeypatch.setattr(ServeOptions, "command", command)
     monkeypatch.setattr(demo, "_environment", lambda options: {})
@@ -35,7 +43,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_sixteen_matching_requests_give_exit_code_zero(
-    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: pytest.MonkeyPatch,
+    tiny_minimax_m2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert demo.main(["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out")]) == 0
     output, progress = capsys.readouterr()
@@ -44,7 +55,9 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     assert re.search(r"token ids +│ +320 │ +39 │ +320 × 3 × 256 │", output)
     assert str(tmp_path / "out" / "server.log") in progress
     assert re.search(r'vllm:hsx_files_total\{outcome="published"\} +│ +0 │ +16 │', output)
-    assert re.search(r"vllm:hsx_publish_seconds: P50, P99, count +│ +none │ +0\.38 ms, 0\.50 ms, 16 │", output)
+    assert re.search(
+        r"vllm:hsx_publish_seconds: P50, P99, count +│ +none │ +0\.38 ms, 0\.50 ms, 16 │", output
+    )
     assert "prompt_tokens" not in output
 
 
@@ -60,7 +73,12 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     ],
 )
 def test_a_wrong_server_gives_exit_code_one(
-    fault: str, message: str, fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str,
+    message: str,
+    fake: pytest.MonkeyPatch,
+    tiny_minimax_m2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake.setenv("HSX_TEST_FAULT", fault)
     assert demo.main(["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out")]) == 1
@@ -76,14 +94,21 @@ def test_a_wrong_server_gives_exit_code_one(
 @pytest.mark.long
 @pytest.mark.parametrize(("fault", "matching"), [("none", 16), ("rotated", 0)])
 def test_a_quantized_target_is_compared_in_the_models_own_basis(
-    fault: str, matching: int, fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str,
+    matching: int,
+    fake: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fake.setenv("HSX_TEST_FAULT", fault)
     assert demo.main(["--quantized", "--output", str(tmp_path / "out")]) == (fault != "none")
     printed = capsys.readouterr()
     output = " ".join((printed.out + printed.err).split())
-    assert "of a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis" in output
+    assert (
+        "of a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
+        in output
+    )
     assert "on emulated A3 NPUs" in output
     assert f"{matching} of 16 requests match" in output
 
@@ -117,14 +142,25 @@ def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
 
 
 def test_the_quantized_target_is_served_with_mc2_at_every_size() -> None:
-    command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1, sequence_parallel=True, mc2=True).command()
+    command = ServeOptions(
+        model="m", storage=Path("/files"), layer_ids=(1,), port=1, sequence_parallel=True, mc2=True
+    ).command()
     assert '{"enable_flashcomm1": true, "enable_prefill_mc2": true}' in command
 
 
 def test_without_a_reference_the_rest_is_still_checked(
-    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: pytest.MonkeyPatch,
+    tiny_minimax_m2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--no-reference"]
+    arguments = [
+        "--model",
+        str(tiny_minimax_m2),
+        "--output",
+        str(tmp_path / "out"),
+        "--no-reference",
+    ]
     assert demo.main(arguments) == 0
     assert "not compared" in capsys.readouterr().out
     fake.setenv("HSX_TEST_FAULT", "foreign tokens")
@@ -135,19 +171,30 @@ def test_without_a_reference_the_rest_is_still_checked(
     ("arguments", "message"),
     [
         (["--device", "npu"], "--device npu needs --model PATH"),
-        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096"),
+        (
+            ["--tensor-parallel-size", "0"],
+            "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096",
+        ),
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
-        (["--quantized", "--model", "m"], "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model"),
+        (
+            ["--quantized", "--model", "m"],
+            "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model",
+        ),
         (["--quantized", "--long-steps"], "leave out one of them"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
-        (["--loop", "--model", "m"], "--loop trains and serves a target of its own: leave out --model"),
+        (
+            ["--loop", "--model", "m"],
+            "--loop trains and serves a target of its own: leave out --model",
+        ),
         (["--loop", "--tensor-parallel-size", "4"], "leave out --tensor-parallel-size"),
         (["--loop", "--", "--enforce-eager"], "leave out what is after --"),
         (["--loop", "--seeds", "0"], "'0' is not a whole number from 1 to 10"),
         (["--seeds", "3"], "--seeds is for --loop"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_named_with_its_remedy(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         demo.main(arguments)
     assert end.value.code == 2
@@ -157,7 +204,14 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("1,x", "--layers='1,x' is not a list of layer ids. Give distinct ids from 0 (the embedding output) to 4"),
+        (
+            "1,x",
+            (
+                "--layers='1,x' is not a list of layer ids. Give distinct ids from 0 (the "
+                "embedding "
+                "output) to 4"
+            ),
+        ),
         ("1,1", "has id 1 twice. Give distinct ids from 0 (the embedding output) to 4"),
         ("5", "distinct ids from 0"),
         ("-1", "distinct ids from 0"),
@@ -170,14 +224,21 @@ def test_wrong_layers_are_named_before_a_server_is_started(
     assert message in capsys.readouterr().err
 
 
-def test_an_output_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_is_no_directory_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "file"
     file.touch()
     assert demo.main(["--output", str(file)]) == 2
-    assert f"--output={str(file)!r} cannot be a directory: File exists. Name a new" in capsys.readouterr().err.replace("\n", " ")
+    assert (
+        f"--output={str(file)!r} cannot be a directory: File exists. Name a new"
+        in capsys.readouterr().err.replace("\n", " ")
+    )
 
 
-def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_model_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert demo.main(["--model", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().err.replace("\n", " ")
 
@@ -216,7 +277,9 @@ def running(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_server_too(number: signal.Signals, tiny_minimax_m2: Path, tmp_path: Path) -> None:
+def test_a_signal_stops_the_server_too(
+    number: signal.Signals, tiny_minimax_m2: Path, tmp_path: Path
+) -> None:
     code = f"""
 import sys
 from vllm_ascend_hsx.cli import demo
@@ -229,7 +292,10 @@ sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_pa
 """
     # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     assert process.stderr is not None
     # The line that StartProgress prints once the server runs.

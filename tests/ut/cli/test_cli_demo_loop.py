@@ -24,14 +24,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
 
     def run(self: Loop) -> Results:
         found.append(self)
-        return Results(0.5, [Trained(EAGLE3, rows, PLAIN, 0, 1.0, 1.0, 10, 30, accepted) for rows, accepted in RIGHT.items()])
+        return Results(
+            0.5,
+            [
+                Trained(EAGLE3, rows, PLAIN, 0, 1.0, 1.0, 10, 30, accepted)
+                for rows, accepted in RIGHT.items()
+            ],
+        )
 
     monkeypatch.setattr(Loop, "run", run)
     monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
     return found
 
 
-def test_lengths_are_shown_and_the_exit_code_is_zero(ran: list[Loop], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_are_shown_and_the_exit_code_is_zero(
+    ran: list[Loop], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert demo.main(["--loop", "--output", str(tmp_path)]) == 0
     output, progress = (" ".join(text.split()) for text in capsys.readouterr())
     assert f"call again with --output {tmp_path}" in progress
@@ -42,14 +50,19 @@ def test_lengths_are_shown_and_the_exit_code_is_zero(ran: list[Loop], tmp_path: 
 
 
 def test_wrong_rows_that_cost_nothing_are_named_and_the_exit_code_is_one(
-    ran: list[Loop], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ran: list[Loop],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(RIGHT, SHIFTED, 20)
     assert demo.main(["--loop", "--output", str(tmp_path)]) == 1
     assert f"what rows {SHIFTED} lose (3.00)" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("arguments", "seeds", "wrong"), [([], 1, 1), (["--seeds", "3"], 3, len(WRONG))])
+@pytest.mark.parametrize(
+    ("arguments", "seeds", "wrong"), [([], 1, 1), (["--seeds", "3"], 3, len(WRONG))]
+)
 def test_with_several_seeds_there_are_more_kinds_of_wrong_rows(
     arguments: list[str], seeds: int, wrong: int, ran: list[Loop], tmp_path: Path
 ) -> None:
@@ -61,11 +74,15 @@ def test_with_several_seeds_there_are_more_kinds_of_wrong_rows(
     assert len({kind.rows for kind, _ in plan} & WRONG.keys()) == wrong
 
 
-def test_without_speculators_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_speculators_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def lacking(name: str) -> Any:
         return None if name == "speculators" else object()
 
     monkeypatch.setattr(command, "find_spec", lacking)
     monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
     assert demo.main(["--loop"]) == 1
-    assert "not installed here: speculators, which trains the drafts" in " ".join(capsys.readouterr().err.split())
+    assert "not installed here: speculators, which trains the drafts" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -31,14 +31,21 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     return found
 
 
-def test_what_takes_long_is_announced_on_stderr(healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_takes_long_is_announced_on_stderr(
+    healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["--json", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["ok"]
-    assert "importing vllm and vllm-ascend" in shown.err and f"writing 256 MiB to {tmp_path}" in shown.err
+    assert (
+        "importing vllm and vllm-ascend" in shown.err
+        and f"writing 256 MiB to {tmp_path}" in shown.err
+    )
 
 
-def test_the_exit_code_says_whether_there_are_problems(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_there_are_problems(
+    healthy: list[Finding], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main([]) == 0
     assert "all 1 hold" in (shown := capsys.readouterr().out) and "no problems" in shown
     healthy.append(Finding("software", "CANN", "problem", "not found [here]", "Install it."))
@@ -47,7 +54,9 @@ def test_the_exit_code_says_whether_there_are_problems(healthy: list[Finding], c
     assert "not found [here]" in shown and "Install it." in shown and "1 problem:" in shown
 
 
-def test_json_has_every_finding(healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_finding(
+    healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["--json", "--model", "qwen3.5-27b"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"] is True
@@ -56,13 +65,21 @@ def test_json_has_every_finding(healthy: list[Finding], tmp_path: Path, capsys: 
     assert {each["topic"] for each in shown["findings"]} == {"software", "patch points", "target"}
 
 
-def test_a_model_that_is_none_is_a_mistake_in_the_command(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_none_is_a_mistake_in_the_command(
+    healthy: list[Finding], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["--model", "no-such-model"]) == 2
-    assert capsys.readouterr().err.startswith("hsx doctor: MODEL='no-such-model' is neither a preset nor a file")
+    assert capsys.readouterr().err.startswith(
+        "hsx doctor: MODEL='no-such-model' is neither a preset nor a file"
+    )
 
 
-@pytest.mark.parametrize("words", [["--io", "direct"], ["--no-lock"], ["--io", "fast", "--out", "x"], ["directory"]])
-def test_options_that_say_nothing_are_refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["--io", "direct"], ["--no-lock"], ["--io", "fast", "--out", "x"], ["directory"]]
+)
+def test_options_that_say_nothing_are_refused(
+    words: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         command.parse_arguments(words)
     assert stopped.value.code == 2
@@ -70,7 +87,12 @@ def test_options_that_say_nothing_are_refused(words: Sequence[str], capsys: pyte
 
 def test_the_command_starts_without_torch_and_vllm() -> None:
     code = "import sys, vllm_ascend_hsx.cli.doctor; print({'torch', 'vllm'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 def test_the_documented_command_is_one_that_hsx_accepts() -> None:

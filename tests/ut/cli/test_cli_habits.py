@@ -40,10 +40,22 @@ class Case(NamedTuple):
 
 CASES = {
     "clean": Case("{dir}/left --dry-run", "would be removed: 2 locks"),
-    "demo": Case("--model {dir}/model --no-reference --output {dir}/demo", "1 of 1 requests are finite", "starting it"),
+    "demo": Case(
+        "--model {dir}/model --no-reference --output {dir}/demo",
+        "1 of 1 requests are finite",
+        "starting it",
+    ),
     "doctor": Case("--model {dir}/model", "no problems", "importing vllm and vllm-ascend"),
-    "generate": Case("--data {dir}/data.jsonl --output {dir}/out --dry-run", "rows: 1, of which 0 are there", "data.jsonl: 1 rows"),
-    "hardware-report": Case("--model {dir}/model --output {dir}/report --steps software", "2 held", "looking at versions"),
+    "generate": Case(
+        "--data {dir}/data.jsonl --output {dir}/out --dry-run",
+        "rows: 1, of which 0 are there",
+        "data.jsonl: 1 rows",
+    ),
+    "hardware-report": Case(
+        "--model {dir}/model --output {dir}/report --steps software",
+        "2 held",
+        "looking at versions",
+    ),
     "inspect": Case("{dir}/rows", "verified"),
     "plan": Case("minimax-m2", "24,576 bytes"),
     "serve": Case("{dir}/model --dry-run", "--kv-transfer-config"),
@@ -84,10 +96,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for name in ("a", "b"):
         (tmp_path / "left" / f"{name}.safetensors.lock").touch()
     (tmp_path / "data.jsonl").write_text('{"token_ids": [1, 2]}\n')
-    config = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62, "hidden_size": 64, "vocab_size": 512}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 62,
+        "hidden_size": 64,
+        "vocab_size": 512,
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    ledger = [{"ledger": 3, "request": {}, "world_size": 1, "rank": 0, "id": "0"}, {"run": {"rows": 3, "invalid": 0}, "time": 1.0}]
-    (tmp_path / "ledgers" / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ledger))
+    ledger = [
+        {"ledger": 3, "request": {}, "world_size": 1, "rank": 0, "id": "0"},
+        {"run": {"rows": 3, "invalid": 0}, "time": 1.0},
+    ]
+    (tmp_path / "ledgers" / "ledger.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in ledger)
+    )
 
     def serve(console: Any, *others: Any) -> Served:
         console.print("starting it")
@@ -96,7 +118,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("vllm_ascend_hsx.demo.session._serve", serve)
     monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
     monkeypatch.setattr(demo, "NEEDED", ())
-    monkeypatch.setattr(doctor, "check_software", lambda: iter([Finding("software", "vllm", "ok", "0.23.0")]))
+    monkeypatch.setattr(
+        doctor, "check_software", lambda: iter([Finding("software", "vllm", "ok", "0.23.0")])
+    )
     monkeypatch.setattr(patch_points, "check_patch_points", lambda right: iter([]))
     monkeypatch.setattr(hardware_report, "npu_is_emulated", lambda: True)
     held = lambda step, context, limit: [Result(line.key, HELD, "") for line in step.lines]  # noqa: E731
@@ -109,7 +133,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         except SystemExit as left:
             code = int(left.code or 0)
         printed = capsys.readouterr()
-        said = [line for line in printed.err.splitlines(True) if not line.endswith(f"{COMMANDS[name].at_work} ...\n")]
+        said = [
+            line
+            for line in printed.err.splitlines(True)
+            if not line.endswith(f"{COMMANDS[name].at_work} ...\n")
+        ]
         return code, printed.out, "".join(said)
 
     return run
@@ -117,11 +145,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def fresh(tmp_path: Path, name: str) -> str:
     """The words of a command, with a new directory for a report, which must be empty."""
-    return CASES[name].words.replace("{dir}/report", f"{{dir}}/report-{len(list(tmp_path.iterdir()))}")
+    return CASES[name].words.replace(
+        "{dir}/report", f"{{dir}}/report-{len(list(tmp_path.iterdir()))}"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_result_is_on_stdout_and_progress_on_stderr(name: str, run: Run, tmp_path: Path) -> None:
+def test_the_result_is_on_stdout_and_progress_on_stderr(
+    name: str, run: Run, tmp_path: Path
+) -> None:
     code, out, err = run(name, fresh(tmp_path, name))
     assert code == 0, err
     assert CASES[name].result in out
@@ -145,10 +177,21 @@ def test_json_of_a_run_has_the_documented_keys(bench: Bench) -> None:
     assert found["endpoints"] == [{"url": bench.server.url, "answered": 6, "failed": 0}]
 
 
-def test_json_of_a_run_that_fails_has_the_reasons_and_stderr_has_them_too(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_a_run_that_fails_has_the_reasons_and_stderr_has_them_too(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.server.behave = lambda seen: 400 if seen.row == 3 else "ok"
     data = write_jsonl(bench.root / "data.jsonl", token_rows(6))
-    words = ["--data", data, "--output", bench.output, "--endpoint", bench.server.url, "--json", "-q"]
+    words = [
+        "--data",
+        data,
+        "--output",
+        bench.output,
+        "--endpoint",
+        bench.server.url,
+        "--json",
+        "-q",
+    ]
     assert main(["generate", *map(str, words)]) == 1
     out, err = capsys.readouterr()
     (failure,) = json.loads(out)["failures"]
@@ -168,13 +211,19 @@ def test_json_of_a_demo_that_serves_has_the_documented_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
-    monkeypatch.setattr(hand, "serve_until_interrupted", lambda console, server, title, start_s, announce: announce())
+    monkeypatch.setattr(
+        hand,
+        "serve_until_interrupted",
+        lambda console, server, title, start_s, announce: announce(),
+    )
     assert main(["demo", "--serve", "--output", str(tmp_path), "--json", "-q"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == keys_of("demo --serve")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_json_is_one_object_on_stdout_with_the_documented_keys(name: str, run: Run, tmp_path: Path) -> None:
+def test_json_is_one_object_on_stdout_with_the_documented_keys(
+    name: str, run: Run, tmp_path: Path
+) -> None:
     documented = keys_of(name if name != "generate" else "generate --dry-run")
     code, out, err = run(name, fresh(tmp_path, name), "--json")
     assert code == 0 and CASES[name].progress in err
@@ -182,14 +231,20 @@ def test_json_is_one_object_on_stdout_with_the_documented_keys(name: str, run: R
     if name == "plan":  # its costs have names of their own
         printed = {key: value for key, value in printed.items() if key in documented}
     assert set(printed) == documented
-    assert run(name, fresh(tmp_path, name), "--json", "--quiet")[2] == "", "no progress with --quiet"
+    assert run(name, fresh(tmp_path, name), "--json", "--quiet")[2] == "", (
+        "no progress with --quiet"
+    )
 
 
-QUIET = [(name, option) for name in CASES for option in ("-q", "--quiet") if (name, option) != NO_SHORT]
+QUIET = [
+    (name, option) for name in CASES for option in ("-q", "--quiet") if (name, option) != NO_SHORT
+]
 
 
 @pytest.mark.parametrize(("name", "option"), QUIET)
-def test_a_quiet_command_that_is_right_says_nothing(name: str, option: str, run: Run, tmp_path: Path) -> None:
+def test_a_quiet_command_that_is_right_says_nothing(
+    name: str, option: str, run: Run, tmp_path: Path
+) -> None:
     assert run(name, fresh(tmp_path, name), option) == (0, "", "")
 
 
@@ -200,7 +255,9 @@ def test_the_short_option_of_hsx_serve_is_vllm_s(run: Run) -> None:
 
 @pytest.mark.parametrize("options", [["--quiet"], ["--json"], []])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_error_is_on_stderr_and_leaves_stdout_alone(name: str, options: list[str], run: Run) -> None:
+def test_an_error_is_on_stderr_and_leaves_stdout_alone(
+    name: str, options: list[str], run: Run
+) -> None:
     code, out, err = run(name, REFUSED[name], *options)
     assert code == 2
     assert f"hsx {name}: " in err
@@ -216,5 +273,7 @@ def test_a_number_that_json_does_not_have_is_null(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(PASS_ON))
-def test_the_help_of_a_command_that_runs_another_says_whose_output_it_is(name: str, run: Run) -> None:
+def test_the_help_of_a_command_that_runs_another_says_whose_output_it_is(
+    name: str, run: Run
+) -> None:
     assert "prints nothing of its own" in " ".join(run(name, "--help")[1].split())

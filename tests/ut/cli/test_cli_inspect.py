@@ -35,7 +35,9 @@ def a_directory(tmp_path: Path) -> Path:
     return directory
 
 
-def test_verify_finds_nothing_in_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_nothing_in_good_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = a_directory(tmp_path)
     write(directory / "below", "deep", rows_of(4), options=FileOptions(checksum="none"))
     (directory / ".hidden").mkdir()
@@ -46,7 +48,9 @@ def test_verify_finds_nothing_in_good_files(tmp_path: Path, capsys: pytest.Captu
     assert "4 good (1 of them name no checksum), 0 bad, 0 failed requests; 44 tokens" in said
 
 
-def test_verify_in_several_processes_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_in_several_processes_finds_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = a_directory(tmp_path)
     (directory / "bad.safetensors").write_bytes(b"x")
     results = []
@@ -57,7 +61,9 @@ def test_verify_in_several_processes_finds_the_same(tmp_path: Path, capsys: pyte
     assert (results[0]["good"], len(results[0]["bad"]), results[0]["tokens"]) == (3, 1, 40)
 
 
-def test_verify_tells_of_requests_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_of_requests_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = a_directory(tmp_path)
     with FileSink(directory, FORMAT) as sink:
         sink.open("f", directory / "f.safetensors").fail("the disk is full")
@@ -80,7 +86,9 @@ def test_verify_names_a_folder_that_it_cannot_read(
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
+    assert (
+        f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
+    )
     assert verify.main([str(directory / "closed")]) == 2
     assert capsys.readouterr().err.endswith("Call it as a user who may read it.\n")
 
@@ -106,11 +114,15 @@ def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
     found = json.loads(capsys.readouterr().out)
     (bad,) = found["bad"]
     assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
-    assert bad["problem"].startswith("it cannot be read: Permission denied; rows may be in this index: let this user read it")
+    assert bad["problem"].startswith(
+        "it cannot be read: Permission denied; rows may be in this index: let this user read it"
+    )
     assert found["good"] == 3
 
 
-def test_verify_refuses_rows_of_two_bases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_rows_of_two_bases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for basis in ("", "model", "rotated"):
         with FileSink(tmp_path, replace(FORMAT, basis=basis)) as sink:  # type: ignore[arg-type]
             file = sink.open(f"of-{basis}", tmp_path / f"of-{basis}.safetensors")
@@ -118,7 +130,11 @@ def test_verify_refuses_rows_of_two_bases(tmp_path: Path, capsys: pytest.Capture
             file.commit(np.arange(3), 3)
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
     printed = capsys.readouterr().out
-    assert "2 files of" in printed and re.search("1 files of .*, rotated", printed) and "different kinds" in printed
+    assert (
+        "2 files of" in printed
+        and re.search("1 files of .*, rotated", printed)
+        and "different kinds" in printed
+    )
 
 
 def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +144,9 @@ def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "files of different kinds" in capsys.readouterr().out
 
 
-def test_weights_are_shown_and_those_of_two_checkpoints_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_shown_and_those_of_two_checkpoints_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, weights in (("a", "0a" * 16), ("b", ""), ("c", "0a" * 16), ("d", "b1" * 16)):
         with FileSink(tmp_path, RowFormat((1,), 4, "BF16", "tiny")) as sink:
             file = sink.open(name, tmp_path / f"{name}.safetensors")
@@ -139,14 +157,19 @@ def test_weights_are_shown_and_those_of_two_checkpoints_noted(tmp_path: Path, ca
     assert "0a" * 16 in capsys.readouterr().out
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
-    assert f"note: these are files of 2 checkpoints, by their weights: 2 of {'0a' * 16}, 1 of {'b1' * 16}" in printed
+    assert (
+        f"note: these are files of 2 checkpoints, by their weights: 2 of {'0a' * 16}, 1 of "
+        f"{'b1' * 16}"
+    ) in printed
     (tmp_path / "d.safetensors").unlink()
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
     assert "checkpoints" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [True, False])
-def test_verify_of_nothing_is_no_success(tmp_path: Path, make: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_nothing_is_no_success(
+    tmp_path: Path, make: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     if make:
         (tmp_path / "none").mkdir()
     assert verify.main([str(tmp_path / "none")]) == 2
@@ -160,8 +183,15 @@ def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "... and 5 more bad" in capsys.readouterr().out
 
 
-def test_inspect_shows_the_rows_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "images", rows_of(5), images=[Placeholder("image", 1, 2), Placeholder("image", 4, 1)])
+def test_inspect_shows_the_rows_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        tmp_path,
+        "images",
+        rows_of(5),
+        images=[Placeholder("image", 1, 2), Placeholder("image", 4, 1)],
+    )
     assert inspect.main([str(path)]) == 0
     assert '[["image",1,2],["image",4,1]]' in capsys.readouterr().out
 
@@ -170,16 +200,29 @@ def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = write(tmp_path, "a", rows_of(50), prompt=40)
     assert main(["inspect", str(path)]) == 0
     said = capsys.readouterr().out
-    for words in ("verified", "50 (40 of the prompt)", "2 layers x 8 bfloat16", "layer 2", "layer 4", "mean norm", "producer", "tiny"):
+    for words in (
+        "verified",
+        "50 (40 of the prompt)",
+        "2 layers x 8 bfloat16",
+        "layer 2",
+        "layer 4",
+        "mean norm",
+        "producer",
+        "tiny",
+    ):
         assert words in said
 
 
 @pytest.mark.parametrize("plot", [False, True])
-def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(tmp_path: Path, plot: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(
+    tmp_path: Path, plot: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     if plot:
         pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
     path = tmp_path / "x.safetensors"
-    save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, path, {"layer_ids": "[7]"})
+    save_file(
+        {"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, path, {"layer_ids": "[7]"}
+    )
     assert main(["inspect", str(path), *(["--plot", str(tmp_path / "x.png")] if plot else [])]) == 1
     said = capsys.readouterr().out
     for words in ("it names 1 layer ids and has 2 layers", "layer #0", "layer #1"):
@@ -187,20 +230,26 @@ def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["", ".error"])
-def test_inspect_of_a_request_that_failed_shows_its_reason(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_request_that_failed_shows_its_reason(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         sink.open("a", tmp_path / "a.safetensors").fail("no luck")
     assert main(["inspect", str(tmp_path / f"a.safetensors{suffix}")]) == 1
     assert "no luck" in capsys.readouterr().out
 
 
-def test_inspect_of_a_lock_alone_says_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_lock_alone_says_what_it_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.safetensors.lock").touch()
     assert main(["inspect", str(tmp_path / "a.safetensors")]) == 1
     assert "the server died" in capsys.readouterr().out
 
 
-def test_verify_lists_locks_that_nobody_holds_beside_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_lists_locks_that_nobody_holds_beside_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are no reason for another exit code: a consumer may have taken the data."""
     write(tmp_path, "a", rows_of(3))
     write(tmp_path, "folder/taken", rows_of(3)).unlink()
@@ -213,10 +262,14 @@ def test_verify_lists_locks_that_nobody_holds_beside_no_data(tmp_path: Path, cap
     assert "b.safetensors.lock" not in output
     assert f"hsx clean {tmp_path} removes them" in output
     assert main(["verify", str(tmp_path), "--jobs", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["orphaned_locks"] == [f"{tmp_path}/folder/taken.safetensors.lock"]
+    assert json.loads(capsys.readouterr().out)["orphaned_locks"] == [
+        f"{tmp_path}/folder/taken.safetensors.lock"
+    ]
 
 
-def test_inspect_shows_a_directory_and_what_is_bad_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_directory_and_what_is_bad_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = a_directory(tmp_path)
     assert inspect.main([str(directory)]) == 0
     (directory / "a-bad.safetensors").write_bytes(b"x")
@@ -255,16 +308,22 @@ def test_inspect_draws_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["a", "$\\frac$"])
-def test_inspect_draws_rows_without_a_norm_and_any_name(tmp_path: Path, value: float, name: str) -> None:
+def test_inspect_draws_rows_without_a_norm_and_any_name(
+    tmp_path: Path, value: float, name: str
+) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
     path = tmp_path / f"{name}.safetensors"
     save_file({"hidden_states": torch.full((3, 2, 8), value), "token_ids": torch.arange(3)}, path)
-    assert main(["inspect", str(path), "--plot", str(tmp_path / "a.PNG")]) == (0 if value == 0 else 1)
+    assert main(["inspect", str(path), "--plot", str(tmp_path / "a.PNG")]) == (
+        0 if value == 0 else 1
+    )
     assert (tmp_path / "a.PNG").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("name", ["x.foo", "x", ".png", "folder.png"])
-def test_a_picture_of_no_format_is_refused_with_its_option(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_of_no_format_is_refused_with_its_option(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(SystemExit) as ended:
@@ -277,11 +336,18 @@ def test_a_picture_of_no_format_is_refused_with_its_option(tmp_path: Path, name:
     ("arguments", "says"),
     [
         (["{directory}", "--plot", "x.png"], "is a directory: name a file in it"),
-        (["{directory}", "--limit", "0"], "argument --limit: '0' is not a whole number from 1 to 1000000000"),
+        (
+            ["{directory}", "--limit", "0"],
+            "argument --limit: '0' is not a whole number from 1 to 1000000000",
+        ),
     ],
 )
 def test_wrong_options_of_inspect_are_named(
-    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inspect, "find_spec", lambda name: True)
     with pytest.raises(SystemExit) as ended:
@@ -290,7 +356,9 @@ def test_wrong_options_of_inspect_are_named(
     assert says in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_without_matplotlib_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(inspect, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         inspect.main(["x.safetensors", "--plot", "x.png"])
@@ -300,4 +368,8 @@ def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
     directory = a_directory(tmp_path)
     (directory / ".x.safetensors").write_bytes(b"")
-    assert [path.name for path in files_in(directory)] == ["r3.safetensors", "r30.safetensors", "r7.safetensors"]
+    assert [path.name for path in files_in(directory)] == [
+        "r3.safetensors",
+        "r30.safetensors",
+        "r7.safetensors",
+    ]

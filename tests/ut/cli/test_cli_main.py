@@ -24,9 +24,14 @@ def test_no_command_shows_the_usage_and_fails(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("typed", "remedy"),
-    [("xyz", f"; choose one of: {', '.join(cli.COMMANDS)}"), *((name[:2] + name[3:], f"; did you mean {name}?") for name in cli.COMMANDS)],
+    [
+        ("xyz", f"; choose one of: {', '.join(cli.COMMANDS)}"),
+        *((name[:2] + name[3:], f"; did you mean {name}?") for name in cli.COMMANDS),
+    ],
 )
-def test_an_unknown_command_is_named_with_the_similar_one_or_all(typed: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_named_with_the_similar_one_or_all(
+    typed: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([typed]) == 2
     assert capsys.readouterr().err == f"hsx: there is no command {typed!r}{remedy}\n"
 
@@ -34,9 +39,18 @@ def test_an_unknown_command_is_named_with_the_similar_one_or_all(typed: str, rem
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (FileNotFoundError(2, "No such file or directory", "nosuch"), "nosuch: No such file or directory"),
-        (OSError("nosuch is not a local folder"), "nosuch is not a local folder"),  # as transformers raises it
-        (OSError(28, "No space left on device"), "cannot continue or print: [Errno 28] No space left on device"),
+        (
+            FileNotFoundError(2, "No such file or directory", "nosuch"),
+            "nosuch: No such file or directory",
+        ),
+        (
+            OSError("nosuch is not a local folder"),
+            "nosuch is not a local folder",
+        ),  # as transformers raises it
+        (
+            OSError(28, "No space left on device"),
+            "cannot continue or print: [Errno 28] No space left on device",
+        ),
     ],
 )
 def test_a_system_error_is_told_as_what_it_is(
@@ -63,7 +77,9 @@ def test_every_command_leads_to_a_function(name: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_a_command_gets_the_arguments_after_its_name_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gets_the_arguments_after_its_name_and_gives_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr("vllm_ascend_hsx.cli.demo.main", lambda argv: seen.append(argv) or 3)
     assert cli.main(["demo", "--layers", "1,2"]) == 3
@@ -97,7 +113,10 @@ def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path
     )
     # In the background a shell has its processes ignore the signal.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', 'interrupted:main', 'busy')"
+    code += (
+        "from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', "
+        "'interrupted:main', 'busy')"
+    )
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main(['x']))"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "hsx x: interrupted\n")
@@ -119,21 +138,36 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join
+)
 def test_help_is_printed_without_work_or_a_word_about_it(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", IMMEDIATE, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMMEDIATE, *words], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: hsx ")
 
 
 def test_the_package_can_be_run_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "vllm_ascend_hsx", "plan", "none"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_ascend_hsx", "plan", "none"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
-    assert "hsx plan: MODEL='none' is neither a preset nor a file" in done.stderr  # a slow machine gives a sign of life, too
+    assert (
+        "hsx plan: MODEL='none' is neither a preset nor a file" in done.stderr
+    )  # a slow machine gives a sign of life, too
 
 
 def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:
-    (plugin,) = [p for p in entry_points(group="vllm.general_plugins") if p.value.startswith("vllm_ascend_hsx")]
+    (plugin,) = [
+        p
+        for p in entry_points(group="vllm.general_plugins")
+        if p.value.startswith("vllm_ascend_hsx")
+    ]
     assert plugin.value == "vllm_ascend_hsx.plugin:register"
     assert callable(plugin.load())
     (script,) = [p for p in entry_points(group="console_scripts") if p.name == "hsx"]
@@ -181,7 +215,10 @@ BAD_INPUT = [
 
 @pytest.mark.parametrize("words", BAD_INPUT, ids=" ".join)
 def test_bad_input_is_told_without_a_traceback_and_ends_with_2(
-    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("[]")
     (tmp_path / "good.jsonl").write_text('{"token_ids": [1]}\n')

@@ -62,7 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("a", "b"):
         (place / "left" / f"{name}.safetensors.lock").touch()
     (place / "data.jsonl").write_text('{"token_ids": [1, 2]}\n')
-    (place / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}))
+    (place / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62})
+    )
     return place
 
 
@@ -77,32 +79,63 @@ UNREAD = (
 )
 
 
-@pytest.mark.parametrize(("words", "buffered"), [*((words, True) for words in UNREAD), (UNREAD[1], False)])
-def test_what_nobody_reads_ends_a_command_without_a_word(place: Path, words: str, buffered: bool) -> None:
+@pytest.mark.parametrize(
+    ("words", "buffered"), [*((words, True) for words in UNREAD), (UNREAD[1], False)]
+)
+def test_what_nobody_reads_ends_a_command_without_a_word(
+    place: Path, words: str, buffered: bool
+) -> None:
     arguments = [word.format(place) for word in words.split()]
     assert run_unread(*arguments, buffered=buffered, errors_too=buffered) == (BROKEN_PIPE, "")
 
 
-@pytest.mark.parametrize("command", ["nosuch", "inspect {}/none", "verify", "plan {}/none", "serve {}/none", "emulate --npus 0 -- true"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "nosuch",
+        "inspect {}/none",
+        "verify",
+        "plan {}/none",
+        "serve {}/none",
+        "emulate --npus 0 -- true",
+    ],
+)
 def test_an_error_that_nobody_reads_ends_a_command_too(place: Path, command: str) -> None:
-    assert run_unread(*(word.format(place) for word in command.split()), buffered=True, errors_too=True) == (BROKEN_PIPE, "")
+    assert run_unread(
+        *(word.format(place) for word in command.split()), buffered=True, errors_too=True
+    ) == (BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_command_without_an_output_does_its_work(place: Path, stream: str) -> None:
     """As with `hsx verify DIR >&-`: there is no such descriptor at all."""
     number = {"stdout": 1, "stderr": 2}[stream]
-    done = subprocess.run(["/bin/sh", "-c", f'exec "$@" {number}>&-', "sh", *HSX, "verify", str(place / "rows")], check=False, timeout=300)
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {number}>&-', "sh", *HSX, "verify", str(place / "rows")],
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0
 
 
 def test_a_program_with_emulated_npus_is_ended_by_a_broken_pipe_as_without() -> None:
     """Python ignores the signal, and what it becomes would inherit that."""
-    code, errors = run_unread("emulate", "--npus", "1", "--", "/bin/sh", "-c", "while true; do echo y; done", buffered=True)
+    code, errors = run_unread(
+        "emulate",
+        "--npus",
+        "1",
+        "--",
+        "/bin/sh",
+        "-c",
+        "while true; do echo y; done",
+        buffered=True,
+    )
     assert (code, errors) == (-13, "")
 
 
-def test_a_command_that_takes_long_gives_a_sign_of_life_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_takes_long_gives_a_sign_of_life_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     done = threading.Event()
     said = []
     with sign_of_life("hsx plan: asking ...", seconds=0.01):
@@ -123,7 +156,10 @@ def test_every_command_that_works_itself_says_at_what() -> None:
 
 
 def test_the_sign_goes_to_stderr_and_leaves_the_result_alone(place: Path) -> None:
-    code = "import sys, vllm_ascend_hsx.cli.output as o; o.sign_of_life.__wrapped__.__defaults__ = (0.0,)\n"
+    code = (
+        "import sys, vllm_ascend_hsx.cli.output as o; o.sign_of_life.__wrapped__.__defaults__ = "
+        "(0.0,)\n"
+    )
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
     words = [sys.executable, "-c", code, "verify", str(place / "rows"), "--json", "--jobs", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
@@ -146,7 +182,9 @@ def strange(tmp_path: Path) -> Path:
         os.rename(write(directory, "moved", rows_of(5)), directory / f"{stem}.safetensors")
         (directory / f"bad-{stem}.safetensors").write_bytes(b"x")
         (directory / f"taken-{stem}.safetensors.lock").touch()
-        (directory / f"{stem}-error.safetensors.error").write_text('{"reason": "\\ud800 \\u001b[31m"}')
+        (directory / f"{stem}-error.safetensors.error").write_text(
+            '{"reason": "\\ud800 \\u001b[31m"}'
+        )
         os.utime(directory / f"{stem}-error.safetensors.error", (0, 0))
     (directory / "moved.safetensors.lock").unlink()
     (directory / "hsx-0123abcd-000000.jsonl").symlink_to("nowhere")  # the reader logs it
@@ -169,27 +207,51 @@ def strange(tmp_path: Path) -> Path:
     ],
     ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else None,
 )
-def test_names_of_any_bytes_are_spelt_out_on_every_output(strange: Path, words: list[str], code: int) -> None:
+def test_names_of_any_bytes_are_spelt_out_on_every_output(
+    strange: Path, words: list[str], code: int
+) -> None:
     arguments = [os.fsencode(word.format(strange)) for word in words]
-    done = subprocess.run([*HSX, *arguments], capture_output=True, env={**os.environ, **STRICT}, timeout=300, check=False)
+    done = subprocess.run(
+        [*HSX, *arguments],
+        capture_output=True,
+        env={**os.environ, **STRICT},
+        timeout=300,
+        check=False,
+    )
     said = (done.stdout + done.stderr).decode()  # it is UTF-8
     assert done.returncode == code, said
     assert "Traceback" not in said
     assert "\x1b" not in said
     if words[0] == "clean" and code == 0 and "--dry-run" not in words:
-        assert not [name for name in os.listdir(strange) if name.startswith("taken") or name.endswith(".error")]
+        assert not [
+            name
+            for name in os.listdir(strange)
+            if name.startswith("taken") or name.endswith(".error")
+        ]
 
 
 # Outputs that take nothing
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("words", ["--help", "verify --help", "verify {}/rows --jobs 1", "clean {}/rows"])
-def test_an_output_on_a_full_disk_is_one_line_on_stderr(place: Path, words: str, buffered: bool) -> None:
+@pytest.mark.parametrize(
+    "words", ["--help", "verify --help", "verify {}/rows --jobs 1", "clean {}/rows"]
+)
+def test_an_output_on_a_full_disk_is_one_line_on_stderr(
+    place: Path, words: str, buffered: bool
+) -> None:
     environ = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
     with open("/dev/full", "w") as full:
         command = [*HSX, *(word.format(place) for word in words.split())]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, timeout=300, check=False)
+        done = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+            timeout=300,
+            check=False,
+        )
     said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
     if words == "verify --help" and not buffered:  # argparse keeps it to itself
         assert (done.returncode, said) == (0, [])
@@ -201,7 +263,9 @@ def test_an_output_on_a_full_disk_is_one_line_on_stderr(place: Path, words: str,
 # Ctrl-C
 
 
-def test_an_interrupted_command_ends_with_130_and_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_command_ends_with_130_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
@@ -229,7 +293,9 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     """
     os.mkfifo(tmp_path / "began")
     began = os.open(tmp_path / "began", os.O_RDWR)
-    (tmp_path / "stalled.py").write_text(STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held")))
+    (tmp_path / "stalled.py").write_text(
+        STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held"))
+    )
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
     # In the background a shell has its processes ignore SIGINT.
@@ -239,7 +305,12 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     with open(tmp_path / "held", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        yield [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2"], environ, began, held
+        yield (
+            [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2"],
+            environ,
+            began,
+            held,
+        )
     os.close(began)
 
 
@@ -253,10 +324,22 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     ],
 )
 def test_a_signal_ends_verify_and_all_its_processes_without_a_traceback_of_any(
-    stalled: tuple[list[str], dict[str, str], int, TextIO], number: int, to_all: bool, released: bool, code: int, says: list[str]
+    stalled: tuple[list[str], dict[str, str], int, TextIO],
+    number: int,
+    to_all: bool,
+    released: bool,
+    code: int,
+    says: list[str],
 ) -> None:
     command, environ, began, held = stalled
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+        start_new_session=True,
+    )
     try:
         assert os.read(began, 1) and os.read(began, 1)
         (os.killpg if to_all else os.kill)(process.pid, number)
@@ -287,13 +370,30 @@ def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Pa
     (tmp_path / "stalled.py").write_text(KILLED)
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
-    code = "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
+    code = (
+        "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = "
+        "stalled.look\n"
+    )
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "verify",
+        str(tmp_path / "rows"),
+        "--jobs",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environ, timeout=300, check=False
+    )
     said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
     assert (done.returncode, len(said)) == (1, 1), done.stderr
     result = json.loads(done.stdout)
     assert result["good"] + result["unseen"] == 6 and result["unseen"] > 0
-    assert f"one of its processes was killed, perhaps for want of memory: {result['unseen']} files have no verdict" in said[0]
+    assert (
+        f"one of its processes was killed, perhaps for want of memory: {result['unseen']} files "
+        "have no verdict"
+    ) in said[0]

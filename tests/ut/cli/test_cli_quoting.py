@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_hsx.cli import clean, demo, doctor, generate, hardware_report, inspect, plan, serve, status, verify
+from vllm_ascend_hsx.cli import (
+    clean,
+    demo,
+    doctor,
+    generate,
+    hardware_report,
+    inspect,
+    plan,
+    serve,
+    status,
+    verify,
+)
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.doctor.findings import Finding
@@ -46,7 +57,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=lambda words: ascii(" ".join(words)))
-def test_an_error_is_one_line_on_stderr(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_on_stderr(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"token_ids": [1]}\n')
     (tmp_path / "empty").mkdir()
     try:
@@ -57,7 +70,11 @@ def test_an_error_is_one_line_on_stderr(words: list[str], tmp_path: Path, capsys
     assert code == 2, printed
     assert "\x1b" not in printed.out + printed.err
     assert printed.out in ("", f"{tmp_path}/rows.jsonl: 1 rows\n")
-    lines = [line for line in printed.err.splitlines() if line.startswith("hsx") and not line.endswith(" ...")]
+    lines = [
+        line
+        for line in printed.err.splitlines()
+        if line.startswith("hsx") and not line.endswith(" ...")
+    ]
     assert len(lines) == 1 and printed.err.endswith(f"{lines[0]}\n")
 
 
@@ -88,8 +105,12 @@ def options_of(name: str, capsys: pytest.CaptureFixture[str], taking: str) -> li
     return re.findall(rf"^  (--[a-z-]+){taking}", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"status"}))  # that has no option with a value
-def test_two_dashes_are_no_value_of_an_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", sorted({*COMMANDS} - {"status"})
+)  # that has no option with a value
+def test_two_dashes_are_no_value_of_an_option(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = options_of(name, capsys, r" [^ ]")
     assert options
     for option in options:
@@ -101,7 +122,9 @@ def test_two_dashes_are_no_value_of_an_option(name: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_misspelt_option_is_named_with_the_similar_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_named_with_the_similar_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for option in options_of(name, capsys, ""):
         typed = f"{option}x"
         with pytest.raises(SystemExit) as left:
@@ -111,7 +134,9 @@ def test_a_misspelt_option_is_named_with_the_similar_one(name: str, capsys: pyte
         assert typed in error and "did you mean --" in error
 
 
-def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_another_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert demo.parse_arguments(["--tensor-par", "1", "--", "--tensr"]).serve_options == ["--tensr"]
     assert plan.parse_arguments(["-- a model"]).model == "-- a model"
     with pytest.raises(SystemExit) as left:
@@ -120,7 +145,9 @@ def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_anothe
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_parser_refuses_any_words_without_a_traceback(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parser_refuses_any_words_without_a_traceback(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["-h", *options_of(name, capsys, "")]
     chosen = random.Random(0)
     values = ["", "-", "--", "---", "x", "-1", "=", "@", "\n", "\udcff", "--=--", "-x", "--x", "1"]

@@ -39,10 +39,15 @@ def install(directory: Path, name: str, version: str, rest: str = "") -> None:
     """Metadata of a package, as pip leaves it."""
     folder = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{rest}")
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{rest}"
+    )
 
 
-VLLM_ASCEND = "Requires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.post4\n\n- CANN == 9.1.0 (see the release notes)\n"
+VLLM_ASCEND = (
+    "Requires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.post4\n\n- CANN == 9.1.0 "
+    "(see the release notes)\n"
+)
 
 
 @pytest.fixture
@@ -74,7 +79,9 @@ def machine(tmp_path: Path) -> Path:
     )
     driver = root / "usr/local/Ascend/driver"
     driver.mkdir()
-    (driver / "version.info").write_text("Version=26.0.rc1\nascendhal_version=7.35.23\npackage_version=26.0.rc1\n")
+    (driver / "version.info").write_text(
+        "Version=26.0.rc1\nascendhal_version=7.35.23\npackage_version=26.0.rc1\n"
+    )
     (root / "dev").mkdir()
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (root / "dev" / name).touch()
@@ -91,8 +98,14 @@ def environ_of(root: Path, **more: str) -> dict[str, str]:
     return {"ASCEND_HOME_PATH": str(root / "usr/local/Ascend/cann"), **more}
 
 
-@pytest.mark.parametrize("environ", [{}, {"VLLM_PLUGINS": "ascend,ascend_hsx"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}], ids=str)
-def test_a_machine_that_has_everything_is_told_its_versions(installed: Path, machine: Path, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"VLLM_PLUGINS": "ascend,ascend_hsx"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}],
+    ids=str,
+)
+def test_a_machine_that_has_everything_is_told_its_versions(
+    installed: Path, machine: Path, environ: dict[str, str]
+) -> None:
     found = by_name(check_software(environ_of(machine, **environ), machine))
     assert {each.verdict for each in found.values()} == {"ok"}
     versions = {name: each.found for name, each in found.items() if name != "plugin"}
@@ -128,22 +141,41 @@ class Change:
 
 CHANGES = {
     "a pair of two releases": Change(
-        "vllm-ascend", "vllm 0.30.0 is for 0.30.0rc2", "Run pip install vllm-ascend==0.30.0rc2.", {"vllm": "0.30.0"}
+        "vllm-ascend",
+        "vllm 0.30.0 is for 0.30.0rc2",
+        "Run pip install vllm-ascend==0.30.0rc2.",
+        {"vllm": "0.30.0"},
     ),
     "torch": Change("torch", "2.11.0", "pip install torch==2.10.0", {"torch": "2.11.0"}),
-    "torch-npu": Change("torch-npu", "2.9.0", "Elsewhere run pip install torch-npu==2.10.0.post4.", {"torch-npu": "2.9.0.post4"}),
-    "no torch-npu": Change("torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}),
+    "torch-npu": Change(
+        "torch-npu",
+        "2.9.0",
+        "Elsewhere run pip install torch-npu==2.10.0.post4.",
+        {"torch-npu": "2.9.0.post4"},
+    ),
+    "no torch-npu": Change(
+        "torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}
+    ),
     "another CANN": Change("CANN", "8.5.0; vllm-ascend wants 9.1.0", "", cann="version=8.5.0\n"),
-    "the CANN of a later image": Change("CANN", "9.2.0; vllm-ascend wants 9.1.0", "", cann="version=9.2.0\n"),
-    "a CANN that no variable names": Change("CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}),
+    "the CANN of a later image": Change(
+        "CANN", "9.2.0; vllm-ascend wants 9.1.0", "", cann="version=9.2.0\n"
+    ),
+    "a CANN that no variable names": Change(
+        "CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}
+    ),
     "a plugin that is left out": Change(
-        "plugin", "", "Add ascend_hsx to VLLM_PLUGINS, or unset it.", environ={"VLLM_PLUGINS": "ascend,ascend_model"}
+        "plugin",
+        "",
+        "Add ascend_hsx to VLLM_PLUGINS, or unset it.",
+        environ={"VLLM_PLUGINS": "ascend,ascend_model"},
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, machine: Path, change: Change) -> None:
+def test_what_differs_is_one_problem_that_names_what_is_right(
+    installed: Path, machine: Path, change: Change
+) -> None:
     for name, version in change.packages.items():
         without(installed, name)
         if version is not None:
@@ -151,7 +183,11 @@ def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, m
     if change.cann:
         (info,) = machine.rglob("ascend_toolkit_install.info")
         info.write_text(change.cann)
-    (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
+    (problem,) = [
+        each
+        for each in check_software(environ_of(machine, **change.environ), machine)
+        if each.verdict == "problem"
+    ]
     assert problem.name == change.name
     assert change.found in problem.found and change.what_to_do in problem.what_to_do
 
@@ -182,14 +218,26 @@ BUILDS = {
     "0.23.0": Build(OF_0_23_0, "2.10.0.post4", "9.1.0"),
     "0.23.0.post1": Build(OF_POST1, "2.10.0.post4", "9.1.0"),
     "0.26.0rc1": Build(OF_0_26, "2.10.0.post4", "9.1.0"),
-    "0.26.0rc1, built with a daily torch-npu": Build(OF_0_26, "2.10.0.post4.dev20260715", "9.1.0", frozenset({"torch-npu"})),
+    "0.26.0rc1, built with a daily torch-npu": Build(
+        OF_0_26, "2.10.0.post4.dev20260715", "9.1.0", frozenset({"torch-npu"})
+    ),
     "0.30.0rc2": Build(OF_0_30, "2.10.0.post5.dev20260926", "9.2.0", DAILY),
-    "0.30.0rc2, torch-npu without a post release": Build(OF_0_30, "2.10.0.dev20260926", "9.2.0_20260930220649", DAILY),
-    "0.30.0rc2, torch-npu with a commit": Build(OF_0_30, "2.10.0.post5+gitabc1234", "9.2.0.B030", DAILY),
-    "0.30.0rc2, the named torch-npu with a commit": Build(OF_0_30, "2.10.0.post4+git5dd8ef3", "9.2.0", frozenset({"CANN"})),
+    "0.30.0rc2, torch-npu without a post release": Build(
+        OF_0_30, "2.10.0.dev20260926", "9.2.0_20260930220649", DAILY
+    ),
+    "0.30.0rc2, torch-npu with a commit": Build(
+        OF_0_30, "2.10.0.post5+gitabc1234", "9.2.0.B030", DAILY
+    ),
+    "0.30.0rc2, the named torch-npu with a commit": Build(
+        OF_0_30, "2.10.0.post4+git5dd8ef3", "9.2.0", frozenset({"CANN"})
+    ),
     "0.30.0rc2, as its metadata says": Build(OF_0_30, "2.10.0.post4", "9.1.0"),
     "0.30.0rc2, from a later commit": Build(
-        OF_0_30, "2.10.0.post5.dev20260926", "9.2.0", DAILY | {"vllm-ascend"}, "0.30.0rc3.dev0+g1234567.d20261020"
+        OF_0_30,
+        "2.10.0.post5.dev20260926",
+        "9.2.0",
+        DAILY | {"vllm-ascend"},
+        "0.30.0rc3.dev0+g1234567.d20261020",
     ),
 }
 
@@ -210,12 +258,17 @@ def build_image(packages: Path, machine: Path, build: Build) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_what_an_official_image_has_is_no_problem(installed: Path, machine: Path, build: Build) -> None:
+def test_what_an_official_image_has_is_no_problem(
+    installed: Path, machine: Path, build: Build
+) -> None:
     build_image(installed, machine, build)
     found = by_name(check_software(environ_of(machine), machine))
     assert [each for each in found.values() if each.verdict == "problem"] == []
     assert {name for name, each in found.items() if each.verdict == "note"} == build.notes
-    assert all("names" in found[name].found and "pip install" not in found[name].what_to_do for name in build.notes & DAILY)
+    assert all(
+        "names" in found[name].found and "pip install" not in found[name].what_to_do
+        for name in build.notes & DAILY
+    )
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.vllm_ascend)
@@ -231,7 +284,9 @@ def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remed
     installed: Path, machine: Path, image: Image, wrong: dict[str, str], remedy: str
 ) -> None:
     build_image(installed, machine, replace(Build(image, "2.10.0.post4", image.cann), **wrong))  # type: ignore[arg-type]
-    (problem,) = [each for each in check_software(environ_of(machine), machine) if each.verdict == "problem"]
+    (problem,) = [
+        each for each in check_software(environ_of(machine), machine) if each.verdict == "problem"
+    ]
     assert remedy in problem.what_to_do
     assert (problem.name == "CANN") == ("cann" in wrong)
     if image is OF_0_30 and "cann" in wrong:
@@ -243,20 +298,33 @@ def test_each_checked_release_has_a_row_of_images_with_the_versions_that_it_requ
     assert [image.vllm_ascend for image in IMAGES] == [pair.vllm_ascend for pair in CHECKED_PAIRS]
     image = image_of(installed_version("vllm-ascend"))
     assert image is not None and image.vllm_ascend == installed_version("vllm-ascend")
-    required = {each.name: each.specifier for each in map(Requirement, requires("vllm-ascend") or ())}
-    assert str(required["torch"]) == f"=={image.torch}" and str(required["fastapi"]) == image.fastapi
+    required = {
+        each.name: each.specifier for each in map(Requirement, requires("vllm-ascend") or ())
+    }
+    assert (
+        str(required["torch"]) == f"=={image.torch}" and str(required["fastapi"]) == image.fastapi
+    )
     assert required["torch-npu"].contains(image.torch_npu) == (image.torch_npu != image.torch)
-    assert required["triton-ascend"].contains(image.triton_ascend) == ("dev" not in image.triton_ascend)
+    assert required["triton-ascend"].contains(image.triton_ascend) == (
+        "dev" not in image.triton_ascend
+    )
 
 
-def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(installed: Path, machine: Path) -> None:
+def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(
+    installed: Path, machine: Path
+) -> None:
     found = check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER="1"), machine)
-    assert [each.name for each in found if each.verdict == "problem"] == ([] if installed_is(">=0.30") else ["model runner"])
+    assert [each.name for each in found if each.verdict == "problem"] == (
+        [] if installed_is(">=0.30") else ["model runner"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "version", "others"),
-    [("vllm", "0.24.0", "0.23.0, 0.26.0, 0.30.0 were"), ("vllm-ascend", "0.23.1", "0.23.0, 0.23.0.post1 were")],
+    [
+        ("vllm", "0.24.0", "0.23.0, 0.26.0, 0.30.0 were"),
+        ("vllm-ascend", "0.23.1", "0.23.0, 0.23.0.post1 were"),
+    ],
 )
 def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide(
     installed: Path, machine: Path, name: str, version: str, others: str
@@ -266,25 +334,40 @@ def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide
     found = by_name(check_software(environ_of(machine), machine))
     assert "problem" not in {each.verdict for each in found.values()}
     assert found[name] == Finding(
-        "software", name, "note", f"{version}; not checked, as {others}", f"If a patch point does not hold: pip install {name}==0.23.0."
+        "software",
+        name,
+        "note",
+        f"{version}; not checked, as {others}",
+        f"If a patch point does not hold: pip install {name}==0.23.0.",
     )
 
 
-def test_model_runner_v2_is_no_problem_from_0_30_on(installed: Path, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_runner_v2_is_no_problem_from_0_30_on(
+    installed: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(software, "has_model_runner_v2", lambda: True)
     found = by_name(check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER="1"), machine))
     assert "model runner" not in found
 
 
-def test_what_is_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_not_installed_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "path", [])
     found = by_name(check_software({}, tmp_path))
-    assert {name for name, each in found.items() if each.verdict == "problem"} == {"NPUs", "vllm", "vllm-ascend", "plugin"}
+    assert {name for name, each in found.items() if each.verdict == "problem"} == {
+        "NPUs",
+        "vllm",
+        "vllm-ascend",
+        "plugin",
+    }
     assert found["vllm"].what_to_do == "Install it: pip install vllm==0.23.0."
     assert found["plugin"].found == "no entry point vllm.general_plugins: ascend_hsx"
 
 
-def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(installed: Path, tmp_path: Path) -> None:
+def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(
+    installed: Path, tmp_path: Path
+) -> None:
     without(installed, "torch-npu")
     without(installed, "torch")
     install(installed, "torch", "2.13.0+cpu")
@@ -297,13 +380,17 @@ def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(in
     assert not [each for each in found if "nstall" in each.what_to_do]
 
 
-def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions(tmp_path: Path) -> None:
+def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime/version.info").write_text("Version=7.6.0.1.220:8.0.0\n")
     assert software.cann_version(tmp_path) == "8.0.0"
 
 
-def test_a_container_without_driver_and_npus_is_told_what_to_mount(installed: Path, machine: Path) -> None:
+def test_a_container_without_driver_and_npus_is_told_what_to_mount(
+    installed: Path, machine: Path
+) -> None:
     (machine / "usr/local/Ascend/driver/version.info").unlink()
     for path in (machine / "dev").iterdir():
         if path.name != "davinci_manager":
@@ -324,8 +411,12 @@ def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_p
 # Storage
 
 
-@pytest.mark.parametrize("options", [FileOptions(), FileOptions(use_lock=False), FileOptions(durability="fdatasync")])
-def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(tmp_path: Path, options: FileOptions) -> None:
+@pytest.mark.parametrize(
+    "options", [FileOptions(), FileOptions(use_lock=False), FileOptions(durability="fdatasync")]
+)
+def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(
+    tmp_path: Path, options: FileOptions
+) -> None:
     (tmp_path / "other.safetensors").touch()
     found = by_name(check_storage(tmp_path, options, num_bytes=16 << 20))
     assert found["directory"].verdict == found["write speed"].verdict == "ok"
@@ -333,7 +424,9 @@ def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
 
 
-def test_free_space_is_counted_in_rows_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_counted_in_rows_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 3 << 30)
     plain = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["free space"]
     assert plain.found == "3.22 GB: some 98,304 tokens of 4 layers x 8,192 bytes"
@@ -344,8 +437,18 @@ def test_free_space_is_counted_in_rows_of_the_model(tmp_path: Path, monkeypatch:
 
 
 def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None:
-    assert "did not exist and was created" in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
-    assert "did not exist" not in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
+    assert (
+        "did not exist and was created"
+        in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))[
+            "directory"
+        ].found
+    )
+    assert (
+        "did not exist"
+        not in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))[
+            "directory"
+        ].found
+    )
 
 
 def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
@@ -355,14 +458,20 @@ def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_
     assert found.what_to_do == "Name a directory, or remove what is there."
 
 
-def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 100 << 20)
     found = by_name(check_storage(tmp_path, FileOptions()))
     assert found["free space"].verdict == "problem"
-    assert found["write speed"].verdict == "note" and found["write speed"].found.startswith("not measured")
+    assert found["write speed"].verdict == "note" and found["write speed"].found.startswith(
+        "not measured"
+    )
 
 
-def test_a_write_that_fails_is_a_problem_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_is_a_problem_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm_ascend_hsx.sinks.request_file import RequestFile
 
     def fail(self: RequestFile, first: int, rows: Any) -> None:
@@ -382,7 +491,10 @@ def test_the_filesystem_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
         "21 20 0:19 / /data rw,noatime shared:2 - ext4 /dev/sda rw\n"
         "22 20 0:20 / /data/my\\040files rw - lustre mds:/fs rw\n"
     )
-    kinds = [filesystem_of(Path(path), tmp_path) for path in ("/srv", "/data", "/database", "/data/my files/rows")]
+    kinds = [
+        filesystem_of(Path(path), tmp_path)
+        for path in ("/srv", "/data", "/database", "/data/my files/rows")
+    ]
     assert kinds == ["overlay", "ext4", "overlay", "lustre"]
 
 
@@ -407,17 +519,35 @@ def test_a_target_that_a_server_refuses_is_a_problem_that_lists_the_others(tmp_p
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
-def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(tmp_path: Path) -> None:
-    (found,) = check_target(config_json(tmp_path, architectures=["NemotronHForCausalLM"], hybrid_override_pattern="M*ME"))
+def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    (found,) = check_target(
+        config_json(
+            tmp_path, architectures=["NemotronHForCausalLM"], hybrid_override_pattern="M*ME"
+        )
+    )
     assert found.verdict == "problem" and "NemotronHForCausalLM" in found.found
-    assert "Mamba-2" in found.found and "model_runner_v1.py" in found.found and "fused_moe" in found.found
+    assert (
+        "Mamba-2" in found.found
+        and "model_runner_v1.py" in found.found
+        and "fused_moe" in found.found
+    )
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
 def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> None:
-    found = by_name(check_target(config_json(tmp_path, architectures=["ApertusForCausalLM"])))["model"]
-    assert found.verdict == "note" and "collected by the class itself" in found.found and "no test" in found.found
-    assert found.what_to_do.startswith("Compare its rows with transformers first: hsx demo --device npu --model ")
+    found = by_name(check_target(config_json(tmp_path, architectures=["ApertusForCausalLM"])))[
+        "model"
+    ]
+    assert (
+        found.verdict == "note"
+        and "collected by the class itself" in found.found
+        and "no test" in found.found
+    )
+    assert found.what_to_do.startswith(
+        "Compare its rows with transformers first: hsx demo --device npu --model "
+    )
 
 
 def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) -> None:

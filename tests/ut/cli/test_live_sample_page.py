@@ -23,10 +23,16 @@ def test_the_server_of_the_page_samples_within_a_budget() -> None:
     assert words[:2] == ["hsx", "serve"]
     options = parse_arguments(words[2:])
     config = HsxConfig.parse({"shared_storage_path": STORAGE, **dict(options.option)})
-    assert (config.extract, config.sample_rate, config.directory_budget_bytes) == ("sample", 0.1, 64 << 30)
+    assert (config.extract, config.sample_rate, config.directory_budget_bytes) == (
+        "sample",
+        0.1,
+        64 << 30,
+    )
 
 
-def test_the_consumer_of_the_page_leaves_files_to_the_clean_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_consumer_of_the_page_leaves_files_to_the_clean_of_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (code,), (command,) = blocks("operations.md", "consume"), blocks("operations.md", "clean")
     with FileSink(tmp_path, FORMAT) as sink:
         paths = [publish(sink, tmp_path, name) for name in "ab"]

@@ -53,37 +53,57 @@ def json_behind(arguments: Sequence[str], option: str) -> Any:
 
 
 def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(model: Path) -> None:
-    built = command(model, "--tensor-parallel-size", "8", layers="2,30,62", options={"io": "direct"})
+    built = command(
+        model, "--tensor-parallel-size", "8", layers="2,30,62", options={"io": "direct"}
+    )
     assert built.arguments[:5] == ("vllm", "serve", str(model), "--tensor-parallel-size", "8")
     assert json_behind(built.arguments, "--speculative-config") == speculative_config([2, 30, 62])
     options = {"allow_custom_save_path": True, "io": "direct"}
-    assert json_behind(built.arguments, "--kv-transfer-config") == kv_transfer_config("/data/states", **options)
+    assert json_behind(built.arguments, "--kv-transfer-config") == kv_transfer_config(
+        "/data/states", **options
+    )
     assert (len(built.arguments), built.environ, built.notes) == (9, {}, ())
 
 
 def test_a_store_needs_no_directory_and_shards_do(model: Path) -> None:
     store = {"master_server_address": "store:50051"}
     built = command(model, options={"sink": "mooncake", "mooncake": store})
-    assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == {"sink": "mooncake", "mooncake": store}
+    assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == {
+        "sink": "mooncake",
+        "mooncake": store,
+    }
     built = command(model, options={"sink": "shard", "shard_bytes": "1 GiB"})
-    wanted = {"shared_storage_path": "/data/states", "allow_custom_save_path": True, "sink": "shard", "shard_bytes": "1 GiB"}
-    assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == wanted
+    wanted = {
+        "shared_storage_path": "/data/states",
+        "allow_custom_save_path": True,
+        "sink": "shard",
+        "shard_bytes": "1 GiB",
+    }
+    assert (
+        json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == wanted
+    )
 
 
 def test_requests_may_name_their_files_unless_the_user_says_otherwise(model: Path) -> None:
     for options, allowed in (({}, True), ({"allow_custom_save_path": False}, False)):
-        config = json_behind(command(model, options=options).arguments, "--kv-transfer-config")["kv_connector_extra_config"]
+        config = json_behind(command(model, options=options).arguments, "--kv-transfer-config")[
+            "kv_connector_extra_config"
+        ]
         assert config["allow_custom_save_path"] is allowed
 
 
 def test_what_is_shown_can_be_typed(model: Path) -> None:
-    built = command(model, "--served-model-name", "it's mine", environ={"VLLM_PLUGINS": "ascend,a b"})
+    built = command(
+        model, "--served-model-name", "it's mine", environ={"VLLM_PLUGINS": "ascend,a b"}
+    )
     words = shlex.split(str(built))
     assert words[0] == "VLLM_PLUGINS=ascend,a b,ascend_hsx"
     assert tuple(words[1:]) == built.arguments
 
 
-def test_a_relative_directory_is_made_absolute(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_directory_is_made_absolute(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = json_behind(command(model, out="states").arguments, "--kv-transfer-config")
     assert config["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path / "states")
@@ -98,21 +118,33 @@ def test_a_relative_directory_is_made_absolute(model: Path, monkeypatch: pytest.
         ("", {"VLLM_PLUGINS": "ascend_hsx"}),
     ],
 )
-def test_a_server_that_loads_only_some_plugins_loads_ours(model: Path, set_to: str | None, expected: dict[str, str]) -> None:
+def test_a_server_that_loads_only_some_plugins_loads_ours(
+    model: Path, set_to: str | None, expected: dict[str, str]
+) -> None:
     environ = {} if set_to is None else {"VLLM_PLUGINS": set_to}
     assert command(model, environ=environ).environ == expected
 
 
 @pytest.mark.parametrize(
     ("text", "ids"),
-    [("eagle3", (2, 31, 59, 62)), ("dflash", (2, 31, 59, 62)), ("mtp", (62,)), ("62,0,5", (62, 0, 5)), (" 7 , 8", (7, 8))],
+    [
+        ("eagle3", (2, 31, 59, 62)),
+        ("dflash", (2, 31, 59, 62)),
+        ("mtp", (62,)),
+        ("62,0,5", (62, 0, 5)),
+        (" 7 , 8", (7, 8)),
+    ],
 )
-def test_layers_can_be_given_by_id_or_by_the_kind_of_drafter(text: str, ids: tuple[int, ...]) -> None:
+def test_layers_can_be_given_by_id_or_by_the_kind_of_drafter(
+    text: str, ids: tuple[int, ...]
+) -> None:
     assert layer_ids(text, 62) == ids
 
 
 def test_the_rule_is_the_one_of_speculators(model: Path) -> None:
-    utils = pytest.importorskip("speculators.models.utils", reason="speculators is only in the environment of the tests")
+    utils = pytest.importorskip(
+        "speculators.models.utils", reason="speculators is only in the environment of the tests"
+    )
     config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="not explicitly set"):
@@ -120,13 +152,21 @@ def test_the_rule_is_the_one_of_speculators(model: Path) -> None:
     assert (*theirs, 62) == layer_ids("eagle3", 62) == layer_ids("dflash", 62)
 
 
-@given(text=st.one_of(st.text(max_size=12), st.lists(st.integers(-3, 70), max_size=5).map(lambda ids: ",".join(map(str, ids)))))
+@given(
+    text=st.one_of(
+        st.text(max_size=12),
+        st.lists(st.integers(-3, 70), max_size=5).map(lambda ids: ",".join(map(str, ids))),
+    )
+)
 def test_any_other_layers_are_ids_of_the_target_or_refused_by_value(text: str) -> None:
     try:
         ids = layer_ids(text, 62)
     except UserError as error:
         assert str(error).startswith(f"--layers={text!r} ")
-        assert "Give distinct ids from 0 (the embedding output) to 62 (after the last layer)" in str(error)
+        assert (
+            "Give distinct ids from 0 (the embedding output) to 62 (after the last layer)"
+            in str(error)
+        )
     else:
         assert len(set(ids)) == len(ids) > 0
         assert all(0 <= each <= 62 for each in ids)
@@ -147,7 +187,9 @@ SMALL = {
 def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_serve_and_plan(
     num_layers: int, layers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(a_model(tmp_path / "model", {**CONFIG, "hidden_size": 64, "num_hidden_layers": num_layers}))
+    model = str(
+        a_model(tmp_path / "model", {**CONFIG, "hidden_size": 64, "num_hidden_layers": num_layers})
+    )
     for name, command, words in (("serve", main, ["--dry-run"]), ("plan", plan.main, [])):
         code = command([model, *layers, *words])
         said = capsys.readouterr().err
@@ -155,7 +197,10 @@ def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_s
             assert (code, said) == (0, "")
         else:
             assert code == 2
-            refused = f"hsx {name}: --layers='{(layers or ['', 'eagle3'])[1]}' {SMALL[num_layers]}. Give distinct ids from 0"
+            refused = (
+                f"hsx {name}: --layers='{(layers or ['', 'eagle3'])[1]}' {SMALL[num_layers]}. "
+                "Give distinct ids from 0"
+            )
             assert said.startswith(refused), said
 
 
@@ -164,15 +209,39 @@ def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_s
     [
         (("--speculative-config", "{}"), "--speculative-config='{}' is set by hsx serve"),
         (("-sc", "{}"), "is set by hsx serve"),
-        (("--speculative_config.method=mtp",), "--speculative-config.method='mtp' is set by hsx serve"),
+        (
+            ("--speculative_config.method=mtp",),
+            "--speculative-config.method='mtp' is set by hsx serve",
+        ),
         (("--spec-method", "mtp"), "is set by hsx serve"),
-        (("--kv-transfer-config={}",), "is set by hsx serve. Leave it out, or start vllm serve with the options that --dry-run prints"),
+        (
+            ("--kv-transfer-config={}",),
+            (
+                "is set by hsx serve. Leave it out, or start vllm serve with the options that "
+                "--dry-run prints"
+            ),
+        ),
         (("--model", "other"), "is set by hsx serve"),
-        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size='2' leaves each stage with the hidden states of its own layers only"),
+        (
+            ("--pipeline-parallel-size", "2"),
+            (
+                "--pipeline-parallel-size='2' leaves each stage with the hidden states of its own "
+                "layers only"
+            ),
+        ),
         (("-pp", "2"), "--pipeline-parallel-size='2' leaves"),
-        (("--decode_context_parallel_size=2",), "--decode-context-parallel-size='2' has not been shown to keep the order"),
-        (("--additional-config", '{"enable_balance_scheduling": true}'), "additional_config.enable_balance_scheduling=True is taken by"),
-        (("--additional_config.enable_balance_scheduling=true",), "additional_config.enable_balance_scheduling=True is taken by"),
+        (
+            ("--decode_context_parallel_size=2",),
+            "--decode-context-parallel-size='2' has not been shown to keep the order",
+        ),
+        (
+            ("--additional-config", '{"enable_balance_scheduling": true}'),
+            "additional_config.enable_balance_scheduling=True is taken by",
+        ),
+        (
+            ("--additional_config.enable_balance_scheduling=true",),
+            "additional_config.enable_balance_scheduling=True is taken by",
+        ),
         (
             ("--additional-config.scheduler_config.enable_balance_scheduling", "true"),
             "additional_config.scheduler_config.enable_balance_scheduling=True is taken by",
@@ -182,7 +251,9 @@ def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_s
         (("--compilation_config={x",), "--compilation-config='{x' is not JSON"),
     ],
 )
-def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm: tuple[str, ...], words: str) -> None:
+def test_what_cannot_be_is_refused_by_option_value_and_reason(
+    model: Path, vllm: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError) as refused:
         command(model, *vllm)
     assert words in str(refused.value)
@@ -190,7 +261,9 @@ def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm:
 
 def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> None:
     nemotron = a_model(tmp_path / "nemotron", {**CONFIG, "architectures": ["NemotronHForCausalLM"]})
-    with pytest.raises(UserError, match=r"\(NemotronHForCausalLM\) cannot be served: its Mamba-2 layers"):
+    with pytest.raises(
+        UserError, match=r"\(NemotronHForCausalLM\) cannot be served: its Mamba-2 layers"
+    ):
         command(nemotron)
 
 
@@ -210,7 +283,10 @@ def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]
 
 
 def test_an_option_of_the_connector_is_checked_before_anything_is_started(model: Path) -> None:
-    with pytest.raises(UserError, match=r"extra_config\.durabilty='fdatasync' is not an option\. Did you mean 'durability'"):
+    with pytest.raises(
+        UserError,
+        match=r"extra_config\.durabilty='fdatasync' is not an option\. Did you mean 'durability'",
+    ):
         command(model, options={"durabilty": "fdatasync"})
 
 
@@ -226,7 +302,9 @@ def test_an_option_of_the_connector_is_checked_before_anything_is_started(model:
         (None, "has no config.json"),
     ],
 )
-def test_a_model_without_a_usable_config_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+def test_a_model_without_a_usable_config_is_refused(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=words) as refused:
@@ -242,7 +320,9 @@ def test_a_fifo_for_a_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [5, {}, [], [5], None])
 def test_a_config_with_odd_architectures_names_none(tmp_path: Path, architectures: object) -> None:
-    assert read_model(str(a_model(tmp_path / "m", {"num_hidden_layers": 4, "architectures": architectures}))) == Model(4, "")
+    assert read_model(
+        str(a_model(tmp_path / "m", {"num_hidden_layers": 4, "architectures": architectures}))
+    ) == Model(4, "")
 
 
 def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
@@ -252,14 +332,21 @@ def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "part",
-    [{"text_config": {"num_hidden_layers": 40}}, {"thinker_config": {"num_hidden_layers": 2, "text_config": {"num_hidden_layers": 40}}}],
+    [
+        {"text_config": {"num_hidden_layers": 40}},
+        {"thinker_config": {"num_hidden_layers": 2, "text_config": {"num_hidden_layers": 40}}},
+    ],
 )
 def test_the_language_models_part_of_a_config_counts(part: dict[str, Any], tmp_path: Path) -> None:
     config = {"architectures": ["AnyForConditionalGeneration"], "num_hidden_layers": 1, **part}
-    assert read_model(str(a_model(tmp_path / "m", config))) == Model(40, "AnyForConditionalGeneration")
+    assert read_model(str(a_model(tmp_path / "m", config))) == Model(
+        40, "AnyForConditionalGeneration"
+    )
 
 
-def test_vllm_is_asked_for_a_repository_and_says_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_asked_for_a_repository_and_says_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
     (model / "config.json").write_text(json.dumps(config))
     from vllm_ascend_hsx.compat import targets
@@ -272,21 +359,44 @@ def test_vllm_is_asked_for_a_repository_and_says_the_same(model: Path, monkeypat
         return original(str(model), **options)
 
     monkeypatch.setattr(targets, "published_config", published_config)
-    built = build("Qwen/Qwen3-62", "mtp", Path("/d"), {}, ("--revision", "main", "--trust-remote-code"), {})
+    built = build(
+        "Qwen/Qwen3-62", "mtp", Path("/d"), {}, ("--revision", "main", "--trust-remote-code"), {}
+    )
     assert asked == {"name": "Qwen/Qwen3-62", "revision": "main", "trust_remote_code": True}
     assert json_behind(built.arguments, "--speculative-config") == speculative_config([62])
 
 
 def test_a_target_that_is_not_known_to_collect_is_named(tmp_path: Path) -> None:
-    (note,) = command(a_model(tmp_path / "m", {**CONFIG, "architectures": ["OwnForCausalLM"]})).notes
+    (note,) = command(
+        a_model(tmp_path / "m", {**CONFIG, "architectures": ["OwnForCausalLM"]})
+    ).notes
     assert note.startswith("OwnForCausalLM is none of vLLM's classes")
 
 
-def test_a_dry_run_shows_the_command_and_starts_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(model), "--out", "/d", "--option", "include_output_tokens=true", "--dry-run", "--", "--port", "1"]) == 0
+def test_a_dry_run_shows_the_command_and_starts_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                str(model),
+                "--out",
+                "/d",
+                "--option",
+                "include_output_tokens=true",
+                "--dry-run",
+                "--",
+                "--port",
+                "1",
+            ]
+        )
+        == 0
+    )
     words = shlex.split(capsys.readouterr().out)
     assert words[:5] == ["vllm", "serve", str(model), "--port", "1"]
-    assert json_behind(words, "--kv-transfer-config") == kv_transfer_config("/d", allow_custom_save_path=True, include_output_tokens=True)
+    assert json_behind(words, "--kv-transfer-config") == kv_transfer_config(
+        "/d", allow_custom_save_path=True, include_output_tokens=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -319,14 +429,28 @@ VLLM = ["--port", "8000"]
         (["MODEL", "--", *VLLM], VLLM, "eagle3"),
         (["MODEL", *VLLM], VLLM, "eagle3"),
         (["MODEL", "--port=8000", "--layers", "mtp"], ["--port=8000"], "mtp"),
-        (["--layers", "mtp", "MODEL", *VLLM, "--enforce-eager", "--out", "/d"], [*VLLM, "--enforce-eager"], "mtp"),
-        (["MODEL", "--seed", "-1", "-tp", "8", "--layers=2,5"], ["--seed", "-1", "-tp", "8"], "2,5"),
-        (["MODEL", "--lora-modules", "a=1", "b=2", "--dry-run"], ["--lora-modules", "a=1", "b=2"], "eagle3"),
+        (
+            ["--layers", "mtp", "MODEL", *VLLM, "--enforce-eager", "--out", "/d"],
+            [*VLLM, "--enforce-eager"],
+            "mtp",
+        ),
+        (
+            ["MODEL", "--seed", "-1", "-tp", "8", "--layers=2,5"],
+            ["--seed", "-1", "-tp", "8"],
+            "2,5",
+        ),
+        (
+            ["MODEL", "--lora-modules", "a=1", "b=2", "--dry-run"],
+            ["--lora-modules", "a=1", "b=2"],
+            "eagle3",
+        ),
         (["MODEL", "-O", "1", "--", "--layer", "x"], ["-O", "1", "--layer", "x"], "eagle3"),
         (["MODEL"], [], "eagle3"),
     ],
 )
-def test_options_that_are_not_ours_are_vllms(words: list[str], vllm: list[str], layers: str) -> None:
+def test_options_that_are_not_ours_are_vllms(
+    words: list[str], vllm: list[str], layers: str
+) -> None:
     options = parse_arguments(words)
     assert (options.model, options.vllm, options.layers) == ("MODEL", vllm, layers)
 
@@ -340,15 +464,21 @@ def test_options_that_are_not_ours_are_vllms(words: list[str], vllm: list[str], 
         ("--output", "--out"),
     ],
 )
-def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(word: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(
+    word: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         parse_arguments(["MODEL", word, "x"])
     assert left.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{word.partition('=')[0]}: did you mean {ours}? Options of vllm serve go after --" in said
+    assert (
+        f"{word.partition('=')[0]}: did you mean {ours}? Options of vllm serve go after --" in said
+    )
 
 
-@pytest.mark.parametrize("words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]])
+@pytest.mark.parametrize(
+    "words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]]
+)
 def test_the_model_comes_before_options_of_vllm_of_which_nobody_knows_whether_they_have_a_value(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,29 +488,45 @@ def test_the_model_comes_before_options_of_vllm_of_which_nobody_knows_whether_th
     assert f"name MODEL first, before {words[0]}" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("text", "mode"), [("0640", "0640"), ("640", "640"), ('"0640"', "0640"), ("777", "777")])
-def test_a_mode_is_its_octal_digits_with_or_without_quotes(model: Path, text: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "mode"), [("0640", "0640"), ("640", "640"), ('"0640"', "0640"), ("777", "777")]
+)
+def test_a_mode_is_its_octal_digits_with_or_without_quotes(
+    model: Path, text: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 0
     words = shlex.split(capsys.readouterr().out)
-    assert json_behind(words, "--kv-transfer-config")["kv_connector_extra_config"]["file_mode"] == mode
+    assert (
+        json_behind(words, "--kv-transfer-config")["kv_connector_extra_config"]["file_mode"] == mode
+    )
 
 
 @pytest.mark.parametrize("text", ["7777", "0888", "077", "1e3"])
-def test_what_is_no_mode_is_echoed_as_it_was_typed(model: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_mode_is_echoed_as_it_was_typed(
+    model: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 2
     assert f"file_mode='{text}' is not a mode of three octal digits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path: Path, found: bool) -> None:
+def test_it_becomes_the_vllm_that_stands_beside_its_python(
+    model: Path, tmp_path: Path, found: bool
+) -> None:
     """The process that a supervisor started is the server: it takes signals and gives the code."""
     program = tmp_path / "vllm"
     if found:
-        tells = "import os, sys\nprint(os.getpid(), *sys.argv[1:3], os.environ['VLLM_PLUGINS'])\nsys.exit(7)\n"
+        tells = (
+            "import os, sys\nprint(os.getpid(), *sys.argv[1:3], "
+            "os.environ['VLLM_PLUGINS'])\nsys.exit(7)\n"
+        )
         program.write_text(f"#!{sys.executable}\n{tells}")
         program.chmod(0o755)
     beside = f"import sys; sys.executable = {str(tmp_path / 'python')!r}"
-    code = f"{beside}; from vllm_ascend_hsx.cli.serve import main, parse_arguments; sys.exit(main(sys.argv[1:]))"
+    code = (
+        f"{beside}; from vllm_ascend_hsx.cli.serve import main, parse_arguments; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
     started = subprocess.Popen(
         [sys.executable, "-c", code, str(model), "--out", str(tmp_path / "states"), "--port", "0"],
         env={**os.environ, "VLLM_PLUGINS": "ascend", "PATH": str(tmp_path / "empty")},
@@ -393,4 +539,7 @@ def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path
         assert started.returncode == 7
         assert out.splitlines()[-1] == f"{started.pid} serve {model} ascend,ascend_hsx"
     else:
-        assert (started.returncode, err.splitlines()[-1]) == (1, "hsx serve: vllm is not installed here; install vllm and vllm-ascend")
+        assert (started.returncode, err.splitlines()[-1]) == (
+            1,
+            "hsx serve: vllm is not installed here; install vllm and vllm-ascend",
+        )

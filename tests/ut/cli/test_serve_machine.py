@@ -38,12 +38,16 @@ def config(directory: Path | str, **options: Any) -> HsxConfig:
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost"])
 def test_a_port_in_use_is_refused_by_number(tmp_path: Path, used_port: str, host: str) -> None:
-    with pytest.raises(UserError, match=f"--port={used_port} is in use on this machine. Stop the program"):
+    with pytest.raises(
+        UserError, match=f"--port={used_port} is in use on this machine. Stop the program"
+    ):
         check_machine(config(tmp_path), {"--host": host, "--port": used_port})
 
 
 @pytest.mark.parametrize("instead", ["--headless", "--uds", "--config"])
-def test_a_server_that_binds_another_address_may_be_given_it(tmp_path: Path, used_port: str, instead: str) -> None:
+def test_a_server_that_binds_another_address_may_be_given_it(
+    tmp_path: Path, used_port: str, instead: str
+) -> None:
     check_machine(config(tmp_path), {"--port": used_port, instead: "x"})
 
 
@@ -54,7 +58,9 @@ def test_a_server_that_binds_another_address_may_be_given_it(tmp_path: Path, use
         ({"--host": "192.0.2.1"}, "--host='192.0.2.1' is no address of this machine"),
     ],
 )
-def test_an_address_of_another_machine_is_refused(tmp_path: Path, given: dict[str, str], words: str) -> None:
+def test_an_address_of_another_machine_is_refused(
+    tmp_path: Path, given: dict[str, str], words: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         check_machine(config(tmp_path), {**given, "--port": "65000"})
 
@@ -73,13 +79,17 @@ def test_vllm_judges_what_is_no_port(tmp_path: Path, port: str) -> None:
         ({}, {"sink": "mooncake", "mooncake": {"master_server_address": "host:1"}}, False),
     ],
 )
-def test_the_directory_must_be_usable_where_an_engine_writes_files(given: dict[str, str], options: dict[str, Any], refused: bool) -> None:
+def test_the_directory_must_be_usable_where_an_engine_writes_files(
+    given: dict[str, str], options: dict[str, Any], refused: bool
+) -> None:
     words = f"--out='{NO_DIRECTORY}' cannot be created or opened"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
         check_machine(config(NO_DIRECTORY, **options), {"--headless": "", **given})
 
 
-def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         assert kwargs == {"use_lock": True, "direct": True}
         raise UserError("io", "direct", "does not work", "Leave it out.")
@@ -89,9 +99,13 @@ def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve
         check_machine(config(tmp_path, io="direct"), {"--headless": ""})
 
 
-@pytest.mark.parametrize("option", ["--data-parallel-size-local=0", "--data_parallel_size_local=0", "-dpl=0"])
+@pytest.mark.parametrize(
+    "option", ["--data-parallel-size-local=0", "--data_parallel_size_local=0", "-dpl=0"]
+)
 def test_each_spelling_says_that_no_engine_is_here(tmp_path: Path, option: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62})
+    )
     built = build(str(tmp_path), "eagle3", NO_DIRECTORY, {}, [option, "--headless"], {})
     check_machine(built.config, built.given)
 
@@ -100,8 +114,20 @@ def test_each_spelling_says_that_no_engine_is_here(tmp_path: Path, option: str) 
 def test_a_dry_run_asks_for_neither_port_nor_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], used_port: str, dry_run: bool
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}))
-    words = [str(tmp_path), "--out", NO_DIRECTORY, *(("--dry-run",) if dry_run else ()), "--port", used_port]
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62})
+    )
+    words = [
+        str(tmp_path),
+        "--out",
+        NO_DIRECTORY,
+        *(("--dry-run",) if dry_run else ()),
+        "--port",
+        used_port,
+    ]
     assert serve.main(words) == (0 if dry_run else 2)
-    refused = f"hsx serve: --port={used_port} is in use on this machine. Stop the program that listens there, or give another port.\n"
+    refused = (
+        f"hsx serve: --port={used_port} is in use on this machine. Stop the program that listens "
+        "there, or give another port.\n"
+    )
     assert capsys.readouterr().err == ("" if dry_run else refused)

@@ -27,7 +27,9 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config
 from vllm_ascend_hsx.sinks.file import FileSink
 
 if find_spec("hs_connectors") is None:
-    pytest.skip("a backend of hs-connectors: pip install --no-deps hs-connectors", allow_module_level=True)
+    pytest.skip(
+        "a backend of hs-connectors: pip install --no-deps hs-connectors", allow_module_level=True
+    )
 
 from hs_connectors import FileTransfer, HiddenStatesBackend
 
@@ -62,7 +64,12 @@ def begun(sink: FileSink, path: Path) -> Any:
 
 
 def test_the_server_that_is_launched_is_ours(tmp_path: Path) -> None:
-    config = launch("--hidden-states-path", str(tmp_path), "--hsx-options", '{"io": "direct", "num_writer_threads": 2}')
+    config = launch(
+        "--hidden-states-path",
+        str(tmp_path),
+        "--hsx-options",
+        '{"io": "direct", "num_writer_threads": 2}',
+    )
     expected = kv_transfer_config(tmp_path)
     expected["kv_connector_extra_config"] |= {"io": "direct", "num_writer_threads": 2}
     assert config == expected
@@ -75,7 +82,9 @@ def test_a_server_that_stores_in_mooncake_is_given_no_directory() -> None:
     assert launch("--hsx-options", json.dumps(options))["kv_connector_extra_config"] == options
 
 
-def test_a_relative_directory_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_directory_is_that_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert launch("--hidden-states-path", "files") == kv_transfer_config(tmp_path / "files")
 
@@ -90,7 +99,9 @@ def test_a_relative_directory_is_that_of_the_caller(monkeypatch: pytest.MonkeyPa
         ('{"shared_storage_path": "/elsewhere"}', "--hidden-states-path"),
     ],
 )
-def test_a_wrong_option_is_refused_before_the_server_starts(options: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_refused_before_the_server_starts(
+    options: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         launch("--hsx-options", options)
     assert re.search(complaint, capsys.readouterr().err)
@@ -128,12 +139,16 @@ def test_a_damaged_sample_is_an_error_and_not_missing(tmp_path: Path) -> None:
         HsxTransfer(tmp_path).get_cached(0)
 
 
-def test_it_waits_until_the_server_has_written_and_leaves_nothing(sink: FileSink, tmp_path: Path) -> None:
+def test_it_waits_until_the_server_has_written_and_leaves_nothing(
+    sink: FileSink, tmp_path: Path
+) -> None:
     path = tmp_path / "r.safetensors"
     file = begun(sink, path)
     transfer = HsxTransfer(tmp_path)
     samples: list[dict[str, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: samples.append(transfer.get_generated({"hidden_states_path": str(path)})))
+    thread = threading.Thread(
+        target=lambda: samples.append(transfer.get_generated({"hidden_states_path": str(path)}))
+    )
     thread.start()
     wait_for_sleepers(Path(f"{path}.lock"))
     assert samples == []
@@ -153,7 +168,9 @@ def test_it_waits_as_long_as_it_is_told_to(sink: FileSink, tmp_path: Path) -> No
         HsxTransfer(tmp_path, timeout=0).get_generated({"hidden_states_path": str(path)})
 
 
-def test_it_says_why_there_is_no_sample_where_the_file_backend_says_none(sink: FileSink, tmp_path: Path) -> None:
+def test_it_says_why_there_is_no_sample_where_the_file_backend_says_none(
+    sink: FileSink, tmp_path: Path
+) -> None:
     path = tmp_path / "r.safetensors"
     begun(sink, path).fail("the disk is full")
     params = {"hidden_states_path": str(path)}
@@ -165,16 +182,24 @@ def test_it_says_why_there_is_no_sample_where_the_file_backend_says_none(sink: F
     assert listing(tmp_path) == []
 
 
-def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delitem(sys.modules, "vllm_ascend_hsx.integrations.speculators")
     monkeypatch.setitem(sys.modules, "hs_connectors", None)
     assert command.main(["train"]) == 1
     assert "install hs-connectors" in capsys.readouterr().err
 
 
-def test_the_command_runs_a_script_that_sees_the_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_a_script_that_sees_the_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "launch.py"
-    lines = ["import sys", "from hs_connectors import HiddenStatesBackend", "print(sys.argv[1:], 'hsx' in HiddenStatesBackend.registry)"]
+    lines = [
+        "import sys",
+        "from hs_connectors import HiddenStatesBackend",
+        "print(sys.argv[1:], 'hsx' in HiddenStatesBackend.registry)",
+    ]
     script.write_text("\n".join([*lines, "assert __name__ == '__main__'"]))
     assert command.main([str(script), "model", "--", "--port"]) == 0
     assert capsys.readouterr().out == "['model', '--', '--port'] True\n"
@@ -210,5 +235,8 @@ def test_the_wait_of_their_reader_is_as_long_as_our_page_says() -> None:
 
     assert inspect.signature(wait_for_lock).parameters["timeout"].default == 10.0
     line = inspect.getsourcelines(wait_for_lock)[1]
-    claim = f"at most 10 s and then raises `Timed out waiting for lock` (`hs_connectors/transfer.py:{line}`"
+    claim = (
+        "at most 10 s and then raises `Timed out waiting for lock` "
+        f"(`hs_connectors/transfer.py:{line}`"
+    )
     assert claim in " ".join(page("speculators.md").split())

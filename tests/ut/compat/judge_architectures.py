@@ -11,7 +11,11 @@ from typing import Any
 
 from record_architectures import recorded, registered, served_classes
 
-from vllm_ascend_hsx.compat.targets import language_architectures, refuse_architecture, require_collecting_target
+from vllm_ascend_hsx.compat.targets import (
+    language_architectures,
+    refuse_architecture,
+    require_collecting_target,
+)
 from vllm_ascend_hsx.protocol.errors import UserError
 
 # The text config may name these: refused, unservable, collected by us, and by itself.
@@ -25,7 +29,11 @@ def refusal(architecture: str, served: Any, layer_ids: tuple[int, ...], named: l
         return (served if names == [architecture] else registered(names)), names[0]
 
     hf_config = SimpleNamespace(text_config=SimpleNamespace(architectures=named))
-    config = SimpleNamespace(architectures=[architecture], registry=SimpleNamespace(resolve_model_cls=resolve), hf_config=hf_config)
+    config = SimpleNamespace(
+        architectures=[architecture],
+        registry=SimpleNamespace(resolve_model_cls=resolve),
+        hf_config=hf_config,
+    )
     try:
         refuse_architecture(architecture, layer_ids, language_architectures(hf_config))
         require_collecting_target(config, layer_ids)
@@ -37,7 +45,9 @@ def refusal(architecture: str, served: Any, layer_ids: tuple[int, ...], named: l
 found = recorded()
 wrappers = found["collected"]["LANGUAGE_MODEL"]
 verdicts = {
-    f"{name} {language_model}".strip(): [refusal(name, served, ids, [language_model]) for ids in ((1,), (0,))]
+    f"{name} {language_model}".strip(): [
+        refusal(name, served, ids, [language_model]) for ids in ((1,), (0,))
+    ]
     for name, served in served_classes().items()
     for language_model in (NAMED if name in wrappers else [""])
 }

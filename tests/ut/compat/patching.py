@@ -16,7 +16,9 @@ def points_of(*functions: Callable[..., Any]) -> list[PatchPoint]:
 def apply(module: Any, *functions: Callable[..., Any]) -> None:
     """Put each function in its places in a module; of several, in those that the module has."""
     for function in functions:
-        here = {point.path: point for point in points_of(function) if hasattr(module, point.path[0])}
+        here = {
+            point.path: point for point in points_of(function) if hasattr(module, point.path[0])
+        }
         for point in here.values():
             point.apply(module)
         assert here, f"the module has no place for {function.__name__}"

@@ -100,13 +100,23 @@ class Decoder(nn.Module):
 class PreNormModel(Decoder):
     def __init__(self) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: PreNormLayer(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: PreNormLayer(index)
+        )
         self.norm = RMSNorm(50)
 
-    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any = None, inputs_embeds: Any = None) -> Any:
+    def forward(
+        self,
+        input_ids: Any,
+        positions: Any,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+    ) -> Any:
         """Compute."""
         if get_pp_group().is_first_rank:
-            hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            hidden_states = (
+                self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            )
             hidden_states = hidden_states * self.embed_scale
             residual = None
         else:
@@ -122,13 +132,17 @@ class PreNormModel(Decoder):
 class PostNormModel(Decoder):
     def __init__(self, layer_type: type[nn.Module] = PostNormLayer) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: layer_type(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: layer_type(index)
+        )
         self.norm = RMSNorm(50)
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
         for _, layer in enumerate(self.layers):
-            hidden_states, residual = layer(hidden_states=hidden_states, positions=positions, residual=residual)
+            hidden_states, residual = layer(
+                hidden_states=hidden_states, positions=positions, residual=residual
+            )
         hidden_states = self.norm(hidden_states)
         return hidden_states
 
@@ -149,7 +163,9 @@ class SummedModel(PreNormModel):
 class OneTensorModel(Decoder):
     def __init__(self) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: OneTensorLayer(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: OneTensorLayer(index)
+        )
         self.norm = RMSNorm(50)
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
@@ -193,7 +209,12 @@ class OneTensor(Served):
         return self.model(input_ids, positions)
 
 
-SERVED = {PreNormModel: PreNorm, PostNormModel: PostNorm, SummedModel: Summed, OneTensorModel: OneTensor}
+SERVED = {
+    PreNormModel: PreNorm,
+    PostNormModel: PostNorm,
+    SummedModel: Summed,
+    OneTensorModel: OneTensor,
+}
 
 
 def streams(served: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -214,7 +235,9 @@ def streams(served: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (1,), (3,), (0, 3)])
 @pytest.mark.parametrize("served", SERVED.values())
-def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(served: Any, wanted: tuple[int, ...]) -> None:
+def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
+    served: Any, wanted: tuple[int, ...]
+) -> None:
     input_ids, positions = torch.arange(TOKENS) * 7, torch.arange(TOKENS)
     plain = served()
     expected, output = streams(plain, input_ids), plain(input_ids, positions)
@@ -322,7 +345,9 @@ class CohereModel(PostNormModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: PostNormLayer(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: PostNormLayer(index)
+        )
         self.norm = LayerNorm(50)
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
@@ -350,14 +375,18 @@ class OddNormLayer(Base):
 class OddNormModel(PreNormModel):
     def __init__(self) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: OddNormLayer(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: OddNormLayer(index)
+        )
 
 
 class HybridModel(PreNormModel):
     def __init__(self) -> None:
         super().__init__()
         kinds = {0: PreNormLayer, 1: PostNormLayer}
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: kinds[index % 2](index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: kinds[index % 2](index)
+        )
 
 
 class GivenLayers(PostNormModel):
@@ -384,7 +413,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_code_that_is_not_canonical_is_refused_with_the_reason(refused: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_is_not_canonical_is_refused_with_the_reason(
+    refused: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = refused
     if issubclass(refused, Decoder):
         served = PreNorm

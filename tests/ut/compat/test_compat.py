@@ -21,11 +21,15 @@ from vllm_ascend_hsx.protocol.errors import UserError
 def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
     module = SimpleNamespace(AscendExtractHiddenStatesProposer=dict)
     apply(module, plugin.make_proposer)
-    with pytest.raises(IncompatibleVersionError, match="is not the base class.*\n.*checked against vllm"):
+    with pytest.raises(
+        IncompatibleVersionError, match="is not the base class.*\n.*checked against vllm"
+    ):
         module.AscendExtractHiddenStatesProposer()
 
 
-@pytest.mark.parametrize("point", [each for each in POINTS if each.replacement], ids=lambda point: point.name)
+@pytest.mark.parametrize(
+    "point", [each for each in POINTS if each.replacement], ids=lambda point: point.name
+)
 def test_a_module_without_a_place_to_patch_stays_as_it_is_for_servers_that_extract_nothing(
     point: PatchPoint, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -37,7 +41,12 @@ def test_a_module_without_a_place_to_patch_stays_as_it_is_for_servers_that_extra
 
 @pytest.mark.parametrize(
     ("connector", "disabled"),
-    [("AscendHiddenStatesConnector", False), ("MultiConnector", True), ("MooncakeConnector", True), (None, False)],
+    [
+        ("AscendHiddenStatesConnector", False),
+        ("MultiConnector", True),
+        ("MooncakeConnector", True),
+        (None, False),
+    ],
 )
 def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disabled: bool) -> None:
     def upstream(vllm_config: Any) -> bool:
@@ -46,14 +55,24 @@ def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disa
     module = SimpleNamespace(_disable_preemption_on_prefill_node=upstream)
     apply(module, engine.keep_preemption)
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
-    assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
+    assert (
+        module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer))
+        is disabled
+    )
 
 
 @pytest.mark.parametrize(
     ("connector", "quantised"),
-    [("AscendHiddenStatesConnector", True), ("MultiConnector", False), ("MooncakeConnector", False), (None, True)],
+    [
+        ("AscendHiddenStatesConnector", True),
+        ("MultiConnector", False),
+        ("MooncakeConnector", False),
+        (None, True),
+    ],
 )
-def test_an_int8_cache_stays_one_with_our_connector_alone(connector: str | None, quantised: bool) -> None:
+def test_an_int8_cache_stays_one_with_our_connector_alone(
+    connector: str | None, quantised: bool
+) -> None:
     """As upstream decides: whether the cache is int8, and how a layer computes."""
 
     class Method:
@@ -84,10 +103,20 @@ def config_module() -> Any:
     """A VllmConfig that, as vLLM's does, checks its parts and then derives a size from them."""
 
     class VllmConfig:
-        def __init__(self, speculative_config: Any = None, connector: str | None = CONNECTOR_NAME, offload: bool = False) -> None:
+        def __init__(
+            self,
+            speculative_config: Any = None,
+            connector: str | None = CONNECTOR_NAME,
+            offload: bool = False,
+        ) -> None:
             extra = {"shared_storage_path": "/data"}
-            self.kv_transfer_config = SimpleNamespace(kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra)
-            self.offload, self.model_config = offload, SimpleNamespace(architecture="Qwen3ForCausalLM", hf_config=SimpleNamespace())
+            self.kv_transfer_config = SimpleNamespace(
+                kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra
+            )
+            self.offload, self.model_config = (
+                offload,
+                SimpleNamespace(architecture="Qwen3ForCausalLM", hf_config=SimpleNamespace()),
+            )
             self.additional_config, self.parallel_config = {}, SimpleNamespace(data_parallel_size=1)
             if speculative_config is not None and speculative_config.num_speculative_tokens <= 0:
                 raise ValueError("greater than zero")
@@ -97,7 +126,9 @@ def config_module() -> Any:
         def __post_init__(self) -> None:
             if self.offload:
                 self.kv_transfer_config.kv_connector = "OffloadingConnector"
-            self.decode_query_len = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+            self.decode_query_len = 1 + (
+                self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+            )
 
     module = SimpleNamespace(VllmConfig=VllmConfig)
     apply(module, drafts.check_config_with_one_draft, drafts.schedule_no_drafts)
@@ -106,7 +137,11 @@ def config_module() -> Any:
 
 def test_what_an_engine_derives_from_its_configuration_is_as_without_extraction() -> None:
     config = config_module().VllmConfig
-    plain, extracting, other = config(), config(speculative_config=speculative()), config(speculative_config=speculative("eagle3"))
+    plain, extracting, other = (
+        config(),
+        config(speculative_config=speculative()),
+        config(speculative_config=speculative("eagle3")),
+    )
     assert plain.decode_query_len == extracting.decode_query_len == 1
     assert extracting.speculative_config.num_speculative_tokens == 0
     assert other.decode_query_len == 2
@@ -130,22 +165,36 @@ def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
         config_module().VllmConfig(speculative_config=speculative(number=3))
 
 
-@pytest.mark.parametrize("options", [{"connector": "ExampleHiddenStatesConnector"}, {"connector": None}, {"offload": True}])
-def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"connector": "ExampleHiddenStatesConnector"}, {"connector": None}, {"offload": True}],
+)
+def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(
+    options: dict[str, Any],
+) -> None:
     config = config_module().VllmConfig
     assert config(**options).decode_query_len == 1
-    with pytest.raises(UserError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
+    with pytest.raises(
+        UserError,
+        match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS=",
+    ):
         config(speculative_config=speculative(), **options)
 
 
 def test_a_configuration_made_without_our_plugin_is_refused() -> None:
     drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
-    with pytest.raises(UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
+    with pytest.raises(
+        UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"
+    ):
         drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative()))
 
 
-@pytest.mark.parametrize(("method", "inside", "after"), [("extract_hidden_states", 1, 0), ("eagle3", 2, 2)])
-def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(method: str, inside: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "inside", "after"), [("extract_hidden_states", 1, 0), ("eagle3", 2, 2)]
+)
+def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(
+    method: str, inside: int, after: int
+) -> None:
     class Proposer:
         def __init__(self, vllm_config: Any, device: str) -> None:
             assert vllm_config.speculative_config.num_speculative_tokens == 1
@@ -165,11 +214,18 @@ def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(me
     config = SimpleNamespace(speculative_config=speculative(method, after))
     runner = NPUModelRunner(config)
     runner._set_up_drafter()
-    assert (runner.decode_token_per_req, config.speculative_config.num_speculative_tokens) == (1 + after, after)
+    assert (runner.decode_token_per_req, config.speculative_config.num_speculative_tokens) == (
+        1 + after,
+        after,
+    )
 
 
-@pytest.mark.parametrize(("method", "counts"), [("extract_hidden_states", False), ("eagle3", True), (None, False)])
-def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(method: str | None, counts: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "counts"), [("extract_hidden_states", False), ("eagle3", True), (None, False)]
+)
+def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(
+    method: str | None, counts: bool
+) -> None:
     class GPUModelRunner:
         """Of vLLM: buffers for accepted drafts are made when there is a speculative method."""
 
@@ -180,7 +236,9 @@ def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(m
         def __init__(self) -> None:
             self.speculative_config = None if method is None else speculative(method)
 
-        def _update_states_after_model_execute(self, output_token_ids: list[int], scheduler_output: str) -> list[int] | None:
+        def _update_states_after_model_execute(
+            self, output_token_ids: list[int], scheduler_output: str
+        ) -> list[int] | None:
             return None if self.speculative_config is None else output_token_ids
 
     apply(SimpleNamespace(NPUModelRunner=NPUModelRunner), drafts.without_speculative_method)
@@ -190,15 +248,23 @@ def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(m
     assert getattr(runner.speculative_config, "method", None) == method
 
 
-@pytest.mark.parametrize(("method", "left_out"), [("extract_hidden_states", False), ("eagle3", True)])
-def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method: str, left_out: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "left_out"), [("extract_hidden_states", False), ("eagle3", True)]
+)
+def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(
+    method: str, left_out: bool
+) -> None:
     class SamplingParams:
         def _validate_spec_decode(self, speculative_config: Any) -> None:
             if speculative_config is not None:
                 raise ValueError("min_p and logit_bias")
 
     def build_logitsprocs(vllm_config: Any, device: str) -> list[str]:
-        return ["min_tokens"] if vllm_config.speculative_config else ["min_tokens", "min_p", "logit_bias"]
+        return (
+            ["min_tokens"]
+            if vllm_config.speculative_config
+            else ["min_tokens", "min_p", "logit_bias"]
+        )
 
     runner_module = SimpleNamespace(build_logitsprocs=build_logitsprocs)
     apply(runner_module, drafts.apply_logits_processors)
@@ -215,7 +281,9 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
-def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(monkeypatch: pytest.MonkeyPatch, multi: bool) -> None:
+def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(
+    monkeypatch: pytest.MonkeyPatch, multi: bool
+) -> None:
     calls: list[str] = []
 
     class NPUWorker:
@@ -235,17 +303,29 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(mo
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
 @pytest.mark.parametrize(
     ("method", "forgets"),
-    [("reload_weights", True), ("update_weights", True), (len, True), ("get_model_inspection", False), ("update_max_model_len", False)],
+    [
+        ("reload_weights", True),
+        ("update_weights", True),
+        (len, True),
+        ("get_model_inspection", False),
+        ("update_max_model_len", False),
+    ],
     ids=str,
 )
-def test_rows_are_forgotten_before_workers_are_called(method: Any, forgets: bool, multi: bool) -> None:
+def test_rows_are_forgotten_before_workers_are_called(
+    method: Any, forgets: bool, multi: bool
+) -> None:
     calls: list[str] = []
     ours = SimpleNamespace(weights_may_change=lambda: calls.append("forgotten"))
 
     class EngineCore:
-        scheduler = SimpleNamespace(connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours)
+        scheduler = SimpleNamespace(
+            connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
+        )
 
-        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        def collective_rpc(
+            self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> Any:
             calls.append("called")
             return [method, args]
 
@@ -267,17 +347,28 @@ def test_rows_are_forgotten_before_workers_are_called(method: Any, forgets: bool
     ids=["by name", "by position", "not here", "nowhere", "tensors"],
 )
 def test_the_checkpoint_that_was_loaded_is_told_if_it_is_known(
-    args: tuple[Any, ...], kwargs: Any, known: bool, multi: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    args: tuple[Any, ...],
+    kwargs: Any,
+    known: bool,
+    multi: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     calls: list[str] = []
-    ours = SimpleNamespace(weights_may_change=lambda: calls.append("changed"), weights_are_of=calls.append)
+    ours = SimpleNamespace(
+        weights_may_change=lambda: calls.append("changed"), weights_are_of=calls.append
+    )
 
     class EngineCore:
-        scheduler = SimpleNamespace(connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours)
+        scheduler = SimpleNamespace(
+            connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
+        )
 
-        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+        def collective_rpc(
+            self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> None:
             calls.append("loaded")
 
     apply(SimpleNamespace(EngineCore=EngineCore), weights.follow_weights)
@@ -287,26 +378,37 @@ def test_the_checkpoint_that_was_loaded_is_told_if_it_is_known(
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another connector"])
 @pytest.mark.parametrize("in_engine", [False, True], ids=["call of the workers", "vLLM's own"])
-def test_weights_are_named_by_two_calls_of_which_none_changes_them(in_engine: bool, ours: bool) -> None:
+def test_weights_are_named_by_two_calls_of_which_none_changes_them(
+    in_engine: bool, ours: bool
+) -> None:
     names: list[str] = []
     passed_on: list[Any] = []
 
     class EngineCore:
-        scheduler = SimpleNamespace(connector=SimpleNamespace(name_weights=names.append) if ours else SimpleNamespace())
+        scheduler = SimpleNamespace(
+            connector=SimpleNamespace(name_weights=names.append) if ours else SimpleNamespace()
+        )
 
-        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        def collective_rpc(
+            self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> Any:
             passed_on.append((method, *args))
             return passed_on
 
         def set_weight_version(self, weight_version: str) -> None:
             passed_on.append(weight_version)
 
-    apply(SimpleNamespace(EngineCore=EngineCore), weights.name_weights if in_engine else weights.follow_weights)
+    apply(
+        SimpleNamespace(EngineCore=EngineCore),
+        weights.name_weights if in_engine else weights.follow_weights,
+    )
     if in_engine:
         EngineCore().set_weight_version("step 1")
         assert passed_on == ["step 1"]
     else:
-        assert EngineCore().collective_rpc("set_weight_version", args=("step 1",)) == ([] if ours else passed_on)
+        assert EngineCore().collective_rpc("set_weight_version", args=("step 1",)) == (
+            [] if ours else passed_on
+        )
         assert passed_on == ([] if ours else [("set_weight_version", "step 1")])
     assert names == ["step 1"] * ours
 
@@ -315,7 +417,8 @@ def test_weights_are_named_by_two_calls_of_which_none_changes_them(in_engine: bo
 def test_our_connector_is_told_of_a_reset_and_whether_it_has_succeeded(is_empty: bool) -> None:
     calls: list[str] = []
     ours = SimpleNamespace(
-        reset_prefixes=lambda: calls.append("reset"), prefix_cache_is_empty=lambda: calls.append("it is empty")
+        reset_prefixes=lambda: calls.append("reset"),
+        prefix_cache_is_empty=lambda: calls.append("it is empty"),
     )
 
     class Scheduler:
@@ -329,8 +432,12 @@ def test_our_connector_is_told_of_a_reset_and_whether_it_has_succeeded(is_empty:
     assert calls == ["reset"] + ["it is empty"] * is_empty
 
 
-@pytest.mark.parametrize(("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)])
-def test_a_runner_that_extracts_answers_that_there_are_no_drafts(method: str, drafts_taken: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)]
+)
+def test_a_runner_that_extracts_answers_that_there_are_no_drafts(
+    method: str, drafts_taken: Any
+) -> None:
     """Otherwise a request with structured outputs stops the engine (vllm/v1/engine/core.py:583)."""
 
     class NPUModelRunner:

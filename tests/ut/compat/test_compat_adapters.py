@@ -23,7 +23,9 @@ def request(path: Path, name: str = "a", number: int = 1) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path))
 
 
-def write(path: Path, content: str, config: str = "{}", name: str = "adapter_model.safetensors") -> Path:
+def write(
+    path: Path, content: str, config: str = "{}", name: str = "adapter_model.safetensors"
+) -> Path:
     path.mkdir(exist_ok=True)
     (path / name).write_text(content)
     (path / "adapter_config.json").write_text(config)
@@ -49,7 +51,10 @@ def test_weights_are_those_of_the_last_load_and_depend_on_contents_alone(tmp_pat
     assert adapter_of(request(tmp_path / "a")) == ("a", first)
     assert loaded(tmp_path / "a") not in ("", first)
     assert loaded(write(tmp_path / "a", "one", '{"lora_alpha": 2}')) not in ("", first)
-    assert loaded(write(tmp_path / "bin", "one", name="adapter_model.bin"), number=3) not in ("", first)
+    assert loaded(write(tmp_path / "bin", "one", name="adapter_model.bin"), number=3) not in (
+        "",
+        first,
+    )
 
 
 def test_weights_that_cannot_be_read_are_not_named(tmp_path: Path) -> None:
@@ -73,7 +78,9 @@ def test_an_adapter_that_cannot_be_loaded_keeps_the_weights_of_the_former(tmp_pa
 
 def config(ranks: int, **lora: Any) -> Any:
     lora_config = SimpleNamespace(**lora) if lora else None
-    return SimpleNamespace(lora_config=lora_config, parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+    return SimpleNamespace(
+        lora_config=lora_config, parallel_config=SimpleNamespace(tensor_parallel_size=ranks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,11 +89,19 @@ def config(ranks: int, **lora: Any) -> Any:
         (config(2), None),
         (config(1, fully_sharded_loras=False, max_lora_rank=8), None),
         (config(2, fully_sharded_loras=True, max_lora_rank=16), None),
-        (config(2, fully_sharded_loras=False, max_lora_rank=16), "fully_sharded_loras=False .* Set it, and max_lora_rank to 16"),
-        (config(4, fully_sharded_loras=True, max_lora_rank=16), "max_lora_rank=16 .* Set it to 32 or more"),
+        (
+            config(2, fully_sharded_loras=False, max_lora_rank=16),
+            "fully_sharded_loras=False .* Set it, and max_lora_rank to 16",
+        ),
+        (
+            config(4, fully_sharded_loras=True, max_lora_rank=16),
+            "max_lora_rank=16 .* Set it to 32 or more",
+        ),
     ],
 )
-def test_adapters_that_vllm_ascend_computes_wrong_are_refused(monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None) -> None:
+def test_adapters_that_vllm_ascend_computes_wrong_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None
+) -> None:
     for release in ("0.23.0", "0.26.0"):
         monkeypatch.setattr(adapters, "release_to_patch", lambda _, release=release: release)
         if refused is None or release != "0.23.0":

@@ -32,7 +32,9 @@ def module(config: Any = None) -> Any:
             self.layers = [self._layer(added) for added in ADDED]
 
         def _layer(self, added: int) -> Any:
-            def layer(positions: Any, stream: int, residual: int | None, scaling: Any) -> tuple[int, int]:
+            def layer(
+                positions: Any, stream: int, residual: int | None, scaling: Any
+            ) -> tuple[int, int]:
                 self.scalings.append(scaling)
                 return added, stream if residual is None else stream + residual
 
@@ -44,7 +46,13 @@ def module(config: Any = None) -> Any:
         def norm(self, stream: int, residual: int) -> tuple[int, int]:
             return -(stream + residual), stream + residual
 
-        def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+        def forward(
+            self,
+            input_ids: Any,
+            positions: Any,
+            intermediate_tensors: Any,
+            inputs_embeds: Any = None,
+        ) -> Any:
             return "vLLM's own", (input_ids, positions, intermediate_tensors, inputs_embeds)
 
     found = SimpleNamespace(DeepseekV2Model=DeepseekV2Model)
@@ -56,7 +64,10 @@ def module(config: Any = None) -> Any:
 def test_states_are_returned_in_layer_order_with_both_ends(wanted: tuple[int, ...]) -> None:
     model = module().DeepseekV2Model()
     model.aux_hidden_state_layers = wanted
-    assert model.forward(1, "positions", None) == (-STREAM[LAYERS], [STREAM[layer] for layer in sorted(wanted)])
+    assert model.forward(1, "positions", None) == (
+        -STREAM[LAYERS],
+        [STREAM[layer] for layer in sorted(wanted)],
+    )
 
 
 def test_embeddings_that_are_given_are_not_computed() -> None:
@@ -70,15 +81,21 @@ def test_a_model_that_is_asked_for_neither_end_is_untouched(wanted: tuple[int, .
     model = module().DeepseekV2Model()
     model.aux_hidden_state_layers = wanted
     assert model.forward("ids", "positions", "intermediate", inputs_embeds="given") == (
-        "vLLM's own", ("ids", "positions", "intermediate", "given")
+        "vLLM's own",
+        ("ids", "positions", "intermediate", "given"),
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "scaling"), [(None, None), ({"original_max_position_embeddings": 8, "beta": 0.1}, (8, 0.1, "positions"))]
+    ("options", "scaling"),
+    [(None, None), ({"original_max_position_embeddings": 8, "beta": 0.1}, (8, 0.1, "positions"))],
 )
-def test_the_layers_get_the_scaling_of_the_model(monkeypatch: pytest.MonkeyPatch, options: Any, scaling: Any) -> None:
-    monkeypatch.setattr("vllm.model_executor.models.deepseek_v2._get_llama_4_scaling", lambda *arguments: arguments)
+def test_the_layers_get_the_scaling_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, options: Any, scaling: Any
+) -> None:
+    monkeypatch.setattr(
+        "vllm.model_executor.models.deepseek_v2._get_llama_4_scaling", lambda *arguments: arguments
+    )
     model = module(SimpleNamespace(llama_4_scaling=options)).DeepseekV2Model()
     model.aux_hidden_state_layers = (3,)
     model.forward(1, "positions", None)
@@ -93,7 +110,9 @@ class CollectingModel:
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids.float()
 
-    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+    def forward(
+        self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
+    ) -> Any:
         stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         collected = []
         for index, added in enumerate((*ADDED, 0)):
@@ -106,13 +125,21 @@ class CollectingModel:
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 3), (0, 1, 2, 3), (2, 3), (3, 0, 1), ()])
 @pytest.mark.parametrize("given", [False, True])
-def test_the_embedding_is_added_to_what_the_model_collects(wanted: tuple[int, ...], given: bool) -> None:
+def test_the_embedding_is_added_to_what_the_model_collects(
+    wanted: tuple[int, ...], given: bool
+) -> None:
     found = SimpleNamespace(DeepseekV2Model=type("DeepseekV2Model", (CollectingModel,), {}))
     apply(found, collect_embedding)
     model, ones = found.DeepseekV2Model(), torch.ones(2)
     model.aux_hidden_state_layers = wanted
-    output = model.forward(None, "positions", None, ones) if given else model.forward(ones, "positions", None)
+    output = (
+        model.forward(None, "positions", None, ones)
+        if given
+        else model.forward(ones, "positions", None)
+    )
     last, collected = output if isinstance(output, tuple) else (output, [])
     assert last.tolist() == [STREAM[LAYERS]] * 2
-    assert [each.tolist() for each in collected] == [[STREAM[layer]] * 2 for layer in sorted(wanted)]
+    assert [each.tolist() for each in collected] == [
+        [STREAM[layer]] * 2 for layer in sorted(wanted)
+    ]
     assert model.aux_hidden_state_layers == wanted

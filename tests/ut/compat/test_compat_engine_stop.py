@@ -60,7 +60,11 @@ def engine_core() -> Iterator[Any]:
 
     events.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    apply(SimpleNamespace(EngineCoreProc=EngineCoreProc), patches.stop_in_order, patches.shut_down_undisturbed)
+    apply(
+        SimpleNamespace(EngineCoreProc=EngineCoreProc),
+        patches.stop_in_order,
+        patches.shut_down_undisturbed,
+    )
     yield EngineCoreProc
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -73,7 +77,9 @@ SHUT_DOWN = f"shut down, SIGTERM {signal.SIG_IGN!r}"
 def test_the_connector_is_told_of_the_stop_before_requests_are_aborted_and_the_core_shuts_down_with_signals_ignored(
     engine_core: Any, multi: bool
 ) -> None:
-    core = engine_core(config(transfer("MultiConnector", {"connectors": [OURS]}) if multi else ALONE), multi)
+    core = engine_core(
+        config(transfer("MultiConnector", {"connectors": [OURS]}) if multi else ALONE), multi
+    )
     assert core._handle_shutdown() and events == []
     core.shutdown_state = STATE.REQUESTED
     assert core._handle_shutdown() is False
@@ -82,7 +88,9 @@ def test_the_connector_is_told_of_the_stop_before_requests_are_aborted_and_the_c
     assert events.count(SHUT_DOWN) == 1
 
 
-def test_requests_in_flight_have_the_time_that_was_given_and_are_then_aborted(engine_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_flight_have_the_time_that_was_given_and_are_then_aborted(
+    engine_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     core = engine_core(config(shutdown_timeout=60))

@@ -48,7 +48,9 @@ def patched_worker() -> Any:
 
 @pytest.mark.parametrize("multi", [False, True])
 @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
-def test_the_exception_of_a_step_is_given_to_our_connector_and_raised(monkeypatch: pytest.MonkeyPatch, method: str, multi: bool) -> None:
+def test_the_exception_of_a_step_is_given_to_our_connector_and_raised(
+    monkeypatch: pytest.MonkeyPatch, method: str, multi: bool
+) -> None:
     connector, error = Connector(), RuntimeError("aclnnStack")
     use(monkeypatch, connector, multi)
     step = getattr(patched_worker(), method)
@@ -60,7 +62,9 @@ def test_the_exception_of_a_step_is_given_to_our_connector_and_raised(monkeypatc
     assert connector.failures == [error]
 
 
-def test_a_step_of_a_server_without_connector_raises_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_server_without_connector_raises_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     with pytest.raises(RuntimeError, match="aclnnStack"):
         patched_worker().execute_model(RuntimeError("aclnnStack"))

@@ -11,16 +11,30 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ascend_hsx.compat.rotation import DESCRIPTION, logger, read_rotation, refuse_undeclared_rotation, rotation_of
+from vllm_ascend_hsx.compat.rotation import (
+    DESCRIPTION,
+    logger,
+    read_rotation,
+    refuse_undeclared_rotation,
+    rotation_of,
+)
 from vllm_ascend_hsx.protocol.errors import UserError
 
 SIZE = 8
 NAME = "optional/quarot.safetensors"
-QUAROT = {"optional": {"quarot": {"rotation_map": {"global_rotation": NAME}}}, "model.norm.weight": "FLOAT"}
+QUAROT = {
+    "optional": {"quarot": {"rotation_map": {"global_rotation": NAME}}},
+    "model.norm.weight": "FLOAT",
+}
 CPU = torch.device("cpu")
 
 
-def checkpoint(directory: Path, description: Any, matrix: torch.Tensor | None = None, quantization: str | None = "ascend") -> Any:
+def checkpoint(
+    directory: Path,
+    description: Any,
+    matrix: torch.Tensor | None = None,
+    quantization: str | None = "ascend",
+) -> Any:
     directory.mkdir(exist_ok=True)
     text = description if isinstance(description, str) else json.dumps(description)
     if description is not None:
@@ -29,7 +43,9 @@ def checkpoint(directory: Path, description: Any, matrix: torch.Tensor | None = 
         (directory / NAME).parent.mkdir(exist_ok=True)
         save_file({"global_rotation": matrix}, directory / NAME)
     model = SimpleNamespace(model=str(directory), revision=None, quantization=quantization)
-    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=None))
+    return SimpleNamespace(
+        model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=None)
+    )
 
 
 def test_the_file_is_the_one_that_the_description_names(tmp_path: Path) -> None:
@@ -38,15 +54,27 @@ def test_the_file_is_the_one_that_the_description_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "description",
-    [{}, {"optional": {}}, {"optional": {"quarot": None}}, {"optional": {"quarot": {"rotation_map": {"global_rotation": 5}}}}, [], None],
+    [
+        {},
+        {"optional": {}},
+        {"optional": {"quarot": None}},
+        {"optional": {"quarot": {"rotation_map": {"global_rotation": 5}}}},
+        [],
+        None,
+    ],
     ids=str,
 )
-def test_a_target_whose_description_names_none_is_not_rotated(tmp_path: Path, description: Any) -> None:
+def test_a_target_whose_description_names_none_is_not_rotated(
+    tmp_path: Path, description: Any
+) -> None:
     assert rotation_of(checkpoint(tmp_path, description), "undo") is None
 
 
 def test_a_rotation_in_its_usual_place_needs_no_name(tmp_path: Path) -> None:
-    assert rotation_of(checkpoint(tmp_path, {"optional": {}}, torch.eye(SIZE)), "undo") == tmp_path / NAME
+    assert (
+        rotation_of(checkpoint(tmp_path, {"optional": {}}, torch.eye(SIZE)), "undo")
+        == tmp_path / NAME
+    )
 
 
 def test_a_target_that_says_that_it_is_rotated_needs_its_matrix(tmp_path: Path) -> None:
@@ -59,12 +87,17 @@ def test_a_target_that_says_that_it_is_rotated_needs_its_matrix(tmp_path: Path) 
 
 def test_a_target_that_vllm_ascend_does_not_quantise_is_not_rotated(tmp_path: Path) -> None:
     for quantization in (None, "fp8"):
-        assert rotation_of(checkpoint(tmp_path, QUAROT, torch.eye(SIZE), quantization), "undo") is None
+        assert (
+            rotation_of(checkpoint(tmp_path, QUAROT, torch.eye(SIZE), quantization), "undo") is None
+        )
 
 
 def test_a_rotation_that_is_not_there_is_refused_unless_rows_are_kept(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, QUAROT)
-    with pytest.raises(UserError, match=rf"is rotated \(QuaRot\), and its matrix {NAME} is not there.*rotation='keep'"):
+    with pytest.raises(
+        UserError,
+        match=rf"is rotated \(QuaRot\), and its matrix {NAME} is not there.*rotation='keep'",
+    ):
         rotation_of(model, "undo")
     assert rotation_of(model, "keep") is not None
 
@@ -77,13 +110,18 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("matrix", "problem"),
     [
-        (torch.eye(SIZE + 1), rf"is a rotation of \({SIZE + 1}, {SIZE + 1}\), and rows have {SIZE} elements"),
+        (
+            torch.eye(SIZE + 1),
+            rf"is a rotation of \({SIZE + 1}, {SIZE + 1}\), and rows have {SIZE} elements",
+        ),
         (torch.ones(SIZE, SIZE), "is not orthogonal: Q @ Q.T deviates by 8 from the identity"),
         (torch.full((SIZE, SIZE), torch.nan), "is not orthogonal"),
     ],
     ids=["size", "ones", "NaN"],
 )
-def test_a_matrix_that_is_no_rotation_is_refused(tmp_path: Path, matrix: torch.Tensor, problem: str) -> None:
+def test_a_matrix_that_is_no_rotation_is_refused(
+    tmp_path: Path, matrix: torch.Tensor, problem: str
+) -> None:
     checkpoint(tmp_path, QUAROT, matrix)
     with pytest.raises(UserError, match=problem):
         read_rotation(tmp_path / NAME, SIZE, CPU)
@@ -102,7 +140,9 @@ def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
-    matrix = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)))[0].contiguous()
+    matrix = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)))[
+        0
+    ].contiguous()
     checkpoint(tmp_path, QUAROT, matrix.to(dtype))
     found = read_rotation(tmp_path / NAME, SIZE, CPU)
     assert found.dtype == torch.float32
@@ -113,23 +153,48 @@ def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> No
 
 UNDECLARED = r"does not say so: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
 EQUAL, TRAINED = torch.ones(SIZE), torch.linspace(0.5, 1.5, SIZE)
-FILES = ("quant_model_weights-00001-of-00002.safetensors", "quant_model_weights-00002-of-00002.safetensors")
-NORMS_OF_A_LAYER = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+FILES = (
+    "quant_model_weights-00001-of-00002.safetensors",
+    "quant_model_weights-00002-of-00002.safetensors",
+)
+NORMS_OF_A_LAYER = (
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+)
 
 
-def with_norms(directory: Path, final: torch.Tensor, name: str = "model.norm.weight", of_a_layer: torch.Tensor = TRAINED) -> Any:
+def with_norms(
+    directory: Path,
+    final: torch.Tensor,
+    name: str = "model.norm.weight",
+    of_a_layer: torch.Tensor = TRAINED,
+) -> Any:
     """A checkpoint of two files whose description declares nothing."""
     found = checkpoint(directory, {"model.norm.weight": "FLOAT"})
-    save_file({"lm_head.weight": torch.ones(2, SIZE), name: final.contiguous()}, directory / FILES[0])
+    save_file(
+        {"lm_head.weight": torch.ones(2, SIZE), name: final.contiguous()}, directory / FILES[0]
+    )
     save_file({each: of_a_layer.clone() for each in NORMS_OF_A_LAYER}, directory / FILES[1])
     return found
 
 
-@pytest.mark.parametrize("final", [EQUAL, EQUAL.bfloat16(), torch.zeros(SIZE)], ids=["1", "bfloat16", "0, of a norm that adds 1"])
 @pytest.mark.parametrize(
-    "name", ["model.norm.weight", "norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight"]
+    "final",
+    [EQUAL, EQUAL.bfloat16(), torch.zeros(SIZE)],
+    ids=["1", "bfloat16", "0, of a norm that adds 1"],
 )
-def test_a_rotation_that_is_not_declared_is_refused_unless_rows_are_kept(tmp_path: Path, name: str, final: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "norm.weight",
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+    ],
+)
+def test_a_rotation_that_is_not_declared_is_refused_unless_rows_are_kept(
+    tmp_path: Path, name: str, final: torch.Tensor
+) -> None:
     """The norms of layers are as smoothing leaves them, which follows the rotation."""
     config = with_norms(tmp_path, final, name)
     with pytest.raises(UserError, match=UNDECLARED):
@@ -137,7 +202,10 @@ def test_a_rotation_that_is_not_declared_is_refused_unless_rows_are_kept(tmp_pat
     assert rotation_of(config, "keep") is not None, "files say that rows are rotated"
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "visual.merger.norm.weight", "model.layers.3.shared_head.norm.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.weight", "visual.merger.norm.weight", "model.layers.3.shared_head.norm.weight"],
+)
 def test_a_target_whose_final_norm_was_trained_is_not_rotated(tmp_path: Path, name: str) -> None:
     final = TRAINED if name == "model.norm.weight" else EQUAL
     assert rotation_of(with_norms(tmp_path, final, name, of_a_layer=EQUAL), "undo") is None
@@ -157,7 +225,9 @@ def test_what_the_description_declares_goes_before_the_norm(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer"])
-def test_weights_that_are_not_there_yet_are_looked_at_when_they_are_loaded(tmp_path: Path, load_format: str) -> None:
+def test_weights_that_are_not_there_yet_are_looked_at_when_they_are_loaded(
+    tmp_path: Path, load_format: str
+) -> None:
     config = checkpoint(tmp_path, {})
     config.load_config.load_format = load_format
     assert rotation_of(config, "undo") is None
@@ -174,7 +244,9 @@ def test_dummy_weights_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["file", "index"])
-def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = with_norms(tmp_path, EQUAL)
     if damage == "file":
         (tmp_path / FILES[1]).write_bytes(b"no safetensors")

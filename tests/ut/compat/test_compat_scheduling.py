@@ -19,14 +19,23 @@ KEY, VARIABLE = "enable_balance_scheduling", "VLLM_ASCEND_BALANCE_SCHEDULING"
         ({KEY: True}, {}, f"additional_config.{KEY}=True"),
         ({KEY: 1}, {VARIABLE: "0"}, f"additional_config.{KEY}=1"),
         ({"scheduler_config": {KEY: True}}, {}, f"additional_config.scheduler_config.{KEY}=True"),
-        ({"scheduler_config": {KEY: True}, KEY: False}, {}, f"additional_config.scheduler_config.{KEY}=True"),
+        (
+            {"scheduler_config": {KEY: True}, KEY: False},
+            {},
+            f"additional_config.scheduler_config.{KEY}=True",
+        ),
     ],
 )
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_it_is_refused_by_option_value_and_remedy(config: dict[str, Any], environ: dict[str, str], named: str, role: str) -> None:
+def test_it_is_refused_by_option_value_and_remedy(
+    config: dict[str, Any], environ: dict[str, str], named: str, role: str
+) -> None:
     with pytest.raises(UserError) as refused:
         refuse_balance_scheduling(config, role, environ)
-    assert str(refused.value).startswith(f"{named} is taken by vllm-ascend with kv_role='kv_both' alone, and this server has {role!r}.")
+    assert str(refused.value).startswith(
+        f"{named} is taken by vllm-ascend with kv_role='kv_both' alone, and this server has "
+        f"{role!r}."
+    )
     assert "Leave it out, or make this connector a child of a MultiConnector" in str(refused.value)
 
 
@@ -48,5 +57,7 @@ def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
         ({KEY: True}, {VARIABLE: "1"}, "kv_both"),
     ],
 )
-def test_a_server_without_it_is_not_refused(config: dict[str, Any], environ: dict[str, str], role: str) -> None:
+def test_a_server_without_it_is_not_refused(
+    config: dict[str, Any], environ: dict[str, str], role: str
+) -> None:
     refuse_balance_scheduling(config, role, environ)

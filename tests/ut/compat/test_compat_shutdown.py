@@ -26,16 +26,27 @@ from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
 CONFIGS = {
     "alone": (ALONE, PATIENCE),
-    "in MultiConnector": (transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}, OURS]}), PATIENCE),
-    "MultiConnector of others": (transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}]}), 0),
+    "in MultiConnector": (
+        transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}, OURS]}),
+        PATIENCE,
+    ),
+    "MultiConnector of others": (
+        transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}]}),
+        0,
+    ),
     "another": (OTHER, 0),
     "none": (None, 0),
-    "an option that no engine starts with": (transfer("AscendHiddenStatesConnector", {"drain_timeout": 5}), 0),
+    "an option that no engine starts with": (
+        transfer("AscendHiddenStatesConnector", {"drain_timeout": 5}),
+        0,
+    ),
 }
 
 
 @pytest.mark.parametrize(("kv_transfer_config", "seconds"), CONFIGS.values(), ids=CONFIGS)
-def test_there_is_a_timeout_for_our_connector_alone(kv_transfer_config: Any, seconds: float) -> None:
+def test_there_is_a_timeout_for_our_connector_alone(
+    kv_transfer_config: Any, seconds: float
+) -> None:
     assert stop_timeout(config(kv_transfer_config)) == seconds
 
 
@@ -52,16 +63,31 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.ended.append(timeout)
 
     monkeypatch.setattr(utils_module, "shutdown", shutdown)
-    apply(SimpleNamespace(CoreEngineProcManager=made), patches.initialise_manager, patches.wait_for_engines)
+    apply(
+        SimpleNamespace(CoreEngineProcManager=made),
+        patches.initialise_manager,
+        patches.wait_for_engines,
+    )
     return made
 
 
 def start(manager: Any, vllm_config: Any) -> Any:
-    return manager(0, 0, 0, vllm_config, local_client=True, handshake_address="", executor_class=object, log_stats=False)
+    return manager(
+        0,
+        0,
+        0,
+        vllm_config,
+        local_client=True,
+        handshake_address="",
+        executor_class=object,
+        log_stats=False,
+    )
 
 
 @pytest.mark.parametrize("timeout", [0, 30, None])
-def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(manager: Any, timeout: float | None) -> None:
+def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(
+    manager: Any, timeout: float | None
+) -> None:
     start(manager, config()).shutdown(timeout=timeout)
     start(manager, config(OTHER)).shutdown(timeout=timeout)
     ours, others = manager.ended
@@ -70,9 +96,13 @@ def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(manager: A
 
 
 @pytest.mark.parametrize("timeout", [0, 2**31, 10**400])
-def test_no_process_is_waited_for_longer_than_the_system_can_wait(manager: Any, timeout: int) -> None:
+def test_no_process_is_waited_for_longer_than_the_system_can_wait(
+    manager: Any, timeout: int
+) -> None:
     longest = {**OPTIONS, "drain_timeout_s": LONGEST_S, "storage_timeout_s": LONGEST_WAIT_S}
-    start(manager, config(transfer("AscendHiddenStatesConnector", longest))).shutdown(timeout=timeout)
+    start(manager, config(transfer("AscendHiddenStatesConnector", longest))).shutdown(
+        timeout=timeout
+    )
     (given,) = manager.ended
     assert given >= LONGEST_S + LONGEST_WAIT_S
     readable, writable = os.pipe()
@@ -156,14 +186,28 @@ sys.kept = (AsyncLLM(), shutdown, transfer_config)
 
 def test_an_engine_that_outlives_our_modules_at_exit_is_shut_down_without_an_error() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, env=environment
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "upstream's", "")
 
 
-@pytest.mark.parametrize("attributes", [{}, {"vllm_config": config()}], ids=["before its configuration", "before its client"])
-def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(attributes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "attributes",
+    [{}, {"vllm_config": config()}],
+    ids=["before its configuration", "before its client"],
+)
+def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(
+    attributes: dict[str, Any],
+) -> None:
     seen: list[float | None] = []
-    made = SimpleNamespace(AsyncLLM=type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: seen.append(timeout), **attributes}))
+    made = SimpleNamespace(
+        AsyncLLM=type(
+            "AsyncLLM",
+            (),
+            {"shutdown": lambda self, timeout=None: seen.append(timeout), **attributes},
+        )
+    )
     apply(made, patches.fail_unanswered_requests)
     made.AsyncLLM().shutdown(timeout=3)
     assert seen == [3]
@@ -173,7 +217,8 @@ def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(att
 
 
 @pytest.mark.parametrize(
-    ("kv_transfer_config", "shutting_down", "waits"), [(ALONE, True, True), (ALONE, False, False), (OTHER, True, False)]
+    ("kv_transfer_config", "shutting_down", "waits"),
+    [(ALONE, True, True), (ALONE, False, False), (OTHER, True, False)],
 )
 def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signals(
     kv_transfer_config: Any, shutting_down: bool, waits: bool
@@ -185,7 +230,9 @@ def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signal
             calls.append(timeout)
 
     class MultiprocExecutor:
-        _ensure_worker_termination = staticmethod(lambda worker_procs: calls.append(len(worker_procs)))
+        _ensure_worker_termination = staticmethod(
+            lambda worker_procs: calls.append(len(worker_procs))
+        )
 
         def __init__(self) -> None:
             self.vllm_config, self.shutting_down = config(kv_transfer_config), shutting_down
@@ -195,7 +242,9 @@ def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signal
     *joined, terminated = calls
     assert terminated == 2
     if waits:
-        assert PATIENCE - 10 < joined[1] <= joined[0] <= PATIENCE, "together no longer than one of them"
+        assert PATIENCE - 10 < joined[1] <= joined[0] <= PATIENCE, (
+            "together no longer than one of them"
+        )
     else:
         assert sum(joined) == 0
 
@@ -203,14 +252,19 @@ def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signal
 def test_vllms_executor_calls_it_on_itself() -> None:
     """The class has a static method; ours needs the executor's configuration."""
     for method in ("shutdown", "_init_executor"):
-        assert "self._ensure_worker_termination(" in inspect.getsource(getattr(multiproc_executor.MultiprocExecutor, method))
+        assert "self._ensure_worker_termination(" in inspect.getsource(
+            getattr(multiproc_executor.MultiprocExecutor, method)
+        )
 
 
 # Workers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("kv_transfer_config", "orphan", "ends"), [(ALONE, False, False), (ALONE, True, True), (OTHER, False, True)])
+@pytest.mark.parametrize(
+    ("kv_transfer_config", "orphan", "ends"),
+    [(ALONE, False, False), (ALONE, True, True), (OTHER, False, True)],
+)
 def test_a_worker_leaves_signals_to_the_engine_core_that_lives(
     kv_transfer_config: Any, orphan: bool, ends: bool, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

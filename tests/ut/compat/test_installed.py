@@ -19,7 +19,10 @@ from vllm_ascend_hsx.compat.patch_points import POINTS
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionError, Pair
 
 POINT = Examined("a.f", "called", "rows are right", None, False, "0" * 16, "vllm/a.py")
-KNOWN = {"0.23.0": installed.Sources({}, {"a.f": "0" * 16}), "0.26.0rc1": installed.Sources({}, {"a.f": "1" * 16})}
+KNOWN = {
+    "0.23.0": installed.Sources({}, {"a.f": "0" * 16}),
+    "0.26.0rc1": installed.Sources({}, {"a.f": "1" * 16}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +38,31 @@ def test_every_checked_pair_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("pair", CHECKED_PAIRS, ids=lambda pair: pair.vllm_ascend)
-def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_it_and_no_other_is(pair: Pair) -> None:
+def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_it_and_no_other_is(
+    pair: Pair,
+) -> None:
     """Else one that is new, or is for other releases than before, is not checked at start."""
     with_code = {name for sources in recorded().values() for name in sources.bodies}
-    releases = {package: Version(release).base_version for package, release in pair._asdict().items()}
-    named = {point.name for point in POINTS if releases[point.module.partition(".")[0]] in SpecifierSet(point.versions)}
+    releases = {
+        package: Version(release).base_version for package, release in pair._asdict().items()
+    }
+    named = {
+        point.name
+        for point in POINTS
+        if releases[point.module.partition(".")[0]] in SpecifierSet(point.versions)
+    }
     assert recorded()[pair.vllm_ascend].bodies.keys() == named & with_code
 
 
-def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(installed, "examined", lambda: pytest.fail("it looks closer"))
     require_checked(False)
     assert os.environ["HSX_CHECKED_VERSIONS"] == " ".join(installed.installed_pair())
-    monkeypatch.setattr(installed, "_files_are_those_of", lambda pair: pytest.fail("it looks again"))
+    monkeypatch.setattr(
+        installed, "_files_are_those_of", lambda pair: pytest.fail("it looks again")
+    )
     require_checked(False)
 
 
@@ -58,13 +73,20 @@ def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(mon
         (POINT._replace(body="1" * 16), None),  # as in another checked release
         (POINT._replace(body="2" * 16), "its code has changed"),
         (POINT._replace(body=None, problem="a.f is not there"), "a.f is not there"),
-        (POINT._replace(body=None, problem="ModuleNotFoundError: a", not_imported=True), "ModuleNotFoundError: a"),
+        (
+            POINT._replace(body=None, problem="ModuleNotFoundError: a", not_imported=True),
+            "ModuleNotFoundError: a",
+        ),
         (POINT._replace(body=None), None),  # a constant
     ],
 )
 @pytest.mark.parametrize("pair", [Pair("0.31.0", "0.31.0rc1"), CHECKED_PAIRS[0]])
 def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied_on_holds(
-    pair: Pair, point: Examined, difference: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Pair,
+    point: Examined,
+    difference: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(installed, "installed_pair", lambda: pair)
     monkeypatch.setattr(installed, "recorded", lambda: KNOWN)
@@ -73,11 +95,17 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
     what = f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}"
     if difference is None:
         require_checked(False)
-        assert f"{what}: " in caplog.text and "all that vllm-ascend-hsx relies on is as in a checked release" in caplog.text
+        assert (
+            f"{what}: " in caplog.text
+            and "all that vllm-ascend-hsx relies on is as in a checked release" in caplog.text
+        )
     else:
         with pytest.raises(IncompatibleVersionError) as refused:
             require_checked(False)
-        assert f"{what} differs from what was checked:\n  a.f: {difference}; called so that: rows are right" in str(refused.value)
+        assert (
+            f"{what} differs from what was checked:\n  a.f: {difference}; called so that: rows "
+            "are right"
+        ) in str(refused.value)
         assert '"allow_unchecked_versions": true' in str(refused.value)
         assert os.environ["HSX_CHECKED_VERSIONS"] == ""
         require_checked(True)
@@ -86,7 +114,9 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
 
 
 def test_a_digest_is_of_the_code_alone() -> None:
-    source = '    def f(self, a, b="x"):\n        """Do it."""\n        # now\n        return a + b\n'
+    source = (
+        '    def f(self, a, b="x"):\n        """Do it."""\n        # now\n        return a + b\n'
+    )
     same = "def f(self, a, b='x'):\n\n    return (a + b)"
     assert digest_of_body(source) == digest_of_body(same)
     assert digest_of_body(source) != digest_of_body(source.replace("a + b", "b + a"))
@@ -94,7 +124,9 @@ def test_a_digest_is_of_the_code_alone() -> None:
     assert digest_of_body("def f():\n    '''Nothing.'''") == digest_of_body("def f(): pass")
 
 
-CHECK = "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.require_checked(False)"
+CHECK = (
+    "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.require_checked(False)"
+)
 STATE = "vllm/distributed/kv_transfer/kv_transfer_state.py"
 LINE = "    return _KV_CONNECTOR_AGENT is not None\n"
 CHANGES = [
@@ -110,10 +142,22 @@ CHANGES = [
         "def shutdown(self)",
         "its parameters are (self), not",
     ),
-    Change("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
-    Change(STATE, LINE, "    return bool(_KV_CONNECTOR_AGENT)\n", "has_kv_transfer_group: its code has changed"),
+    Change(
+        "vllm_ascend/worker/worker.py",
+        "def sleep(self, level",
+        "def slumber(self, level",
+        "NPUWorker.sleep: it is not there",
+    ),
+    Change(
+        STATE,
+        LINE,
+        "    return bool(_KV_CONNECTOR_AGENT)\n",
+        "has_kv_transfer_group: its code has changed",
+    ),
 ]
-UNRELATED = [Change(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(")]
+UNRELATED = [
+    Change(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(")
+]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +172,19 @@ def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_l
 ) -> None:
     environ = copy_installed(tmp_path, changes)
     hsx = str(Path(sys.executable).with_name("hsx"))
-    done = subprocess.run([hsx, "emulate", "--", sys.executable, "-c", CHECK], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [hsx, "emulate", "--", sys.executable, "-c", CHECK],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     printed = done.stdout + done.stderr
     assert done.returncode == refused, printed
     if refused:
-        lines = printed.partition("differs from what was checked:\n")[2].splitlines()[: len(changes)]
+        lines = printed.partition("differs from what was checked:\n")[2].splitlines()[
+            : len(changes)
+        ]
         assert all(" so that: " in line for line in lines), printed
         assert all(any(change.report in line for line in lines) for change in changes), printed
     else:

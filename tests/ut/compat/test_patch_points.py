@@ -44,7 +44,9 @@ def test_every_import_from_vllm_is_declared() -> None:
         (node.module, alias.name)
         for source in declaring_sources()
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("vllm", "vllm_ascend")
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.split(".")[0] in ("vllm", "vllm_ascend")
         for alias in node.names
     }
     assert len(imported) >= 12
@@ -58,7 +60,9 @@ def test_the_frame_of_a_replaced_method_has_a_local_self() -> None:
         return sys._getframe(1).f_locals["self"]
 
     model = type("Model", (), {"forward": lambda self: None})
-    point = PatchPoint("a.b", ("Model", "forward"), Use.REPLACED, ("self",), (), "it compiles", ">=0.23", find_self)
+    point = PatchPoint(
+        "a.b", ("Model", "forward"), Use.REPLACED, ("self",), (), "it compiles", ">=0.23", find_self
+    )
     point.apply(SimpleNamespace(Model=model))
     made = model()
     assert made.forward() is made
@@ -86,7 +90,11 @@ def test_what_a_patch_takes_is_read_from_its_function() -> None:
         ("0.23.0.post1", ">=0.23,<0.24", True),
         ("0.26.0rc1", ">=0.26,<0.30", True),
         ("0.26.0rc1", ">=0.23,<0.24", False),
-        ("0.27.0", ">=0.26,<0.27", True),  # not checked: treated as the newest checked release before it
+        (
+            "0.27.0",
+            ">=0.26,<0.27",
+            True,
+        ),  # not checked: treated as the newest checked release before it
         ("0.9.0", ">=0.23,<0.24", True),  # as the oldest
         (None, ">=0.26,<0.27", True),  # not installed, so never imported
     ],
@@ -100,7 +108,11 @@ def test_a_patch_is_for_the_releases_that_it_names(
         return installed
 
     monkeypatch.setattr(compat_versions, "version", version)
-    monkeypatch.setattr(compat_versions, "CHECKED_PAIRS", (Pair("0.23.0", "0.23.0.post1"), Pair("0.26.0", "0.26.0rc1")))
+    monkeypatch.setattr(
+        compat_versions,
+        "CHECKED_PAIRS",
+        (Pair("0.23.0", "0.23.0.post1"), Pair("0.26.0", "0.26.0rc1")),
+    )
     compat_versions.release_to_patch.cache_clear()
     try:
         for module in ("vllm.config", "vllm_ascend.worker"):
@@ -132,7 +144,9 @@ print("FOUND", len(ours) >= 28, hooked == ours, early, Scheduler._connector_fini
 def test_the_plugin_applies_every_patch_once_when_its_module_is_imported() -> None:
     """And imports nothing that vllm-ascend patches: a general plugin is loaded before."""
     hsx = [str(Path(sys.executable).with_name("hsx")), "emulate", "--"]
-    done = subprocess.run([*hsx, sys.executable, "-c", REGISTER], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*hsx, sys.executable, "-c", REGISTER], capture_output=True, text=True, check=False
+    )
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert found == ["FOUND True True [] _connector_finished"], done.stdout + done.stderr
 
@@ -156,7 +170,9 @@ def one_required(self: Any, timeout: Any, force: bool) -> None: ...
         (Use.NAMED, renamed, True),
     ],
 )
-def test_a_patch_point_holds_as_far_as_we_rely_on_its_signature(use: Use, function: Callable[..., None], holds: bool) -> None:
+def test_a_patch_point_holds_as_far_as_we_rely_on_its_signature(
+    use: Use, function: Callable[..., None], holds: bool
+) -> None:
     point = PatchPoint("module", ("Class", "method"), use, ("self", "timeout"), (), "it stops", "")
     module = SimpleNamespace(Class=SimpleNamespace(method=function))
     assert (problem_of(point, lambda name: module) is None) is holds
@@ -178,9 +194,15 @@ def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = (
         parameters = ", ".join((*point.takes, *point.keywords))
         if rename[0] == point.name:
             parameters = parameters.replace(*rename[1].split("="))
-        owner, name = (point.path[0], point.path[1]) if len(point.path) == 2 else ("", point.path[0])
+        owner, name = (
+            (point.path[0], point.path[1]) if len(point.path) == 2 else ("", point.path[0])
+        )
         body = classes.setdefault(owner, [])
-        body.append(f"{name} = 1" if point.use is Use.NAMED and not name.startswith("__") else f"def {name}({parameters}): ...")
+        body.append(
+            f"{name} = 1"
+            if point.use is Use.NAMED and not name.startswith("__")
+            else f"def {name}({parameters}): ..."
+        )
     for module, classes in sources.items():
         path = directory.joinpath(*module.split("."))
         path.mkdir(parents=True, exist_ok=True)
@@ -195,11 +217,15 @@ def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = (
 
 def check_tree(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(PACKAGE.parent)]))
-    monkeypatch.setattr(patch_points, "difference_of", lambda point: point.problem)  # the functions have no code
+    monkeypatch.setattr(
+        patch_points, "difference_of", lambda point: point.problem
+    )  # the functions have no code
     return list(check_patch_points())
 
 
-def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = "vllm.v1.core.sched.scheduler.Scheduler.update_from_output"
     write_tree(tmp_path, leave_out=gone)
     found = check_tree(tmp_path, monkeypatch)
@@ -210,35 +236,59 @@ def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(tmp_
     assert len(found) == len(FITTING)
 
 
-def test_a_patch_point_with_other_parameters_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_point_with_other_parameters_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = "vllm.sampling_params.SamplingParams._validate_spec_decode"
     write_tree(tmp_path, rename=(changed, "speculative_config=config"))
     (problem,) = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
     assert problem.name == changed
-    assert problem.found.startswith("its parameters are (self, config), not (self, speculative_config);")
+    assert problem.found.startswith(
+        "its parameters are (self, config), not (self, speculative_config);"
+    )
 
 
-def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tree(tmp_path)
     (tmp_path / "vllm_ascend" / "__init__.py").write_text("import libascendcl_that_is_not_there\n")
     problems = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
     number = sum(point.module.startswith("vllm_ascend.") for point in FITTING)
     assert [each.name for each in problems] == ["imports"]
-    assert problems[0].found.startswith(f"{number} of {len(FITTING)} patch points could not be checked: ModuleNotFoundError")
+    assert problems[0].found.startswith(
+        f"{number} of {len(FITTING)} patch points could not be checked: ModuleNotFoundError"
+    )
     assert "libascendcl_that_is_not_there" in problems[0].found
 
 
 def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
-    code = "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); sys.stderr.flush(); os._exit(9)"
+    code = (
+        "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); "
+        "sys.stderr.flush(); os._exit(9)"
+    )
     (found,) = check_patch_points(command=(sys.executable, "-c", code))
     assert found.verdict == "problem" and found.found.endswith("libhccl.so: undefined symbol")
     (consequence,) = check_patch_points(False, (sys.executable, "-c", code))
-    assert (consequence.verdict, consequence.what_to_do) == ("note", "Mend what is wrong above, and look again.")
+    assert (consequence.verdict, consequence.what_to_do) == (
+        "note",
+        "Mend what is wrong above, and look again.",
+    )
     (silent,) = check_patch_points(command=(sys.executable, "-c", "import os; os._exit(9)"))
     assert silent.found.endswith("exit code 9")
 
 
-IMPORTS_FAIL = [["a.b", "called", "it works", "ModuleNotFoundError: No module named 'torch_npu'", True, None, None]]
+IMPORTS_FAIL = [
+    [
+        "a.b",
+        "called",
+        "it works",
+        "ModuleNotFoundError: No module named 'torch_npu'",
+        True,
+        None,
+        None,
+    ]
+]
 CHANGED = [["a.b", "called", "it works", "a.b is not there", False, None, None]]
 OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vllm/b.py"]]
 
@@ -250,7 +300,15 @@ OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vl
         (IMPORTS_FAIL, True, "problem", "Find out why python -c 'import vllm_ascend.ops' fails."),
         (CHANGED, False, "problem", "Mend what is wrong above, and look again."),
         (OTHER_CODE, True, "problem", "Its version is right"),
-        (CHANGED, True, "problem", "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS)"),
+        (
+            CHANGED,
+            True,
+            "problem",
+            (
+                "Its version is right, so something has changed it: leave other plugins out "
+                "(VLLM_PLUGINS)"
+            ),
+        ),
     ],
 )
 def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a_remedy_of_its_own(
@@ -261,12 +319,18 @@ def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a
     assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
 
 
-def test_a_patch_point_that_fails_in_a_release_that_was_not_checked_is_told_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_point_that_fails_in_a_release_that_was_not_checked_is_told_of_the_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(patch_points, "installed_pair", lambda: ("0.31.0", "0.31.0"))
-    (finding,) = check_patch_points(command=(sys.executable, "-c", f"print({MARK + json.dumps(OTHER_CODE)!r})"))
+    (finding,) = check_patch_points(
+        command=(sys.executable, "-c", f"print({MARK + json.dumps(OTHER_CODE)!r})")
+    )
     assert finding.verdict == "problem" and '"allow_unchecked_versions": true' in finding.what_to_do
 
 
 def test_a_process_that_hangs_is_a_finding() -> None:
-    (found,) = check_patch_points(command=(sys.executable, "-c", "import signal; signal.pause()"), timeout=0.5)
+    (found,) = check_patch_points(
+        command=(sys.executable, "-c", "import signal; signal.pause()"), timeout=0.5
+    )
     assert found.verdict == "problem" and "0.5 seconds" in found.found

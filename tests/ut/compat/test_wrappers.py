@@ -26,7 +26,9 @@ from vllm_ascend_hsx.compat.canonical import NotCanonicalError
 from vllm_ascend_hsx.compat.collector import Collection, collection_of, make_collecting
 
 INPUT_IDS, POSITIONS = torch.arange(TOKENS) * 7, torch.arange(TOKENS)
-CONFIG: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(text_config="", vision_config="")))
+CONFIG: Any = SimpleNamespace(
+    model_config=SimpleNamespace(hf_config=SimpleNamespace(text_config="", vision_config=""))
+)
 
 
 class Language(nn.Module):
@@ -49,7 +51,9 @@ class DeepstackForCausalLM(Language):
         self.model = AddingModel()
 
 
-def init_vllm_registered_model(vllm_config: Any, hf_config: Any = None, architectures: Any = None) -> nn.Module:
+def init_vllm_registered_model(
+    vllm_config: Any, hf_config: Any = None, architectures: Any = None
+) -> nn.Module:
     return TextForCausalLM()
 
 
@@ -71,7 +75,9 @@ class NamedInCode(Wrapper):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, architectures=["TextForCausalLM"])
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, architectures=["TextForCausalLM"]
+        )
 
 
 class NamedInConfig(Wrapper):
@@ -81,7 +87,9 @@ class NamedInConfig(Wrapper):
         super().__init__()
         config: Any = vllm_config.model_config.hf_config
         self.text_config = config.text_config
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, hf_config=self.text_config)
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, hf_config=self.text_config
+        )
 
 
 class NamedAsClass(Wrapper):
@@ -134,13 +142,18 @@ def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None
             self.language_model = DeepstackForCausalLM()
 
     make_collecting(NamedInCode, resolve)
-    with pytest.raises(NotCanonicalError, match="Given has DeepstackForCausalLM, and TextForCausalLM was checked"):
+    with pytest.raises(
+        NotCanonicalError, match="Given has DeepstackForCausalLM, and TextForCausalLM was checked"
+    ):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 
 def test_a_configuration_that_names_no_language_model_is_recorded_and_not_served() -> None:
     assert collection_of(Plain, lambda names: None) is Collection.LANGUAGE_MODEL
-    with pytest.raises(NotCanonicalError, match="the configuration of Plain does not name the class of its language model"):
+    with pytest.raises(
+        NotCanonicalError,
+        match="the configuration of Plain does not name the class of its language model",
+    ):
         make_collecting(Plain, lambda names: None)
 
 
@@ -150,7 +163,9 @@ def test_a_configuration_that_names_no_language_model_is_recorded_and_not_served
 class Plain(Wrapper):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, hf_config=vllm_config.model_config.hf_config.text_config)
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, hf_config=vllm_config.model_config.hf_config.text_config
+        )
 
 
 class Changed(Plain):
@@ -184,7 +199,9 @@ class OtherConfig(Wrapper):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, hf_config=config.vision_config)
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, hf_config=config.vision_config
+        )
 
 
 class AnyConfig(Wrapper):
@@ -195,7 +212,9 @@ class AnyConfig(Wrapper):
         config = vllm_config.model_config.hf_config
         if vllm_config:
             config = vllm_config.other
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, hf_config=config.text_config)
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, hf_config=config.text_config
+        )
 
 
 class ByType(Wrapper):
@@ -204,7 +223,9 @@ class ByType(Wrapper):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
         names = ["TextForCausalLM"]
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, architectures=names)
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, architectures=names
+        )
 
 
 class OfDeepstack(Wrapper):
@@ -212,7 +233,9 @@ class OfDeepstack(Wrapper):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self.language_model = init_vllm_registered_model(vllm_config=vllm_config, architectures=["DeepstackForCausalLM"])
+        self.language_model = init_vllm_registered_model(
+            vllm_config=vllm_config, architectures=["DeepstackForCausalLM"]
+        )
 
 
 class Misnamed(Wrapper):
@@ -220,7 +243,9 @@ class Misnamed(Wrapper):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self.language_model = Made(vllm_config.with_hf_config(vllm_config, architectures=["OtherForCausalLM"]))
+        self.language_model = Made(
+            vllm_config.with_hf_config(vllm_config, architectures=["OtherForCausalLM"])
+        )
 
 
 class Made(TextForCausalLM):
@@ -287,7 +312,9 @@ REFUSED: dict[type[nn.Module], str] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_a_wrapper_of_other_code_is_refused_with_the_reason(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_of_other_code_is_refused_with_the_reason(
+    refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(globals(), "TextForCausalLM", Uncollected)
     with pytest.raises(NotCanonicalError) as error:
         collection_of(refused, resolve)
@@ -299,7 +326,9 @@ class UncollectedModel(Decoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.start_layer, self.end_layer, self.layers = make_layers(LAYERS, lambda index: OneTensorLayer(index))
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            LAYERS, lambda index: OneTensorLayer(index)
+        )
         self.norm = RMSNorm(50)
 
     def forward(self, input_ids: Any, positions: Any) -> Any:

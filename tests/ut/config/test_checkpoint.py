@@ -32,10 +32,15 @@ def make(place: Path, seed: int = 0, elements: int = 64) -> Path:
     random = np.random.default_rng(seed)
     names = {}
     for shard, name in enumerate(SHARDS):
-        tensors = {f"layers.{shard}.{kind}": random.random(elements).astype(np.float16) for kind in ("q_proj", "up_proj")}
+        tensors = {
+            f"layers.{shard}.{kind}": random.random(elements).astype(np.float16)
+            for kind in ("q_proj", "up_proj")
+        }
         save_file(tensors, place / name)
         names |= dict.fromkeys(tensors, name)
-    (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (place / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
     (place / "config.json").write_text('{"hidden_size":8}')
     (place / DESCRIPTION).write_text('{"layers.0.q_proj":"FLOAT"}')
     return place
@@ -49,9 +54,16 @@ def of(place: Path, load_format: str = "auto") -> str:
 
 def config(model: Path | str, **changes: Any) -> Any:
     """As much of a VllmConfig as is read."""
-    values: dict[str, Any] = {"revision": None, "download_dir": None, "load_format": "auto"} | changes
+    values: dict[str, Any] = {
+        "revision": None,
+        "download_dir": None,
+        "load_format": "auto",
+    } | changes
     load = SimpleNamespace(download_dir=values["download_dir"], load_format=values["load_format"])
-    return SimpleNamespace(model_config=SimpleNamespace(model=str(model), revision=values["revision"]), load_config=load)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=values["revision"]),
+        load_config=load,
+    )
 
 
 @pytest.fixture
@@ -72,7 +84,10 @@ def test_it_depends_neither_on_the_place_nor_on_times_nor_on_who_asks(tmp_path: 
     linked.mkdir()
     for path in first.iterdir():
         (linked / path.name).symlink_to(path)
-    assert len({of(first), of(second), of(linked), *(weights_of(config(first)) for _ in range(3))}) == 1
+    assert (
+        len({of(first), of(second), of(linked), *(weights_of(config(first)) for _ in range(3))})
+        == 1
+    )
     assert len(of(first)) == 32 and set(of(first)) <= set("0123456789abcdef")
 
 
@@ -91,14 +106,18 @@ def test_what_is_no_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path) ->
 
 @WHOLE_FILES
 @given(st.sampled_from([*SHARDS, "config.json", DESCRIPTION]), st.data())
-def test_any_byte_of_a_small_checkpoint_changes_it(tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_any_byte_of_a_small_checkpoint_changes_it(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
     place = tmp_path / "a"
     if not place.exists():
         make(place)
     before, path = of(place), place / name
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :])
+    path.write_bytes(
+        whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
+    )
     assert of(place) != before
     path.write_bytes(whole)
     assert of(place) == before
@@ -119,7 +138,9 @@ def test_sizes_and_names_change_it(tmp_path: Path, name: str) -> None:
         assert of(place) != before
 
 
-@pytest.mark.parametrize("tensor", ["layers.0.q_proj", "layers.0.up_proj", "layers.1.q_proj", "layers.1.up_proj"])
+@pytest.mark.parametrize(
+    "tensor", ["layers.0.q_proj", "layers.0.up_proj", "layers.1.q_proj", "layers.1.up_proj"]
+)
 def test_one_tensor_trained_further_changes_it(tmp_path: Path, tensor: str) -> None:
     """Same shapes, and most bytes are not sampled."""
     place = make(tmp_path / "a", elements=100 * PIECE)
@@ -135,7 +156,9 @@ def test_one_tensor_trained_further_changes_it(tmp_path: Path, tensor: str) -> N
 
 
 @pytest.mark.parametrize("suffix", ["bin", "pt", "gguf"])
-def test_files_without_a_header_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path, suffix: str) -> None:
+def test_files_without_a_header_are_sampled_from_the_first_byte_to_the_last(
+    tmp_path: Path, suffix: str
+) -> None:
     path = tmp_path / f"model.{suffix}"
     whole = np.random.default_rng(0).bytes(1 << 22)
     found = set()
@@ -180,7 +203,10 @@ def test_the_load_format_decides_which_files_are_loaded(tmp_path: Path) -> None:
     for name in ("model.pt", "model.bin", "training_args.bin"):
         (place / name).write_bytes(name.encode())
     found = {each: find_checkpoint(place, each) for each in ("pt", "npcache", "gguf", "hf")}
-    names = {each: None if found is None else [path.name for path in found.weights] for each, found in found.items()}
+    names = {
+        each: None if found is None else [path.name for path in found.weights]
+        for each, found in found.items()
+    }
     assert names == {"pt": ["model.pt"], "npcache": ["model.bin"], "gguf": None, "hf": list(SHARDS)}
 
 
@@ -198,7 +224,9 @@ def test_a_model_without_local_files_is_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_a_name_of_the_hub_leads_to_the_snapshot_that_is_loaded(tmp_path: Path, revision: str | None) -> None:
+def test_a_name_of_the_hub_leads_to_the_snapshot_that_is_loaded(
+    tmp_path: Path, revision: str | None
+) -> None:
     cache = tmp_path / "cache"
     repository = cache / "models--somebody--model"
     for seed, (name, commit) in enumerate({"main": "a" * 40, "v2": "b" * 40}.items()):
@@ -206,18 +234,28 @@ def test_a_name_of_the_hub_leads_to_the_snapshot_that_is_loaded(tmp_path: Path, 
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / name).write_text(commit)
     loaded = repository / "snapshots" / ("a" * 40 if revision is None else "b" * 40)
-    assert huggingface_hub.snapshot_download("somebody/model", cache_dir=cache, revision=revision, local_files_only=True) == str(loaded)
-    assert weights_of(config("somebody/model", revision=revision, download_dir=str(cache))) == of(loaded)
+    assert huggingface_hub.snapshot_download(
+        "somebody/model", cache_dir=cache, revision=revision, local_files_only=True
+    ) == str(loaded)
+    assert weights_of(config("somebody/model", revision=revision, download_dir=str(cache))) == of(
+        loaded
+    )
 
 
-def test_a_model_of_modelscope_is_looked_up_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_modelscope_is_looked_up_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, asked = make(tmp_path / "a"), []
 
     def snapshot_download(model: str, **options: object) -> str:
         asked.append((model, options))
         return str(place)
 
-    modules = {"modelscope": {}, "modelscope.hub": {}, "modelscope.hub.snapshot_download": {"snapshot_download": snapshot_download}}
+    modules = {
+        "modelscope": {},
+        "modelscope.hub": {},
+        "modelscope.hub.snapshot_download": {"snapshot_download": snapshot_download},
+    }
     for name, values in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(**values))
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
@@ -225,11 +263,17 @@ def test_a_model_of_modelscope_is_looked_up_there(tmp_path: Path, monkeypatch: p
     assert asked == [("somebody/model", {"revision": "v2", "local_files_only": True})]
 
 
-def test_a_model_that_modelscope_has_not_loaded_yet_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_modelscope_has_not_loaded_yet_has_no_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def snapshot_download(model: str, **options: object) -> str:
         raise ValueError("Cannot find the requested files in the cached path")
 
-    modules = {"modelscope": {}, "modelscope.hub": {}, "modelscope.hub.snapshot_download": {"snapshot_download": snapshot_download}}
+    modules = {
+        "modelscope": {},
+        "modelscope.hub": {},
+        "modelscope.hub.snapshot_download": {"snapshot_download": snapshot_download},
+    }
     for name, values in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(**values))
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
@@ -251,7 +295,9 @@ def test_a_checkpoint_that_cannot_be_read_is_unknown_and_stops_nothing(
     assert "files will not name their weights" in caplog.text
 
 
-@pytest.mark.parametrize("header", [b"", b"[1]", b'{"a":{"data_offsets":[-1,2]}}', b'{"a":{}}', b"{" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "header", [b"", b"[1]", b'{"a":{"data_offsets":[-1,2]}}', b'{"a":{}}', b"{" * 100_000, b"\xff"]
+)
 def test_a_file_with_no_right_header_is_sampled_as_bytes(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 100)
@@ -261,9 +307,18 @@ def test_a_file_with_no_right_header_is_sampled_as_bytes(tmp_path: Path, header:
 
 
 @pytest.mark.parametrize(("files", "tensors"), [(1, 3), (1, 5000), (40, 200), (2100, 2)])
-def test_what_is_read_has_a_bound(tmp_path: Path, files: int, tensors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_has_a_bound(
+    tmp_path: Path, files: int, tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     each = 1 << 20
-    header = {f"layers.{at}": {"dtype": "U8", "shape": [each], "data_offsets": [at * each, (at + 1) * each]} for at in range(tensors)}
+    header = {
+        f"layers.{at}": {
+            "dtype": "U8",
+            "shape": [each],
+            "data_offsets": [at * each, (at + 1) * each],
+        }
+        for at in range(tensors)
+    }
     text = json.dumps(header).encode()
     (tmp_path / "config.json").write_text("{}")
     for number in range(files):

@@ -30,9 +30,24 @@ def test_defaults_need_only_the_directory() -> None:
         ({}, "shared_storage_path", None, "directory of the files"),
         ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
         ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory of the files"),
-        (GOOD | {"num_writer_thread": 8}, "num_writer_thread", "8", "Did you mean 'num_writer_threads'?"),
-        (GOOD | {"file_mode": 640}, "file_mode", "640", "is a number; write the octal digits as a text, such as '0640'"),
-        (GOOD | {"file_mode": "7777"}, "file_mode", "'7777'", "is not a mode of three octal digits"),
+        (
+            GOOD | {"num_writer_thread": 8},
+            "num_writer_thread",
+            "8",
+            "Did you mean 'num_writer_threads'?",
+        ),
+        (
+            GOOD | {"file_mode": 640},
+            "file_mode",
+            "640",
+            "is a number; write the octal digits as a text, such as '0640'",
+        ),
+        (
+            GOOD | {"file_mode": "7777"},
+            "file_mode",
+            "'7777'",
+            "is not a mode of three octal digits",
+        ),
         (GOOD | {"zzz": 1}, "zzz", "1", "The options are: shared_storage_path"),
         (GOOD | {"num_writer_threads": "8"}, "num_writer_threads", "'8'", "Threads per worker"),
         (GOOD | {"num_writer_threads": 0}, "num_writer_threads", "0", "greater than or equal to 1"),
@@ -40,13 +55,33 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"use_synchronization_lock": "no"}, "use_synchronization_lock", "'no'", "flock"),
         (GOOD | {"pinned_ring_bytes": "32MB"}, "pinned_ring_bytes", "'32MB'", "KiB, MiB or GiB"),
         (GOOD | {"pinned_ring_bytes": "٣GiB"}, "pinned_ring_bytes", "'٣GiB'", "KiB, MiB or GiB"),
-        ({"shared_storage_path": "/a\0b"}, "shared_storage_path", r"'/a\x00b'", "Directory of the files"),
-        ({"shared_storage_path": "/\ud800"}, "shared_storage_path", r"'/\ud800'", "Directory of the files"),
+        (
+            {"shared_storage_path": "/a\0b"},
+            "shared_storage_path",
+            r"'/a\x00b'",
+            "Directory of the files",
+        ),
+        (
+            {"shared_storage_path": "/\ud800"},
+            "shared_storage_path",
+            r"'/\ud800'",
+            "Directory of the files",
+        ),
         (GOOD | {"\ud800": 1}, r"\ud800", "1", "The options are: shared_storage_path"),
         (GOOD | {"a\nb": 1}, r"a\nb", "1", "The options are: shared_storage_path"),
         (GOOD | {1: 2}, "1", "2", "The options are: shared_storage_path"),
-        ({"sink": "mooncake", "mooncake": {1: 2}}, "mooncake.1", "2", "The options are: master_server_address"),
-        ({"sink": "mooncake", "mooncake": {"\ud800": 2}}, r"mooncake.\ud800", "2", "The options are: master_server_address"),
+        (
+            {"sink": "mooncake", "mooncake": {1: 2}},
+            "mooncake.1",
+            "2",
+            "The options are: master_server_address",
+        ),
+        (
+            {"sink": "mooncake", "mooncake": {"\ud800": 2}},
+            r"mooncake.\ud800",
+            "2",
+            "The options are: master_server_address",
+        ),
         (GOOD | {"pinned_ring_bytes": -1}, "pinned_ring_bytes", "-1", "Pinned host memory"),
     ],
 )
@@ -67,44 +102,126 @@ MASTER = {"master_server_address": "store:50051"}
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the directory"),
-        ({"sink": "shard"}, "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the directory"),
-        ({"sink": "mooncake"}, "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set it to {"),
-        ({"sink": "shards"}, "kv_connector_extra_config.sink='shards' cannot be used: Input should be 'file', 'shard' or 'mooncake'"),
-        ({"quantization": "int8"}, "kv_connector_extra_config.quantization='int8' cannot be used: Input should be 'none' or 'fp8'"),
-        (GOOD | {"extract": "sample"}, "sample_rate=None is missing, and extract is 'sample'. Set it to the share of requests to"),
-        (GOOD | {"sample_rate": 0.5}, "sample_rate=0.5 has no effect, because extract is 'all'. Set extract to 'sample', or leave it out."),
-        (GOOD | {"extract": "sample", "sample_rate": 0}, "sample_rate=0 cannot be used: Input should be greater than 0"),
+        (
+            {},
+            (
+                "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the "
+                "directory"
+            ),
+        ),
+        (
+            {"sink": "shard"},
+            (
+                "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the "
+                "directory"
+            ),
+        ),
+        (
+            {"sink": "mooncake"},
+            (
+                "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set "
+                "it "
+                "to {"
+            ),
+        ),
+        (
+            {"sink": "shards"},
+            (
+                "kv_connector_extra_config.sink='shards' cannot be used: Input should be 'file', "
+                "'shard' or 'mooncake'"
+            ),
+        ),
+        (
+            {"quantization": "int8"},
+            (
+                "kv_connector_extra_config.quantization='int8' cannot be used: Input should be "
+                "'none' or 'fp8'"
+            ),
+        ),
+        (
+            GOOD | {"extract": "sample"},
+            (
+                "sample_rate=None is missing, and extract is 'sample'. Set it to the share of "
+                "requests to"
+            ),
+        ),
+        (
+            GOOD | {"sample_rate": 0.5},
+            (
+                "sample_rate=0.5 has no effect, because extract is 'all'. Set extract to 'sample', "
+                "or leave it out."
+            ),
+        ),
+        (
+            GOOD | {"extract": "sample", "sample_rate": 0},
+            "sample_rate=0 cannot be used: Input should be greater than 0",
+        ),
         (
             GOOD | {"sink": "shard", "directory_budget_bytes": "1GiB"},
-            "directory_budget_bytes=1073741824 cannot be kept with sink 'shard': a shard takes its space until the whole tar file",
+            (
+                "directory_budget_bytes=1073741824 cannot be kept with sink 'shard': a shard takes "
+                "its space until the whole tar file"
+            ),
         ),
         (
             {"sink": "mooncake", "mooncake": MASTER, "directory_budget_bytes": 1},
-            "directory_budget_bytes=1 cannot be kept with sink 'mooncake': the store has no directory",
+            (
+                "directory_budget_bytes=1 cannot be kept with sink 'mooncake': the store has no "
+                "directory"
+            ),
         ),
-        ({"shard_bytes": 100}, "kv_connector_extra_config.shard_bytes=100 cannot be used: Input should be greater than or"),
+        (
+            {"shard_bytes": 100},
+            (
+                "kv_connector_extra_config.shard_bytes=100 cannot be used: Input should be greater "
+                "than or"
+            ),
+        ),
         ({"shard_bytes": "4 gigs"}, "kv_connector_extra_config.shard_bytes='4 gigs' is not a size"),
-        ({"mooncake": "store:50051"}, "kv_connector_extra_config.mooncake='store:50051' cannot be used"),
-        ({"mooncake": {}}, "kv_connector_extra_config.mooncake.master_server_address=None is missing. master_server_address: host:port"),
-        ({"mooncake": {**MASTER, "protocol": "udp"}}, "kv_connector_extra_config.mooncake.protocol='udp' cannot be used"),
-        ({"mooncake": {**MASTER, "divice_name": "mlx5_0"}}, "mooncake.divice_name='mlx5_0' is not an option. Did you mean 'device_name'?"),
-        ({"mooncake": {**MASTER, "local_buffer_size": "2"}}, "kv_connector_extra_config.mooncake.local_buffer_size='2' cannot be used"),
+        (
+            {"mooncake": "store:50051"},
+            "kv_connector_extra_config.mooncake='store:50051' cannot be used",
+        ),
+        (
+            {"mooncake": {}},
+            (
+                "kv_connector_extra_config.mooncake.master_server_address=None is missing. "
+                "master_server_address: host:port"
+            ),
+        ),
+        (
+            {"mooncake": {**MASTER, "protocol": "udp"}},
+            "kv_connector_extra_config.mooncake.protocol='udp' cannot be used",
+        ),
+        (
+            {"mooncake": {**MASTER, "divice_name": "mlx5_0"}},
+            "mooncake.divice_name='mlx5_0' is not an option. Did you mean 'device_name'?",
+        ),
+        (
+            {"mooncake": {**MASTER, "local_buffer_size": "2"}},
+            "kv_connector_extra_config.mooncake.local_buffer_size='2' cannot be used",
+        ),
     ],
 )
-def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(options: dict[str, Any], said: str) -> None:
+def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as refusal:
         HsxConfig.parse(options)
     assert said in str(refusal.value)
 
 
 def test_a_mooncake_store_needs_no_directory() -> None:
-    config = HsxConfig.parse({"sink": "mooncake", "mooncake": {**MASTER, "global_segment_size": "1 GiB"}})
+    config = HsxConfig.parse(
+        {"sink": "mooncake", "mooncake": {**MASTER, "global_segment_size": "1 GiB"}}
+    )
     assert config.mooncake is not None
     assert config.mooncake.global_segment_size == 1 << 30
 
 
-@pytest.mark.parametrize(("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)]
+)
 def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None:
     assert HsxConfig.parse(GOOD | {"pinned_ring_bytes": text}).pinned_ring_bytes == size
 
@@ -135,16 +252,24 @@ def test_the_order_of_layer_ids_is_the_users(layer_ids: list[int]) -> None:
 
 def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
     """As much of a VllmConfig as is read."""
-    parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
     parallel["tensor_parallel_size"] = 1
     speculative = SimpleNamespace(
         method=changes.get("method", "extract_hidden_states"),
         disable_padded_drafter_batch=changes.get("disable_padded_drafter_batch", False),
-        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=layer_ids)),
+        draft_model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=layer_ids)
+        ),
     )
     return SimpleNamespace(
         speculative_config=speculative,
-        parallel_config=SimpleNamespace(**{name: changes.get(name, size) for name, size in parallel.items()}),
+        parallel_config=SimpleNamespace(
+            **{name: changes.get(name, size) for name, size in parallel.items()}
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         model_config=SimpleNamespace(
             model="/models/target",
@@ -174,7 +299,9 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
         ({"decode_context_parallel_size": 2}, "order of the rows"),
     ],
 )
-def test_settings_that_cannot_be_right_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_settings_that_cannot_be_right_are_refused_with_the_reason(
+    change: dict[str, Any], reason: str
+) -> None:
     ((option, value),) = change.items()
     with pytest.raises(UserError, match=reason) as refusal:
         read_target(vllm_config(**change))

@@ -20,14 +20,29 @@ from vllm_ascend_hsx.target import layer_ids
 LAYERS = 36
 # The forms of published drafts: what their config.json says, and the layers to extract.
 DRAFTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "EAGLE-3 of speculators": ({"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, (2, 18, 33, LAYERS)),
+    "EAGLE-3 of speculators": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
+        (2, 18, 33, LAYERS),
+    ),
     "EAGLE-3 with the last layer": ({"eagle_aux_hidden_state_layer_ids": [2, 36]}, (2, 36)),
-    "DFlash of z-lab": ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9, 17, 25, 33]}}, (2, 10, 18, 26, 34, LAYERS)),
-    "DFlash that reads the last layer": ({"dflash_config": {"target_layer_ids": [1, 35]}}, (2, LAYERS)),
+    "DFlash of z-lab": (
+        {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9, 17, 25, 33]}},
+        (2, 10, 18, 26, 34, LAYERS),
+    ),
+    "DFlash that reads the last layer": (
+        {"dflash_config": {"target_layer_ids": [1, 35]}},
+        (2, LAYERS),
+    ),
     "DSpark": ({"dspark_target_layer_ids": [0, 11]}, (1, 12, LAYERS)),
-    "DSpark of DeepSeek-V4.1": ({"model_type": "deepseek_v41", "dspark_target_layer_ids": [1, 11]}, (1, 11, LAYERS)),
+    "DSpark of DeepSeek-V4.1": (
+        {"model_type": "deepseek_v41", "dspark_target_layer_ids": [1, 11]},
+        (1, 11, LAYERS),
+    ),
     "DSpark of dense targets": ({"target_layer_ids": [3, 4]}, (4, 5, LAYERS)),
-    "EAGLE-3 of ModelOpt": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}, (1, 17, 32, LAYERS)),
+    "EAGLE-3 of ModelOpt": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}},
+        (1, 17, 32, LAYERS),
+    ),
 }
 # vLLM converts this one before it reads the ids (transformers_utils/configs/speculators/algos.py).
 OF_SPECULATORS = {"aux_hidden_state_layer_ids": [2, 10, 18]}
@@ -42,26 +57,38 @@ def draft(directory: Path, config: object) -> str:
 def test_a_draft_gets_the_layers_that_it_reads_and_the_last_one(name: str, tmp_path: Path) -> None:
     config, expected = DRAFTS[name]
     assert layers_of_draft(draft(tmp_path, config), LAYERS) == expected
-    assert layer_ids(str(tmp_path), LAYERS) == layer_ids(str(tmp_path / "config.json"), LAYERS) == expected
+    assert (
+        layer_ids(str(tmp_path), LAYERS)
+        == layer_ids(str(tmp_path / "config.json"), LAYERS)
+        == expected
+    )
 
 
 def given_by_vllm(config: dict[str, Any], function: Callable[[Any], Any]) -> set[int]:
     """The layers that vLLM reads from a draft's configuration."""
-    return set(function(SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)))))
+    return set(
+        function(
+            SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)))
+        )
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" not in name])
 def test_the_layers_are_those_that_vllm_gives_the_draft(name: str) -> None:
     config, expected = DRAFTS[name]
     read = GPUModelRunner._get_eagle3_aux_layers_from_config
-    assert given_by_vllm(config, lambda speculative: read(SimpleNamespace(speculative_config=speculative))) | {LAYERS} == set(expected)
+    assert given_by_vllm(
+        config, lambda speculative: read(SimpleNamespace(speculative_config=speculative))
+    ) | {LAYERS} == set(expected)
 
 
 @only_with(">=0.30", "vLLM knows DSpark since 0.30")
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" in name])
 def test_the_layers_are_those_that_vllm_gives_a_draft_of_dspark(name: str) -> None:
     config, expected = DRAFTS[name]
-    assert given_by_vllm(config, eagle3_utils.get_eagle3_aux_layers_from_config) | {LAYERS} == set(expected)
+    assert given_by_vllm(config, eagle3_utils.get_eagle3_aux_layers_from_config) | {LAYERS} == set(
+        expected
+    )
 
 
 def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -71,23 +98,41 @@ def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "has no layer ids (it has none of eagle_aux_hidden_state_layer_ids, "),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "Give ids, or eagle3 for the default layers."),
-        ({"dflash_config": {"target_layer_ids": "1,2"}}, "has no list of integers as dflash_config.target_layer_ids"),
+        (
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            "has no layer ids (it has none of eagle_aux_hidden_state_layer_ids, ",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
+            "Give ids, or eagle3 for the default layers.",
+        ),
+        (
+            {"dflash_config": {"target_layer_ids": "1,2"}},
+            "has no list of integers as dflash_config.target_layer_ids",
+        ),
         ({"target_layer_ids": [1, True]}, "has no list of integers as target_layer_ids"),
-        ({"target_layer_ids": [1, 36]}, "selects 2,37,36 of 36 layers, so it has id 37, which the target does not have"),
+        (
+            {"target_layer_ids": [1, 36]},
+            "selects 2,37,36 of 36 layers, so it has id 37, which the target does not have",
+        ),
         ([1], "is not an object"),
     ],
 )
-def test_a_draft_without_usable_ids_is_refused_by_option_and_path(config: object, words: str, tmp_path: Path) -> None:
+def test_a_draft_without_usable_ids_is_refused_by_option_and_path(
+    config: object, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as refused:
         layer_ids(draft(tmp_path, config), LAYERS)
     assert str(refused.value).startswith(f"--layers='{tmp_path}' ")
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "has no config.json that can be read"), ("{", "is not JSON")])
-def test_a_draft_without_a_config_is_refused(content: str | None, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "has no config.json that can be read"), ("{", "is not JSON")]
+)
+def test_a_draft_without_a_config_is_refused(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=words):

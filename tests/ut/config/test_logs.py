@@ -18,7 +18,9 @@ NAMES = ("vllm_ascend_hsx", "vllm", None)
 def loggers() -> Iterator[dict[str | None, logging.Logger]]:
     """Ours and the root as they are by themselves; vLLM's at its level, without its handler."""
     found = {name: logging.getLogger(name) for name in NAMES}
-    kept = {name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()}
+    kept = {
+        name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()
+    }
     for logger in found.values():
         logger.handlers, logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
@@ -40,7 +42,9 @@ def handle(logger: logging.Logger, level: int = logging.NOTSET) -> io.StringIO:
 def say() -> None:
     """Log as a fork of a process with our plugin, whose imports set the root logger to ERROR."""
     root = logging.getLogger()
-    root.handlers = [each for each in root.handlers if type(each) is logging.StreamHandler]  # without pytest's
+    root.handlers = [
+        each for each in root.handlers if type(each) is logging.StreamHandler
+    ]  # without pytest's
     log_as_vllm_does()
     root.setLevel(logging.ERROR)
     log_as_vllm_does()
@@ -69,26 +73,34 @@ def test_a_level_and_handlers_of_ours_stay(loggers: dict[str | None, logging.Log
     assert (ours.getvalue().split(), vllms.getvalue()) == (["warning"], "")
 
 
-def test_lines_that_a_user_has_switched_off_stay_off(loggers: dict[str | None, logging.Logger]) -> None:
+def test_lines_that_a_user_has_switched_off_stay_off(
+    loggers: dict[str | None, logging.Logger],
+) -> None:
     vllms = handle(loggers["vllm"])
     loggers["vllm_ascend_hsx"].propagate = False
     say()
     assert vllms.getvalue() == ""
 
 
-def test_the_root_loggers_handlers_print_our_lines_where_there_are_some(loggers: dict[str | None, logging.Logger]) -> None:
+def test_the_root_loggers_handlers_print_our_lines_where_there_are_some(
+    loggers: dict[str | None, logging.Logger],
+) -> None:
     roots, vllms = handle(loggers[None]), handle(loggers["vllm"])
     say()
     assert (roots.getvalue().split(), vllms.getvalue()) == (["info", "warning"], "")
 
 
-def test_a_root_handler_for_errors_alone_does_not_take_our_warnings(loggers: dict[str | None, logging.Logger]) -> None:
+def test_a_root_handler_for_errors_alone_does_not_take_our_warnings(
+    loggers: dict[str | None, logging.Logger],
+) -> None:
     roots, vllms = handle(loggers[None], logging.ERROR), handle(loggers["vllm"])
     say()
     assert (roots.getvalue(), vllms.getvalue().split()) == ("", ["info", "warning"])
 
 
-def test_without_logging_of_vllm_nothing_is_changed(loggers: dict[str | None, logging.Logger]) -> None:
+def test_without_logging_of_vllm_nothing_is_changed(
+    loggers: dict[str | None, logging.Logger],
+) -> None:
     """VLLM_CONFIGURE_LOGGING=0."""
     loggers["vllm"].setLevel(logging.NOTSET)
     loggers["vllm"].handlers = []

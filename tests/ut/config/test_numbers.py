@@ -24,7 +24,26 @@ from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 OPTIONS_PAGE = Path(__file__).parents[3] / "docs" / "options.md"
 STORE = {"master_server_address": "store:50051"}
 HUGE = 10**5000  # Python refuses to write it down
-EXTREMES = [math.inf, -math.inf, math.nan, 1e300, 1e30, 1e20, -1, -1.5, 0, 0.0, 2**31, 2**63, 2**64, 10**400, HUGE, -HUGE, True, False]
+EXTREMES = [
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e300,
+    1e30,
+    1e20,
+    -1,
+    -1.5,
+    0,
+    0.0,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    HUGE,
+    -HUGE,
+    True,
+    False,
+]
 NUMBERS = st.one_of(st.sampled_from(EXTREMES), st.floats(), st.integers(), st.booleans())
 
 
@@ -36,7 +55,11 @@ def numeric(model: type[BaseModel]) -> dict[str, tuple[type, dict[str, float]]]:
         if kinds:
             bounds = {}
             for each in field.metadata:
-                for sign, kind in (("≥", annotated_types.Ge), (">", annotated_types.Gt), ("≤", annotated_types.Le)):
+                for sign, kind in (
+                    ("≥", annotated_types.Ge),
+                    (">", annotated_types.Gt),
+                    ("≤", annotated_types.Le),
+                ):
                     if isinstance(each, kind):
                         bounds[sign] = getattr(each, kind.__name__.lower())
             found[name] = kinds[0], bounds
@@ -44,8 +67,14 @@ def numeric(model: type[BaseModel]) -> dict[str, tuple[type, dict[str, float]]]:
 
 
 MODELS = {"": HsxConfig, "mooncake.": MooncakeOptions}
-CASES = [(prefix, name, kind, bounds) for prefix, model in MODELS.items() for name, (kind, bounds) in numeric(model).items()]
-each_option = pytest.mark.parametrize(("prefix", "name", "kind", "bounds"), CASES, ids=[prefix + name for prefix, name, *_ in CASES])
+CASES = [
+    (prefix, name, kind, bounds)
+    for prefix, model in MODELS.items()
+    for name, (kind, bounds) in numeric(model).items()
+]
+each_option = pytest.mark.parametrize(
+    ("prefix", "name", "kind", "bounds"), CASES, ids=[prefix + name for prefix, name, *_ in CASES]
+)
 
 
 def parse(prefix: str, name: str, value: object) -> Any:
@@ -57,7 +86,9 @@ def parse(prefix: str, name: str, value: object) -> Any:
 
 
 def test_there_are_options_that_are_numbers() -> None:
-    assert {"drain_timeout_s", "pinned_ring_bytes", "global_segment_size"} <= {name for _, name, *_ in CASES}
+    assert {"drain_timeout_s", "pinned_ring_bytes", "global_segment_size"} <= {
+        name for _, name, *_ in CASES
+    }
 
 
 @each_option
@@ -109,13 +140,18 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused_whether_or_not_there_
     tmp_path: Path, timeout: float, locked: bool
 ) -> None:
     fd = held_lock(tmp_path / "a.safetensors.lock") if locked else None
-    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"):
+    with pytest.raises(
+        ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"
+    ):
         load(tmp_path / "a.safetensors", timeout)
     if fd is not None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("timeout", [None, math.inf, 1e300, threading.TIMEOUT_MAX, threading.TIMEOUT_MAX - 1, 10**400, 2**31, 3600])
+@pytest.mark.parametrize(
+    "timeout",
+    [None, math.inf, 1e300, threading.TIMEOUT_MAX, threading.TIMEOUT_MAX - 1, 10**400, 2**31, 3600],
+)
 def test_a_reader_may_wait_for_ever(tmp_path: Path, timeout: float | None) -> None:
     fd = held_lock(tmp_path / "a.safetensors.lock")
     said: list[BaseException] = []
@@ -137,8 +173,12 @@ def test_a_reader_may_wait_for_ever(tmp_path: Path, timeout: float | None) -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, -1, True])
-def test_the_transfer_of_speculators_refuses_such_a_timeout_before_its_first_sample(tmp_path: Path, value: float) -> None:
-    pytest.importorskip("hs_connectors", reason="hs-connectors is only in the environment of the tests")
+def test_the_transfer_of_speculators_refuses_such_a_timeout_before_its_first_sample(
+    tmp_path: Path, value: float
+) -> None:
+    pytest.importorskip(
+        "hs_connectors", reason="hs-connectors is only in the environment of the tests"
+    )
     from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 
     with pytest.raises(ValueError, match="give seconds"):
@@ -147,7 +187,9 @@ def test_the_transfer_of_speculators_refuses_such_a_timeout_before_its_first_sam
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, math.inf])
 def test_a_dataset_is_cut_to_a_whole_number_of_tokens(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^max_tokens=.*: give a whole number of at least 1, or None"):
+    with pytest.raises(
+        ValueError, match=r"^max_tokens=.*: give a whole number of at least 1, or None"
+    ):
         HiddenStatesDataset([tmp_path / "a.safetensors"], max_tokens=value)
 
 

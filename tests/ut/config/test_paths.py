@@ -23,7 +23,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 
 
 @each_kind
-def test_what_reads_and_removes_files_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_what_reads_and_removes_files_takes_both(
+    kind: Callable[[Path], Any], tmp_path: Path
+) -> None:
     path = write(tmp_path, "cmpl-1-0", rows_of(5))
     assert len(vllm_ascend_hsx.load(kind(path)).token_ids) == 5
     assert vllm_ascend_hsx.find(kind(tmp_path), "cmpl-1") == path
@@ -34,26 +36,42 @@ def test_what_reads_and_removes_files_takes_both(kind: Callable[[Path], Any], tm
 
 
 @each_kind
-def test_the_directory_in_the_configuration_of_an_llm_is_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
-    assert HsxConfig.parse({"shared_storage_path": kind(tmp_path)}).shared_storage_path == str(tmp_path)
+def test_the_directory_in_the_configuration_of_an_llm_is_either(
+    kind: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    assert HsxConfig.parse({"shared_storage_path": kind(tmp_path)}).shared_storage_path == str(
+        tmp_path
+    )
     config = kv_transfer_config(kind(tmp_path))
-    assert json.loads(json.dumps(config))["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path)
+    assert json.loads(json.dumps(config))["kv_connector_extra_config"][
+        "shared_storage_path"
+    ] == str(tmp_path)
     with pytest.raises(UserError, match="is not an absolute path"):
         HsxConfig.parse({"shared_storage_path": kind(Path("rows"))})
 
 
 @each_kind
-def test_the_file_that_a_request_chooses_is_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_the_file_that_a_request_chooses_is_either(
+    kind: Callable[[Path], Any], tmp_path: Path
+) -> None:
     server = ServerParams(tmp_path, allow_path=True)
     for chosen in (tmp_path / "a.safetensors", Path("a.safetensors")):
-        assert read_params({"hidden_states_path": kind(chosen)}, server).path == tmp_path / "a.safetensors"
-    with pytest.raises(ParamsError, match=r"hidden_states_path is '/elsewhere/a\.safetensors', which is not inside the storage directory"):
+        assert (
+            read_params({"hidden_states_path": kind(chosen)}, server).path
+            == tmp_path / "a.safetensors"
+        )
+    with pytest.raises(
+        ParamsError,
+        match=r"hidden_states_path is '/elsewhere/a\.safetensors', which is not inside the storage directory",
+    ):
         read_params({"hidden_states_path": kind(Path("/elsewhere/a.safetensors"))}, server)
 
 
 @each_kind
 def test_a_server_is_built_from_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}'
+    )
     assert str(build(kind(tmp_path), "mtp", kind(tmp_path / "rows"), {}, (), {})) == str(
         build(str(tmp_path), "mtp", tmp_path / "rows", {}, (), {})
     )
@@ -61,7 +79,9 @@ def test_a_server_is_built_from_either(kind: Callable[[Path], Any], tmp_path: Pa
 
 @each_kind
 def test_speculators_transfer_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
-    pytest.importorskip("hs_connectors", reason="hs-connectors is only in the environment of the tests")
+    pytest.importorskip(
+        "hs_connectors", reason="hs-connectors is only in the environment of the tests"
+    )
     from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 
     path = write(tmp_path, "hs_0", rows_of(5))

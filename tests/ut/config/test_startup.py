@@ -38,7 +38,9 @@ def serve(
     config = vllm_config()
     config.model_config.dtype = dtype
     config.kv_transfer_config = SimpleNamespace(
-        kv_connector=connector, kv_role=role, kv_connector_extra_config={"shared_storage_path": str(directory), **options}
+        kv_connector=connector,
+        kv_role=role,
+        kv_connector_extra_config={"shared_storage_path": str(directory), **options},
     )
     return config
 
@@ -46,7 +48,11 @@ def serve(
 def test_what_is_settled_at_start(tmp_path: Path) -> None:
     settings = read_settings(serve(tmp_path / "new"))
     assert settings.destination == InDirectory(tmp_path / "new") and (tmp_path / "new").is_dir()
-    assert (settings.row_format.row_shape, settings.row_format.dtype, settings.row_format.layer_ids) == ((3, 64), "BF16", (34, 2, 36))
+    assert (
+        settings.row_format.row_shape,
+        settings.row_format.dtype,
+        settings.row_format.layer_ids,
+    ) == ((3, 64), "BF16", (34, 2, 36))
 
 
 def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
@@ -56,32 +62,55 @@ def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "ours")},
     }
-    config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": "OffloadingConnector"}, ours]}
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "connectors": [{"kv_connector": "OffloadingConnector"}, ours]
+    }
     assert read_settings(config).destination.directory == tmp_path / "ours"
 
 
 def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, connector="MultiConnector")
     names = ("AscendHiddenStatesConnector", "ExampleHiddenStatesConnector")
-    config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": name} for name in names]}
-    with pytest.raises(UserError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "connectors": [{"kv_connector": name} for name in names]
+    }
+    with pytest.raises(
+        UserError,
+        match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out",
+    ):
         read_settings(config)
 
 
-@pytest.mark.parametrize(("now", "named"), [({}, "ascend,ascend_model"), ({"VLLM_PLUGINS": "ascend_hsx,ascend_model"}, "ascend_model")])
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [({}, "ascend,ascend_model"), ({"VLLM_PLUGINS": "ascend_hsx,ascend_model"}, "ascend_model")],
+)
 def test_another_connector_is_told_how_to_start_without_our_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, str], named: str
 ) -> None:
-    points = {"vllm.platform_plugins": ["ascend"], "vllm.general_plugins": ["ascend_hsx", "ascend_model"]}
-    monkeypatch.setattr(transfer_config, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
+    points = {
+        "vllm.platform_plugins": ["ascend"],
+        "vllm.general_plugins": ["ascend_hsx", "ascend_model"],
+    }
+    monkeypatch.setattr(
+        transfer_config,
+        "entry_points",
+        lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())],
+    )
     assert transfer_config.plugins_without_ours(now) == named
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"connector": "OffloadingConnector"}, r"kv_connector='OffloadingConnector' does not take the hidden states"),
-        ({"connector": "MultiConnector"}, r"kv_connector='MultiConnector' does not take the hidden states"),
+        (
+            {"connector": "OffloadingConnector"},
+            r"kv_connector='OffloadingConnector' does not take the hidden states",
+        ),
+        (
+            {"connector": "MultiConnector"},
+            r"kv_connector='MultiConnector' does not take the hidden states",
+        ),
         ({"role": "kv_both"}, r"kv_role='kv_both'.*kv_producer"),
         ({"dtype": torch.float64}, r"dtype='torch.float64' cannot be stored"),
         ({"pinned_ring_bytes": 4096 - 1}, r"pinned_ring_bytes=4095"),
@@ -89,19 +118,28 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
         ({"durability": True}, r"durability=True cannot be used"),
         ({"checksum": "md5"}, r"checksum='md5' cannot be used"),
         ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
-        ({"storage_timeout_s": 241}, r"storage_timeout_s=241 cannot be used.*timeouts, the first of which is 300 seconds"),
+        (
+            {"storage_timeout_s": 241},
+            r"storage_timeout_s=241 cannot be used.*timeouts, the first of which is 300 seconds",
+        ),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_setting_that_cannot_be_used_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(serve(tmp_path, **change))
 
 
-def test_a_step_waits_for_storage_for_less_than_the_executor_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_storage_for_less_than_the_executor_waits_for_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
-    assert envs.environment_variables["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]() == 300 > LONGEST_WAIT_S
+    assert (
+        envs.environment_variables["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]() == 300 > LONGEST_WAIT_S
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -125,8 +163,14 @@ def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> Non
         )
     )
     settings = read_settings(config)
-    assert AscendExtractHiddenStatesModel(vllm_config=config).layer.staging.rows.nbytes == planned.staging_bytes
-    assert PinnedRing(ring_bytes_of(settings), (3, 64), settings.dtype).pinned_bytes == planned.ring_bytes
+    assert (
+        AscendExtractHiddenStatesModel(vllm_config=config).layer.staging.rows.nbytes
+        == planned.staging_bytes
+    )
+    assert (
+        PinnedRing(ring_bytes_of(settings), (3, 64), settings.dtype).pinned_bytes
+        == planned.ring_bytes
+    )
     config.model_config.get_hidden_size = lambda: 6144
     settings = read_settings(config)
     lacking = 2 * (8192 - 8192 // ranks) * 3 * 6144 * 2
@@ -140,11 +184,16 @@ def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> Non
 def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, pinned_ring_bytes=8192)
     config.model_config.get_hidden_size = lambda: 4096
-    with pytest.raises(UserError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
+    with pytest.raises(
+        UserError,
+        match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152",
+    ):
         read_settings(config)
 
 
-def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_direct_io_cannot_align_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three layers of 64 elements in bfloat16 make rows of 384 bytes."""
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     read_settings(serve(tmp_path, io="buffered"))
@@ -161,24 +210,40 @@ def test_direct_io_has_no_effect_on_shards_and_the_server_warns_once(
     for _ in range(3):  # proposer, drafter, connector
         settings = read_settings(serve(tmp_path, io="direct", sink="shard"))
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "kv_connector_extra_config.io='direct' has no effect with sink='shard'" in warning.getMessage()
+    assert (
+        "kv_connector_extra_config.io='direct' has no effect with sink='shard'"
+        in warning.getMessage()
+    )
     assert not settings.destination.waits
     caplog.clear()
     read_settings(serve(tmp_path, io="buffered", sink="shard"))
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)])
-def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(tmp_path: Path, dtype: torch.dtype, row_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)]
+)
+def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(
+    tmp_path: Path, dtype: torch.dtype, row_bytes: int
+) -> None:
     row_format = read_settings(serve(tmp_path, dtype=dtype, quantization="fp8")).row_format
-    assert (row_format.row_bytes, row_format.stored_row_bytes, row_format.stored_dtype) == (row_bytes, 192, "F8_E4M3")
+    assert (row_format.row_bytes, row_format.stored_row_bytes, row_format.stored_dtype) == (
+        row_bytes,
+        192,
+        "F8_E4M3",
+    )
 
 
-def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_has_to_align_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     config = serve(tmp_path, io="direct", quantization="fp8")
     config.model_config.get_hidden_size = lambda: 256
-    with pytest.raises(UserError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
+    with pytest.raises(
+        UserError,
+        match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes",
+    ):
         read_settings(config)
     config.kv_transfer_config.kv_connector_extra_config["quantization"] = "none"
     assert read_settings(config).row_format.row_bytes == 1536
@@ -187,14 +252,23 @@ def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pyte
 def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, quantization="fp8")
     config.model_config.get_hidden_size = lambda: 60
-    with pytest.raises(UserError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
+    with pytest.raises(
+        UserError,
+        match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180",
+    ):
         read_settings(config)
 
 
-def test_storage_is_probed_once_in_a_process_unless_it_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_is_probed_once_in_a_process_unless_it_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probed: list[Path] = []
     check = destination.check_directory
-    monkeypatch.setattr(destination, "check_directory", lambda path, **options: probed.append(path) or check(path, **options))
+    monkeypatch.setattr(
+        destination,
+        "check_directory",
+        lambda path, **options: probed.append(path) or check(path, **options),
+    )
     for _ in range(3):  # proposer, drafter, connector
         read_settings(serve(tmp_path / "a"))
     read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another question
@@ -217,21 +291,32 @@ def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": address})
-    with pytest.raises(UserError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
+    with pytest.raises(
+        UserError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`"
+    ) as refusal:
         read_settings(config)
-    assert f"kv_connector_extra_config.mooncake.master_server_address='{address}'" in str(refusal.value)
+    assert f"kv_connector_extra_config.mooncake.master_server_address='{address}'" in str(
+        refusal.value
+    )
     assert not Path("/nowhere").exists()
 
 
 def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": "localhost:50051"})
-    with pytest.raises(UserError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
+    config = serve(
+        "/nowhere", sink="mooncake", mooncake={"master_server_address": "localhost:50051"}
+    )
+    with pytest.raises(
+        UserError,
+        match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]",
+    ):
         read_settings(config)
 
 
 def test_writers_that_wait_for_a_store_are_at_least_four(tmp_path: Path) -> None:
     settings = read_settings(serve(tmp_path))
     assert settings.num_writers(10_000)() == 2
-    store = HsxConfig.parse({"sink": "mooncake", "mooncake": {"master_server_address": "localhost:50051"}})
+    store = HsxConfig.parse(
+        {"sink": "mooncake", "mooncake": {"master_server_address": "localhost:50051"}}
+    )
     assert replace(settings, config=store).num_writers(10_000)() == 4

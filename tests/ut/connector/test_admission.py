@@ -78,7 +78,11 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
         (RankState(backlog=31), Cost(101, 0), False),
         (RankState(coming=50, started=1), Cost(50, 0), True),
         (RankState(coming=50, started=1), Cost(51, 0), False),
-        (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(60, 0), True),  # storage writes half while they come
+        (
+            RankState(prompt_rate=10.0, write_rate=5.0, backlog=60),
+            Cost(60, 0),
+            True,
+        ),  # storage writes half while they come
         (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(61, 0), False),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=100), Cost(1000, 0), True),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=101), Cost(1, 0), False),
@@ -101,13 +105,18 @@ def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answer
     [
         (RankState(), False),
         (RankState(write_rate=100.0), False),
-        (RankState(write_rate=100.0, step_rate=10.0), True),  # two requests of 5 bytes in 10 steps a second
+        (
+            RankState(write_rate=100.0, step_rate=10.0),
+            True,
+        ),  # two requests of 5 bytes in 10 steps a second
         (RankState(write_rate=99.0, step_rate=10.0), False),
         (RankState(write_rate=99.0, step_rate=10.0, prompt_rate=99.0), False),
         (RankState(write_rate=99.0, prompt_rate=99.0), True),  # no request has generated for long
     ],
 )
-def test_a_second_request_generates_if_storage_takes_the_rows_of_both(state: RankState, admitted: bool) -> None:
+def test_a_second_request_generates_if_storage_takes_the_rows_of_both(
+    state: RankState, admitted: bool
+) -> None:
     load = RankLoad(ring_bytes=1000, row_bytes=5)
     load.report(state)
     assert load.admits(Cost(5, 5000)), "one may always generate"
@@ -125,7 +134,9 @@ def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() 
     progress.begin(two, 7)  # type: ignore[arg-type]
 
     def coming() -> int:
-        news = progress.end_step(paused=False, unresponsive=False, opens_slowly=False, needs_space=False)
+        news = progress.end_step(
+            paused=False, unresponsive=False, opens_slowly=False, needs_space=False
+        )
         assert news is not None
         return news[0].coming
 
@@ -288,14 +299,23 @@ def make_limits(files: int = 4, rows: int = 1000) -> RequestLimits:
 def completion(name: str, prompts: int, samples: int = 1, digits: str = DIGITS) -> list[str]:
     """vLLM's ids of a request for completions."""
     return [
-        "".join((f"{sample}_" if samples > 1 else "", f"cmpl-{name}-{prompt}", f"-{digits}" if digits else ""))
+        "".join(
+            (
+                f"{sample}_" if samples > 1 else "",
+                f"cmpl-{name}-{prompt}",
+                f"-{digits}" if digits else "",
+            )
+        )
         for prompt in range(prompts)
         for sample in range(samples)
     ]
 
 
 def chat(name: str, samples: int = 1, digits: str = DIGITS) -> list[str]:
-    return [f"{sample}_chatcmpl-{name}-{digits}" if samples > 1 else f"chatcmpl-{name}-{digits}" for sample in range(samples)]
+    return [
+        f"{sample}_chatcmpl-{name}-{digits}" if samples > 1 else f"chatcmpl-{name}-{digits}"
+        for sample in range(samples)
+    ]
 
 
 def stored(limits: RequestLimits, ids: list[str], rows: int = 1) -> int:
@@ -303,10 +323,16 @@ def stored(limits: RequestLimits, ids: list[str], rows: int = 1) -> int:
     return sum(limits.refusal(each, rows) is None for each in ids)
 
 
-@pytest.mark.parametrize("digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"])
-@pytest.mark.parametrize("name", ["x", "sample-17", "0-0", "3_x", "a/../b\nc", "deadbeef", "cmpl-x-0-deadbeef", ""])
+@pytest.mark.parametrize(
+    "digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"]
+)
+@pytest.mark.parametrize(
+    "name", ["x", "sample-17", "0-0", "3_x", "a/../b\nc", "deadbeef", "cmpl-x-0-deadbeef", ""]
+)
 @pytest.mark.parametrize(("prompts", "samples"), [(9, 1), (1, 9), (3, 3)])
-def test_prompts_and_samples_of_a_completion_are_counted_together(name: str, digits: str, prompts: int, samples: int) -> None:
+def test_prompts_and_samples_of_a_completion_are_counted_together(
+    name: str, digits: str, prompts: int, samples: int
+) -> None:
     assert stored(make_limits(), completion(name, prompts, samples, digits)) == 4
 
 
@@ -316,7 +342,9 @@ def test_whatever_a_client_calls_its_request_its_samples_are_counted_together(na
     assert stored(make_limits(), completion(name, 3, 3)) == 4
 
 
-@pytest.mark.parametrize("digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"])
+@pytest.mark.parametrize(
+    "digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"]
+)
 def test_items_that_are_scored_together_are_counted_together(digits: str) -> None:
     ids = [f"generative-scoring-row-7-{item}{'-' if digits else ''}{digits}" for item in range(9)]
     assert stored(make_limits(), ids) == 4
@@ -324,7 +352,12 @@ def test_items_that_are_scored_together_are_counted_together(digits: str) -> Non
 
 def test_requests_are_counted_alone_however_their_client_numbers_them() -> None:
     limits = make_limits()
-    ids = [each for number in range(30) for sep in "-_" for each in chat(f"row{sep}{number}") + completion(f"row{sep}{number}", 1)]
+    ids = [
+        each
+        for number in range(30)
+        for sep in "-_"
+        for each in chat(f"row{sep}{number}") + completion(f"row{sep}{number}", 1)
+    ]
     assert stored(limits, ids) == len(ids)
 
 
@@ -337,7 +370,13 @@ def test_requests_that_all_have_one_id_are_counted_alone() -> None:
 
 def test_prompts_that_come_late_are_counted_with_the_first_while_others_come_in_between() -> None:
     limits = make_limits()
-    assert sum(stored(limits, [each, *completion(f"other-{n}", 2)]) for n, each in enumerate(completion("big", 500))) == 4 + 500 * 2
+    assert (
+        sum(
+            stored(limits, [each, *completion(f"other-{n}", 2)])
+            for n, each in enumerate(completion("big", 500))
+        )
+        == 4 + 500 * 2
+    )
 
 
 def test_bytes_are_counted_together_too_and_what_still_fits_is_stored() -> None:
@@ -346,12 +385,17 @@ def test_bytes_are_counted_together_too_and_what_still_fits_is_stored() -> None:
     assert limits.refusal(first, 30) is None
     reason = limits.refusal(second, 21)
     assert reason is not None
-    assert f"up to {51 * ROW_BYTES} bytes, and kv_connector_extra_config.max_bytes_per_request is {50 * ROW_BYTES}; send fewer" in reason
+    assert (
+        f"up to {51 * ROW_BYTES} bytes, and kv_connector_extra_config.max_bytes_per_request is "
+        f"{50 * ROW_BYTES}; send fewer"
+    ) in reason
     assert limits.refusal(third, 20) is None
     assert limits.refusal(fourth, 1) is not None
 
 
-def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = 0.0
     log = RefusalLog(lambda: now)
     with caplog.at_level(logging.WARNING):
@@ -362,7 +406,9 @@ def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counte
         assert caplog.messages == [r"request 'cmpl-x\ny-4-0123abcd' is not extracted: no room"]
         now = 10.0
         log.add("b", "no room")
-        assert caplog.messages[1] == "request 'b' is not extracted: no room (3 others were refused since the last log line)"
+        assert caplog.messages[1] == (
+            "request 'b' is not extracted: no room (3 others were refused since the last log line)"
+        )
         now = 20.0
         log.add("c", "no room")
         assert caplog.messages[2] == "request 'c' is not extracted: no room"

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_harness import FIRST_WEIGHTS, ROW_BYTES, make_request, make_scheduler, report, schedule
+from scheduler_harness import (
+    FIRST_WEIGHTS,
+    ROW_BYTES,
+    make_request,
+    make_scheduler,
+    report,
+    schedule,
+)
 
 from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
@@ -15,7 +22,11 @@ from vllm_ascend_hsx.sinks.destination import InDirectory
 
 
 def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones_do_not() -> None:
-    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    scheduler, running, waiting = (
+        make_scheduler(num_ranks=1),
+        make_request("running"),
+        make_request("waiting"),
+    )
     other = make_request("other", kv_transfer_params={"hidden_states": False})
     for request in (running, waiting, other):
         scheduler.on_new_request(request)
@@ -33,9 +44,19 @@ def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
     requests = [make_request(f"r{index}", 5, arrival_time=index) for index in range(5)]
     for request in requests:
         scheduler.on_new_request(request)
-    assert [scheduler.must_wait(request) for request in requests] == [False, False, False, True, True]
+    assert [scheduler.must_wait(request) for request in requests] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     schedule(scheduler, *requests[:2])  # there was no room in the KV cache for the third
-    assert [scheduler.must_wait(request) for request in requests[2:]] == [False, True, True]  # it has been overtaken by nobody
+    assert [scheduler.must_wait(request) for request in requests[2:]] == [
+        False,
+        True,
+        True,
+    ]  # it has been overtaken by nobody
 
 
 def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> None:
@@ -53,13 +74,23 @@ def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> Non
     ("rates", "waits"),
     [
         pytest.param({}, True, id="nothing is known"),
-        pytest.param({"write_rate": 50.0, "prompt_rate": 100.0}, False, id="half is written while it comes"),
-        pytest.param({"write_rate": 10.0, "prompt_rate": 100.0}, True, id="a tenth is written while it comes"),
-        pytest.param({"write_rate": 100.0, "prompt_rate": 100.0, "backlog": 1000}, False, id="storage is as fast as prompts"),
+        pytest.param(
+            {"write_rate": 50.0, "prompt_rate": 100.0}, False, id="half is written while it comes"
+        ),
+        pytest.param(
+            {"write_rate": 10.0, "prompt_rate": 100.0}, True, id="a tenth is written while it comes"
+        ),
+        pytest.param(
+            {"write_rate": 100.0, "prompt_rate": 100.0, "backlog": 1000},
+            False,
+            id="storage is as fast as prompts",
+        ),
         pytest.param({"write_rate": 100.0}, True, id="how fast prompts come is not known"),
     ],
 )
-def test_what_storage_writes_while_rows_come_needs_no_memory(rates: dict[str, float], waits: bool) -> None:
+def test_what_storage_writes_while_rows_come_needs_no_memory(
+    rates: dict[str, float], waits: bool
+) -> None:
     scheduler = make_scheduler(num_ranks=1)
     running, asking = make_request("running", 10), make_request("asking", 10)
     for request in (running, asking):
@@ -74,7 +105,12 @@ def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
     rates = {"prompt_rate": 1e6, "step_rate": 100.0}
     for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
         scheduler = make_scheduler(num_ranks=1)
-        running, asking = (make_request(name, 1, kv_transfer_params={"include_output_tokens": True}, max_tokens=501) for name in "ab")
+        running, asking = (
+            make_request(
+                name, 1, kv_transfer_params={"include_output_tokens": True}, max_tokens=501
+            )
+            for name in "ab"
+        )
         for request in (running, asking):
             scheduler.on_new_request(request)
         schedule(scheduler, running)
@@ -82,9 +118,15 @@ def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
         assert scheduler.must_wait(asking) == waits
 
 
-def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_not_overtaken() -> None:
+def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_not_overtaken() -> (
+    None
+):
     scheduler = make_scheduler(num_ranks=1)
-    first, large, small = make_request("first", 5), make_request("large", 50, arrival_time=1.0), make_request("small", 1, arrival_time=2.0)
+    first, large, small = (
+        make_request("first", 5),
+        make_request("large", 50, arrival_time=1.0),
+        make_request("small", 1, arrival_time=2.0),
+    )
     for request in (first, large, small):
         scheduler.on_new_request(request)
     schedule(scheduler, first)
@@ -94,7 +136,11 @@ def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_no
     assert [scheduler.must_wait(request) for request in (small, large)] == [True, True]
     schedule(scheduler)
     report(scheduler, started=1, backlog=320)
-    assert [scheduler.must_wait(request) for request in (small, large, small)] == [True, False, True]
+    assert [scheduler.must_wait(request) for request in (small, large, small)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_an_urgent_request_is_let_through_first() -> None:
@@ -116,14 +162,22 @@ def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() 
     scheduler.on_new_request(request)
     paused, full = {"backlog": 1, "paused": True}, {"backlog": 2000}
     unresponsive = {"unresponsive": True}
-    states = ((paused, True), (paused | unresponsive, False), (full, True), (full | unresponsive, False), (full, True))
+    states = (
+        (paused, True),
+        (paused | unresponsive, False),
+        (full, True),
+        (full | unresponsive, False),
+        (full, True),
+    )
     for state, waits in states:
         report(scheduler, **state)
         assert scheduler.must_wait(request) == waits, state
         schedule(scheduler)
 
 
-def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = 100.0
     scheduler, request = make_scheduler(num_ranks=1), make_request("r")
     scheduler._admission._reminder = Reminder(5.0, lambda: now)
@@ -138,12 +192,18 @@ def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(capl
         caplog.clear()
     assert [second for second, _ in lines] == [5, 15, 25]
     assert "held back for 5 s, 1 now" in lines[0][1]
-    assert "/data" in lines[0][1] and "2.0 MiB/s" in lines[0][1] and "pinned_ring_bytes" in lines[0][1]
+    assert (
+        "/data" in lines[0][1] and "2.0 MiB/s" in lines[0][1] and "pinned_ring_bytes" in lines[0][1]
+    )
 
 
 @pytest.mark.parametrize("end", ["admitted", "aborted"])
 def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: str) -> None:
-    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    scheduler, running, waiting = (
+        make_scheduler(num_ranks=1),
+        make_request("running"),
+        make_request("waiting"),
+    )
     for request in (running, waiting):
         scheduler.on_new_request(request)
     assert not scheduler.must_wait(running)
@@ -170,12 +230,21 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
     assert scheduler.take_stats() is None
 
 
-@pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"])
-def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(name: str | None) -> None:
+@pytest.mark.parametrize(
+    "name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"]
+)
+def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(
+    name: str | None,
+) -> None:
     """An idle engine asks no worker, so a file can be complete long before the scheduler knows."""
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
+    )
     params = name and {"hidden_states_path": name}
-    first, second = make_request("r", kv_transfer_params=params), make_request("s" if name else "r", kv_transfer_params=params)
+    first, second = (
+        make_request("r", kv_transfer_params=params),
+        make_request("s" if name else "r", kv_transfer_params=params),
+    )
     scheduler.on_new_request(first)
     schedule(scheduler, first)
     scheduler.on_finished(first)
@@ -193,8 +262,13 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
 
 
 def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
-    first, *others = (make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for name in "abcd")
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
+    )
+    first, *others = (
+        make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"})
+        for name in "abcd"
+    )
     scheduler.on_new_request(first)
     schedule(scheduler, first)
     scheduler.on_finished(first)
@@ -210,10 +284,19 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
-def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
-    reason = "which is one file, and is given to the first prompt and sample of a request; send each prompt on its own, with n=1"
-    error = {"hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"}
+def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> (
+    None
+):
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
+    )
+    reason = (
+        "which is one file, and is given to the first prompt and sample of a request; send each "
+        "prompt on its own, with n=1"
+    )
+    error = {
+        "hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"
+    }
     for first, *others in (
         ["cmpl-x-0-0123abcd", "cmpl-x-1-0123abcd"],
         ["0_cmpl-y-0-0123abcd", "1_cmpl-y-0-0123abcd", "0_cmpl-y-1-0123abcd"],
@@ -223,11 +306,18 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
         ["7_0-0123abcd"],
         ["3_cmpl-q-1_0-0123abcd"],
     ):
-        requests = [make_request(each, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for each in (*others, first)]
+        requests = [
+            make_request(each, kv_transfer_params={"hidden_states_path": "a.safetensors"})
+            for each in (*others, first)
+        ]
         for request in requests:
             scheduler.on_new_request(request)
-        assert [scheduler.extracts(request.request_id) for request in requests] == [False] * len(others) + [True]
-        assert [scheduler.on_finished(request) for request in requests[:-1]] == [error] * len(others)
+        assert [scheduler.extracts(request.request_id) for request in requests] == [False] * len(
+            others
+        ) + [True]
+        assert [scheduler.on_finished(request) for request in requests[:-1]] == [error] * len(
+            others
+        )
         scheduler.on_finished(requests[-1])
         scheduler.on_worker_report(WorkerReport({first: None}, {}))
         for request_id in (first, *others):
@@ -238,9 +328,14 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
 @pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["id", "name"])
 def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: str | None) -> None:
     """The rank could not tell two requests of one id apart."""
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True)
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True
+    )
     params = name and {"hidden_states_path": name}
-    first, second = make_request("r", kv_transfer_params=params), make_request("s" if name else "r", kv_transfer_params=params)
+    first, second = (
+        make_request("r", kv_transfer_params=params),
+        make_request("s" if name else "r", kv_transfer_params=params),
+    )
     scheduler.on_new_request(first)
     (start,) = schedule(scheduler, first).started
     scheduler.on_finished(first)
@@ -251,7 +346,10 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     assert schedule(scheduler, second).started == []
     scheduler.on_worker_report(WorkerReport({"r": None}, {start.owner: RankState(started=1)}))
     assert scheduler.on_finished(second) == {
-        "hidden_states_error": "an earlier request of this id or name has not ended, because the storage does not answer"
+        "hidden_states_error": (
+            "an earlier request of this id or name has not ended, because the storage does not "
+            "answer"
+        )
     }
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
     assert [load.unfinished for load in scheduler._loads] == [0, 0]

@@ -37,7 +37,14 @@ class Engine:
         chunk: most tokens of one prompt in a step.
     """
 
-    def __init__(self, storage: float, prompt: int, output: int = 0, in_flight: int = SEATS, chunk: int = BUDGET) -> None:
+    def __init__(
+        self,
+        storage: float,
+        prompt: int,
+        output: int = 0,
+        in_flight: int = SEATS,
+        chunk: int = BUDGET,
+    ) -> None:
         self.storage, self.in_flight, self.chunk = storage, in_flight, chunk
         self.size = Cost(prompt, output)
         self.load = RankLoad(RING, row_bytes=1)
@@ -71,7 +78,10 @@ class Engine:
             self.running.append(Request(self.size.prompt - count, self.size.output))
         self.load.start(new)
         self.begun += len(new)
-        for _ in range(len(self.running) - len(left := [each for each in self.running if each.prompt or each.output > 0])):
+        for _ in range(
+            len(self.running)
+            - len(left := [each for each in self.running if each.prompt or each.output > 0])
+        ):
             self.load.end(self.size)
         self.running = left
         self.stage(rows)
@@ -112,7 +122,9 @@ SLOW = pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 0.01], ids="{} of the ne
 
 @SLOW
 @pytest.mark.parametrize("prompt", [250, 1500, RING])
-def test_no_step_waits_for_slow_storage_and_storage_is_never_idle(share: float, prompt: int) -> None:
+def test_no_step_waits_for_slow_storage_and_storage_is_never_idle(
+    share: float, prompt: int
+) -> None:
     engine = Engine(share * NEEDED, prompt, in_flight=16)
     engine.run(120.0)
     assert engine.longest_wait == 0.0
@@ -159,7 +171,9 @@ def test_only_as_many_requests_generate_as_storage_can_follow(share: float) -> N
     engine.run(120.0)
     assert engine.longest_wait <= STEP_S + BUDGET * TOKEN_S
     assert engine.written >= 0.9 * engine.storage * engine.now or len(engine.running) == 1
-    assert len(engine.running) / (STEP_S + len(engine.running) * TOKEN_S) <= max(1.1 * engine.storage, 1 / STEP_S)
+    assert len(engine.running) / (STEP_S + len(engine.running) * TOKEN_S) <= max(
+        1.1 * engine.storage, 1 / STEP_S
+    )
 
 
 @SLOW

@@ -57,7 +57,9 @@ def decode(engine: Engine, request_id: str, first: int, end: int) -> None:
         engine.worker.drain_copies()
 
 
-def test_rows_of_generated_tokens_are_written_in_batches(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+def test_rows_of_generated_tokens_are_written_in_batches(
+    engine: Engine, writes: list[tuple[str, int, int]]
+) -> None:
     engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
     decode(engine, "a", 3, 13)
     engine.step(ended("a", output=range(3, 13)), [])
@@ -67,7 +69,9 @@ def test_rows_of_generated_tokens_are_written_in_batches(engine: Engine, writes:
     assert stats_bytes(engine) == 13 * FORMAT.row_bytes
 
 
-def test_joined_rows_begin_at_a_page_for_direct_io(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_rows_begin_at_a_page_for_direct_io(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = []
     original = RequestFile.write
 
@@ -93,7 +97,9 @@ def stats_bytes(engine: Engine) -> int:
     return stats.counter("written_bytes")
 
 
-def test_the_last_row_of_a_prompt_is_written_at_once(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+def test_the_last_row_of_a_prompt_is_written_at_once(
+    engine: Engine, writes: list[tuple[str, int, int]]
+) -> None:
     engine.step(started(engine.start("a", 3)), [])
     decode(engine, "a", 0, 3)
     engine.wait_until_decided("a")
@@ -101,7 +107,9 @@ def test_the_last_row_of_a_prompt_is_written_at_once(engine: Engine, writes: lis
     engine.assert_file_is_right("a", 3)
 
 
-def test_rows_that_are_computed_again_are_written_after_their_batch(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+def test_rows_that_are_computed_again_are_written_after_their_batch(
+    engine: Engine, writes: list[tuple[str, int, int]]
+) -> None:
     engine.values = {("a", position): -1.0 for position in range(5)}
     engine.step(started(engine.start("a", 1, include_output=True)), [("a", 0, 1)])
     decode(engine, "a", 1, 3)
@@ -135,7 +143,10 @@ def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(
 ) -> None:
     engine = make_engine(ring_rows=32)
     names = ["a", "b", "c"]
-    engine.step(started(*(engine.start(name, 1, include_output=True) for name in [*names, "pauses"])), [("pauses", 0, 1)])
+    engine.step(
+        started(*(engine.start(name, 1, include_output=True) for name in [*names, "pauses"])),
+        [("pauses", 0, 1)],
+    )
     for position in range(2):
         engine.step(NOTHING, [(name, position, 1) for name in names])
         settle(engine)
@@ -143,7 +154,9 @@ def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(
     engine.step(NOTHING, [(name, 2, 1) for name in names])
     settle(engine)
     assert sorted(writes) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 3), ("pauses", 0, 1)]
-    engine.step(HsxConnectorMetadata(ended=[RequestEnd(name, False, np.arange(1, 3)) for name in names]), [])
+    engine.step(
+        HsxConnectorMetadata(ended=[RequestEnd(name, False, np.arange(1, 3)) for name in names]), []
+    )
     engine.close()
     for name in names:
         engine.assert_file_is_right(name, 3)
@@ -168,7 +181,9 @@ def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
 
 
 @pytest.mark.parametrize("end", ["aborted", "failed", "server stops"])
-def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
     decode(engine, "a", 3, 5)
     if end == "failed":
@@ -186,7 +201,9 @@ def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(engine: Engine, mo
     assert engine.ring.free_rows == engine.ring.num_rows
 
 
-def test_a_row_of_a_batch_that_is_not_finite_fails_its_file(make_engine: Callable[..., Engine]) -> None:
+def test_a_row_of_a_batch_that_is_not_finite_fails_its_file(
+    make_engine: Callable[..., Engine],
+) -> None:
     engine = make_engine(ring_rows=64, check_finite=True)
     engine.values = {("a", 2): float("nan")}
     engine.step(started(engine.start("a", 1, include_output=True)), [])
@@ -202,24 +219,34 @@ def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)
     with closing(engine):  # also if the example ends early
-        prompts = {f"r{index}": data.draw(st.integers(1, 6)) for index in range(data.draw(st.integers(1, 4)))}
+        prompts = {
+            f"r{index}": data.draw(st.integers(1, 6))
+            for index in range(data.draw(st.integers(1, 4)))
+        }
         totals = {name: tokens + data.draw(st.integers(0, 12)) for name, tokens in prompts.items()}
         aborted = {name for name in prompts if data.draw(st.integers(0, 4)) == 0}
-        metadata = started(*(engine.start(name, tokens, include_output=True) for name, tokens in prompts.items()))
+        metadata = started(
+            *(engine.start(name, tokens, include_output=True) for name, tokens in prompts.items())
+        )
         done = dict.fromkeys(prompts, 0)
         while done:
             spans = []
             for name in done:
                 if data.draw(st.integers(0, 15)) == 0:
                     done[name] = 0  # preempted
-                again = totals[name] - done[name]  # after preemption, several rows are computed at once
+                again = (
+                    totals[name] - done[name]
+                )  # after preemption, several rows are computed at once
                 count = min(again, data.draw(st.integers(1, 3))) if done[name] == 0 else 1
                 spans.append((name, done[name], count))
                 done[name] += count
             engine.step(metadata, spans)
             ends = [name for name in done if done[name] == totals[name]]
             metadata = HsxConnectorMetadata(
-                ended=[RequestEnd(name, name in aborted, np.arange(prompts[name], totals[name])) for name in ends]
+                ended=[
+                    RequestEnd(name, name in aborted, np.arange(prompts[name], totals[name]))
+                    for name in ends
+                ]
             )
             done = {name: rows for name, rows in done.items() if name not in ends}
         engine.step(metadata, [])

@@ -40,10 +40,14 @@ class Clock:
 class Served:
     """A scheduler with a budget, its clock, and what its ranks have reported."""
 
-    def __init__(self, files: float, num_engines: int = 1, num_ranks: int = 1, **options: Any) -> None:
+    def __init__(
+        self, files: float, num_engines: int = 1, num_ranks: int = 1, **options: Any
+    ) -> None:
         self.clock = Clock()
         self.budget = DirectoryBudget(int(files * SIZE), num_engines, FORMAT, self.clock)
-        self.scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks, 1 << 20, budget=self.budget, **options)
+        self.scheduler = ExtractionScheduler(
+            InDirectory(Path("/data")), ROW_BYTES, num_ranks, 1 << 20, budget=self.budget, **options
+        )
         self.states = {rank: RankState(looked=1) for rank in range(num_ranks)}
         self.report()
 
@@ -82,7 +86,9 @@ def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> 
     assert not served.scheduler.must_wait(second)
     assert served.asks(third) == "refused", "the look is new enough for others"
     error = served.error(second)
-    assert error.startswith(f"{FULL} for a file of up to {SIZE} bytes: {SIZE} of {int(1.9 * SIZE)} bytes are used")
+    assert error.startswith(
+        f"{FULL} for a file of up to {SIZE} bytes: {SIZE} of {int(1.9 * SIZE)} bytes are used"
+    )
     assert f"(kv_connector_extra_config.directory_budget_bytes is {int(1.9 * SIZE)})" in error
     assert "hsx clean --keep-bytes" in error
     stats = served.scheduler.take_stats()
@@ -102,7 +108,9 @@ def test_a_request_that_skips_the_prefix_cache_itself_still_does_without_room() 
 def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() -> None:
     served, request = Served(files=0.5), make_request("a")
     assert served.asks(request) == "refused"
-    assert "; raise kv_connector_extra_config.directory_budget_bytes, which is" in served.error(request)
+    assert "; raise kv_connector_extra_config.directory_budget_bytes, which is" in served.error(
+        request
+    )
 
 
 @pytest.mark.parametrize("ended", ["aborted in the queue", "failed", "discarded", "removed"])
@@ -114,7 +122,10 @@ def test_room_is_free_again_when_a_request_has_no_file(ended: str) -> None:
         served.scheduler.on_finished(first)
     else:
         assert served.asks(first) == "starts"
-        served.report({"first": None if ended != "failed" else "broken"}, stored=SIZE if ended == "removed" else 0)
+        served.report(
+            {"first": None if ended != "failed" else "broken"},
+            stored=SIZE if ended == "removed" else 0,
+        )
     if ended == "removed":
         assert served.asks(second) == "waits"
         served.report(stored=0, looked=2)
@@ -133,20 +144,29 @@ def test_each_data_parallel_rank_has_its_share_for_all_of_its_ranks() -> None:
     served.states[1] = RankState(looked=2, stored=SIZE)
     served.report()
     assert served.asks(second) == "refused"
-    assert f"{2 * SIZE} of {2 * SIZE} bytes, the share of this data-parallel rank, are used" in served.error(second)
+    assert (
+        f"{2 * SIZE} of {2 * SIZE} bytes, the share of this data-parallel rank, are used"
+        in served.error(second)
+    )
     served.states[1] = RankState(looked=2)
     served.report()
     assert served.asks(third) == "starts"
 
 
-def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits_for_them_forever() -> None:
+def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits_for_them_forever() -> (
+    None
+):
     served = Served(files=9)
-    served.scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, 1, 1 << 20, budget=served.budget)
+    served.scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, 1, 1 << 20, budget=served.budget
+    )
     request, later = make_request("a"), make_request("b")
     assert served.asks(request) == "waits"
     served.clock.now += 5.1
     assert served.asks(request) == "refused"
-    assert "and the storage does not answer whether consumers have removed files" in served.error(request)
+    assert "and the storage does not answer whether consumers have removed files" in served.error(
+        request
+    )
     assert served.asks(later) == "waits"
     served.report()
     assert served.asks(later) == "starts"
@@ -166,7 +186,10 @@ def test_a_look_is_made_at_most_once_per_second_however_many_requests_come() -> 
 
 def test_rows_of_generated_tokens_have_room_as_max_tokens_until_their_number_is_known() -> None:
     served = Served(files=6, include_output=True)
-    first, second = make_request("first", output_token_ids=list(range(11)), max_tokens=201), make_request("second", max_tokens=200)
+    first, second = (
+        make_request("first", output_token_ids=list(range(11)), max_tokens=201),
+        make_request("second", max_tokens=200),
+    )
     assert served.asks(first) == "starts"
     assert served.budget._promised == LAYOUT.file_size(5 + 200)
     assert served.asks(second) == "waits"
@@ -192,7 +215,9 @@ def test_a_later_file_of_the_same_name_is_not_forgotten_by_an_earlier_look() -> 
     assert files.num_bytes == 0
 
 
-def test_a_storage_that_fails_does_not_free_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_fails_does_not_free_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(path: str) -> None:
         raise OSError(errno.EIO, "broken", path)
 
@@ -210,10 +235,18 @@ def test_all_ranks_together_count_each_earlier_file_once(
     directory = tmp_path_factory.mktemp("earlier")
     (directory / "day").mkdir()
     (directory / ".hsx-00000000").mkdir()
-    for name in (".hsx-00000000/rows.safetensors", "a.safetensors.error", "a.safetensors.lock", "notes.txt"):
+    for name in (
+        ".hsx-00000000/rows.safetensors",
+        "a.safetensors.error",
+        "a.safetensors.lock",
+        "notes.txt",
+    ):
         (directory / name).write_bytes(b"x" * 50)
     suffixes = (".tar", ".safetensors", ".safetensors")
-    paths = [directory / ("day" if number % 2 else "") / f"{number}{suffixes[number % 3]}" for number in range(len(sizes))]
+    paths = [
+        directory / ("day" if number % 2 else "") / f"{number}{suffixes[number % 3]}"
+        for number in range(len(sizes))
+    ]
     for path, size in zip(paths, sizes, strict=True):
         path.write_bytes(b"x" * size)
     found = [StoredFiles.found_in(str(directory), Share(index, ranks)) for index in range(ranks)]
@@ -231,7 +264,10 @@ def test_all_ranks_together_count_each_earlier_file_once(
 
 def test_a_directory_whose_files_cannot_be_counted_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"shared_storage_path='.*' has files that cannot be counted for directory_budget_bytes: .*ENOTDIR"):
+    with pytest.raises(
+        UserError,
+        match=r"shared_storage_path='.*' has files that cannot be counted for directory_budget_bytes: .*ENOTDIR",
+    ):
         StoredFiles.found_in(str(tmp_path / "file"), Share(0, 1))
 
 
@@ -241,7 +277,9 @@ def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path
     path.touch()
 
     def news() -> tuple[int, int, int]:
-        found = progress.end_step(paused=False, unresponsive=False, opens_slowly=False, needs_space=False)
+        found = progress.end_step(
+            paused=False, unresponsive=False, opens_slowly=False, needs_space=False
+        )
         assert found is not None
         return found[0].stored, found[0].looked, len(found[1])
 
@@ -258,6 +296,9 @@ def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path
 def test_the_number_of_engines_is_that_of_the_server_also_where_each_is_alone() -> None:
     parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=0)
     remember_engines(parallel)
-    parallel.data_parallel_size, parallel.data_parallel_index = 1, 3  # as vLLM does for a target without experts
+    parallel.data_parallel_size, parallel.data_parallel_index = (
+        1,
+        3,
+    )  # as vLLM does for a target without experts
     remember_engines(parallel)
     assert engine_of(parallel) == (3, 4)

@@ -57,7 +57,9 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_next_call_of_the_main_thread_raises_what_the_lander_met(engine: Engine, call: str) -> None:
+def test_the_next_call_of_the_main_thread_raises_what_the_lander_met(
+    engine: Engine, call: str
+) -> None:
     fail_copies(engine)
     engine.worker.start_step(started(engine.start("a", 4)))
     with pytest.raises(DeviceError, match="aclnnStack"):
@@ -71,7 +73,11 @@ def test_each_file_that_is_not_complete_has_the_devices_text(engine: Engine) -> 
     engine.step(started(engine.start("complete", 4)), [("complete", 0, 4)])
     engine.wait_until_decided("complete")
     engine.collect()
-    open_files = [engine.start("begun", 9), engine.start("written", 8, include_output=True), engine.start("no row", 3)]
+    open_files = [
+        engine.start("begun", 9),
+        engine.start("written", 8, include_output=True),
+        engine.start("no row", 3),
+    ]
     engine.step(started(*open_files), [("begun", 0, 4), ("written", 0, 8)])
     engine.worker._lander.drain()
     failures(engine)
@@ -85,7 +91,9 @@ def test_each_file_that_is_not_complete_has_the_devices_text(engine: Engine) -> 
     engine.assert_file_is_right("complete", 4)
 
 
-def test_a_file_that_opens_after_the_failure_has_the_devices_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_opens_after_the_failure_has_the_devices_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opens = threading.Event()
     original = engine.sink.open
 
@@ -102,7 +110,9 @@ def test_a_file_that_opens_after_the_failure_has_the_devices_text(engine: Engine
     assert reasons(engine) == {"late": FAILED}
 
 
-def test_a_request_that_begins_while_the_device_fails_has_the_devices_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_begins_while_the_device_fails_has_the_devices_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = engine.worker._progress.begin
 
     def fail_first(*args: Any) -> None:
@@ -128,15 +138,21 @@ def test_an_exception_of_a_step_is_in_each_file_and_the_lander_stops(engine: Eng
         engine.worker.start_step(ended("a"))
 
 
-def test_the_first_error_is_in_the_files_and_in_the_log_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_error_is_in_the_files_and_in_the_log_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.step(started(engine.start("a", 9)), [("a", 0, 4)])
     with caplog.at_level(logging.CRITICAL, failure.logger.name):
         engine.worker.fail(RuntimeError(TEXT))
         engine.worker.fail(RuntimeError("raised once more, by the next call of the connector"))
-    assert [record.message for record in caplog.records] == [f"no file can be completed: the engine failed: RuntimeError: {TEXT}"]
+    assert [record.message for record in caplog.records] == [
+        f"no file can be completed: the engine failed: RuntimeError: {TEXT}"
+    ]
 
 
-def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     """An event that the device has dropped never completes."""
     engine.worker._lander._has_landed = lambda batch: False  # type: ignore[method-assign]
     engine.step(started(engine.start("a", 4)), [("a", 0, 4)])
@@ -157,7 +173,9 @@ def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does
     ended_by_us = threading.Event()
     monkeypatch.setattr(failure, "_GRACE_S", 0.05)
     monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
-    monkeypatch.setattr(failure.multiprocessing, "parent_process", lambda: object() if in_a_child else None)
+    monkeypatch.setattr(
+        failure.multiprocessing, "parent_process", lambda: object() if in_a_child else None
+    )
     engine = Engine(tmp_path / "out")
     fail_copies(engine)
     engine.worker.start_step(started(engine.start("a", 4)))
@@ -168,7 +186,9 @@ def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does
     engine.worker.close()
 
 
-def test_a_worker_that_vllm_closes_does_not_end_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_vllm_closes_does_not_end_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended_by_us = threading.Event()
     monkeypatch.setattr(failure, "_GRACE_S", 0.2)
     monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
@@ -221,15 +241,23 @@ def steps_until_the_engine_ends(engine: Engine) -> Exception:
 
 @pytest.mark.usefixtures("queue_mode")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text(tmp_path: Path, fault: str) -> None:
-    engine = Engine(tmp_path / "out", ring_rows=64, rotation=torch.eye(HIDDEN) if fault == "mm" else None)
+def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text(
+    tmp_path: Path, fault: str
+) -> None:
+    engine = Engine(
+        tmp_path / "out", ring_rows=64, rotation=torch.eye(HIDDEN) if fault == "mm" else None
+    )
     engine.step(started(engine.start("healthy", 4)), [("healthy", 0, 4)])
     engine.wait_until_decided("healthy")
     core.fail(FAULTS[fault], "EZ9999: the text of the driver")
     error = steps_until_the_engine_ends(engine)
     assert ERROR in str(error)
     engine.worker.close(30)
-    begun = {path.name.partition(".")[0] for path in engine.directory.iterdir() if not path.name.startswith(".")}
+    begun = {
+        path.name.partition(".")[0]
+        for path in engine.directory.iterdir()
+        if not path.name.startswith(".")
+    }
     failed = reasons(engine)
     assert failed
     for request_id in begun - failed.keys():  # none is undecided: these are complete
@@ -242,7 +270,9 @@ def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text
 
 @pytest.mark.usefixtures("queue_mode")
 @pytest.mark.parametrize("who_asks", ["the lander", "the main thread"])
-def test_rows_behind_a_failed_task_are_in_no_file_although_their_events_look_complete(tmp_path: Path, who_asks: str) -> None:
+def test_rows_behind_a_failed_task_are_in_no_file_although_their_events_look_complete(
+    tmp_path: Path, who_asks: str
+) -> None:
     """The failure also drops the copies and records that are in the queue."""
     engine = Engine(tmp_path / "out", ring_rows=64)
     for name in ("first", "second"):  # so that each event has completed before

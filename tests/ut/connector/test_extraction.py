@@ -44,7 +44,10 @@ class StrictFile(SinkFile):
         with self._mutex:
             self._require(not self.closed, "written after it was closed")
             self._require(self._has_rows or not self._writing, "the first write is not alone")
-            self._require(not any(set(span) & set(other) for other in self._writing), "rows of one position in flight twice")
+            self._require(
+                not any(set(span) & set(other) for other in self._writing),
+                "rows of one position in flight twice",
+            )
             self._writing.append(span)
         self.write_begun.set()
         if first == 0:
@@ -68,7 +71,10 @@ class StrictFile(SinkFile):
 
     def close(self) -> None:
         with self._mutex:
-            self._require(bool(self.ends) and not self._writing and not self.closed, "closed at the wrong time")
+            self._require(
+                bool(self.ends) and not self._writing and not self.closed,
+                "closed at the wrong time",
+            )
             self.closed = True
 
     def _end(self, how: str, close: bool) -> None:
@@ -105,7 +111,11 @@ class Life:
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
         stats = StatsRecorder(0)
-        callbacks = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), OpenSources(lambda _: None)
+        callbacks = (
+            lambda _, error: self.decided.append(error),
+            lambda _: self.ended.release(),
+            OpenSources(lambda _: None),
+        )
         self.extraction = Extraction(start, writers, True, (ROW, ROW), *callbacks, stats)
 
     def open(self) -> Life:
@@ -237,7 +247,9 @@ def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stop
     life.check(SERVER_STOPPED, "too slow")
 
 
-def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(writers: ThreadPool) -> None:
+def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(
+    writers: ThreadPool,
+) -> None:
     life = Life(writers).open()
     life.file.may_commit.clear()
     writer = in_thread(lambda: life.write(0, 8))
@@ -252,7 +264,9 @@ def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(writers
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(writers: ThreadPool, stops: bool) -> None:
+def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(
+    writers: ThreadPool, stops: bool
+) -> None:
     life = Life(writers)
     life.extraction.give_up() if stops else life.extraction.fail("too slow", "slow_storage")
     life.open()
@@ -260,7 +274,9 @@ def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(wri
     assert life.decided == ([] if stops else ["too slow"])
 
 
-def test_a_fault_that_is_no_sink_error_fails_its_file(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_is_no_sink_error_fails_its_file(
+    writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     life = Life(writers).open()
 
     def commit(*args: object, **options: object) -> None:
@@ -272,20 +288,31 @@ def test_a_fault_that_is_no_sink_error_fails_its_file(writers: ThreadPool, monke
     assert life.decided == ["RuntimeError: a mistake"]
 
 
-def test_file_ends_once_and_is_closed_behind_its_last_write(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_ends_once_and_is_closed_behind_its_last_write(
+    writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = set()
     for turn in range(150):
         life = Life(writers)
         if turn % 5 == 4:
-            monkeypatch.setattr(life.file, "write", lambda *_: (_ for _ in ()).throw(SinkError("r", Path("r"), "no room")))
+            monkeypatch.setattr(
+                life.file,
+                "write",
+                lambda *_: (_ for _ in ()).throw(SinkError("r", Path("r"), "no room")),
+            )
         barrier = threading.Barrier(5)
         actions: list[Callable[[], object]] = [
             life.open,
             *(lambda span=span, life=life: life.write(*span) for span in ((0, 3), (3, 8))),
-            (lambda life=life: life.extraction.fail("late", "slow_storage")) if turn % 2 else (lambda: None),
+            (lambda life=life: life.extraction.fail("late", "slow_storage"))
+            if turn % 2
+            else (lambda: None),
             life.stop if turn % 3 == 0 else (lambda: None),
         ]
-        threads = [in_thread(lambda action=action, barrier=barrier: (barrier.wait(), action())) for action in actions]
+        threads = [
+            in_thread(lambda action=action, barrier=barrier: (barrier.wait(), action()))
+            for action in actions
+        ]
         for thread in threads:
             thread.join(10)
         assert writers.wait(10)

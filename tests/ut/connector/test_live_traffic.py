@@ -75,7 +75,13 @@ class Engine:
         self.day = day
         budget = DirectoryBudget(BUDGET, ENGINES, FORMAT, lambda: day.now)
         self.scheduler = ExtractionScheduler(
-            InDirectory(directory), FORMAT.row_bytes, 1, 8 << 20, extract_all=False, sample_rate=RATE, budget=budget
+            InDirectory(directory),
+            FORMAT.row_bytes,
+            1,
+            8 << 20,
+            extract_all=False,
+            sample_rate=RATE,
+            budget=budget,
         )
         self.staging = StagingCache(
             num_slots=2,
@@ -102,7 +108,10 @@ class Engine:
     def add(self, chat: Chat) -> None:
         before = dict(vars(chat.request))
         self.scheduler.on_new_request(chat.request)
-        if not self.scheduler.extracts(chat.request.request_id) and chat.request.request_id not in self.scheduler._refused:
+        if (
+            not self.scheduler.extracts(chat.request.request_id)
+            and chat.request.request_id not in self.scheduler._refused
+        ):
             assert vars(chat.request) == before, "a request that is not sampled is left alone"
             self.day.ordinary.add(chat.request.request_id)
         self.waiting.append(chat)
@@ -134,7 +143,9 @@ class Engine:
         for request_id, chat in list(self.running.items()):
             count = min(CHUNK, chat.prompt - chat.done) if chat.done < chat.prompt else 1
             if (wanted := self.staging.wanted.get(request_id, 0)) > chat.done:
-                rows[at : at + count] = value(request_id) + np.arange(chat.done, chat.done + count)[:, None]
+                rows[at : at + count] = (
+                    value(request_id) + np.arange(chat.done, chat.done + count)[:, None]
+                )
                 spans.append(Span(request_id, chat.done, min(count, wanted - chat.done), at))
                 at += count
             chat.done += count
@@ -175,7 +186,9 @@ class Day:
     def run(self, requests: int) -> None:
         self.start()
         steps, noon = 0, requests // 2
-        while self.sent < requests or any(engine.waiting or engine.running for engine in self.engines):
+        while self.sent < requests or any(
+            engine.waiting or engine.running for engine in self.engines
+        ):
             if noon and self.sent >= noon:
                 self.restart()
                 noon = 0
@@ -216,11 +229,15 @@ class Day:
         self.sent += 1
         wants_output = self.luck.random() < 0.02
         max_tokens = self.luck.randint(1, 6)
-        params: Any = {"include_output_tokens": True, "hidden_states": True} if wants_output else None
+        params: Any = (
+            {"include_output_tokens": True, "hidden_states": True} if wants_output else None
+        )
         if self.luck.random() < 0.3:
             params = {**(params or {}), "sample_key": f"user {self.luck.randint(0, 400)}"}
         request_id = f"cmpl-{self.sent:x}-0-{self.luck.getrandbits(32):08x}"
-        request = make_request(request_id, self.luck.randint(2, 60), kv_transfer_params=params, max_tokens=max_tokens)
+        request = make_request(
+            request_id, self.luck.randint(2, 60), kv_transfer_params=params, max_tokens=max_tokens
+        )
         self.luck.choice(self.engines).add(Chat(request, max_tokens, wants_output))
 
     def answered(self, chat: Chat, answer: dict[str, Any] | None) -> None:
@@ -231,7 +248,9 @@ class Day:
             outcome = "ordinary"
         elif "hidden_states_error" in answer:
             assert answer.keys() == {"hidden_states_error"}
-            assert answer["hidden_states_error"].startswith("the storage directory has no room for a file of up to ")
+            assert answer["hidden_states_error"].startswith(
+                "the storage directory has no room for a file of up to "
+            )
             assert chat.request.skip_reading_prefix_cache is False
             outcome = "skipped"
         else:
@@ -247,7 +266,9 @@ class Day:
         path, chat = self.answers.pop(0)
         states = vllm_ascend_hsx.load(path, verify=True)
         tokens = chat.prompt + (chat.max_tokens - 1 if chat.wants_output else 0)
-        expected = (value(chat.request.request_id) + torch.arange(tokens))[:, None].expand(-1, FORMAT.hidden_size)
+        expected = (value(chat.request.request_id) + torch.arange(tokens))[:, None].expand(
+            -1, FORMAT.hidden_size
+        )
         # Layer ids (3, 1): the first layer of a row is the second that the target collects.
         assert torch.equal(states.hidden_states[:, 1], expected)
         assert torch.equal(states.hidden_states[:, 0], expected + 0.5)
@@ -272,13 +293,17 @@ def _files(directory: Path) -> Iterator[tuple[int, int]]:
             with suppress(FileNotFoundError):
                 if entry.is_dir():
                     yield from _files(Path(entry.path))
-                elif ".safetensors" in entry.name and not entry.name.endswith((".lock", ".acknowledged", ".new")):
+                elif ".safetensors" in entry.name and not entry.name.endswith(
+                    (".lock", ".acknowledged", ".new")
+                ):
                     status = entry.stat()
                     yield status.st_ino, status.st_size
 
 
 @pytest.mark.timeout(300)
-def test_a_day_of_live_traffic_keeps_its_budget_and_each_sampled_file_is_right(tmp_path: Path) -> None:
+def test_a_day_of_live_traffic_keeps_its_budget_and_each_sampled_file_is_right(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "storage"
     day = Day(directory)
     day.run(REQUESTS)

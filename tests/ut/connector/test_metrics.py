@@ -31,7 +31,9 @@ from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRe
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
-CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2), kv_transfer_config=None)
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(tensor_parallel_size=2), kv_transfer_config=None
+)
 
 
 def metric_types(registry: CollectorRegistry) -> dict[Any, Any]:
@@ -39,7 +41,9 @@ def metric_types(registry: CollectorRegistry) -> dict[Any, Any]:
 
 
 def make_metrics(registry: CollectorRegistry) -> HsxPromMetrics:
-    return AscendHiddenStatesConnector.build_prom_metrics(CONFIG, metric_types(registry), LABELS, ENGINES)
+    return AscendHiddenStatesConnector.build_prom_metrics(
+        CONFIG, metric_types(registry), LABELS, ENGINES
+    )
 
 
 def take(recorder: StatsRecorder) -> HsxStats:
@@ -50,8 +54,16 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 def busy(rank: int) -> HsxStats:
     """Stats of a rank that did a bit of everything."""
-    gauges = {"ring_fill": 0.25 * (rank + 1), "backlog_bytes": 100 * (rank + 1), "batch_bytes": 10 * (rank + 1)}
-    recorder = StatsRecorder(rank, lambda: {**gauges, "open_sources": 3, "open_source_bytes": 30}, lambda: 1e6 * (rank + 1))
+    gauges = {
+        "ring_fill": 0.25 * (rank + 1),
+        "backlog_bytes": 100 * (rank + 1),
+        "batch_bytes": 10 * (rank + 1),
+    }
+    recorder = StatsRecorder(
+        rank,
+        lambda: {**gauges, "open_sources": 3, "open_source_bytes": 30},
+        lambda: 1e6 * (rank + 1),
+    )
     recorder.copied(1000, 0.002)
     recorder.wrote(900, 0.004)
     recorder.published(1100, 0.0007)
@@ -81,8 +93,15 @@ def values(registry: CollectorRegistry, engine: int) -> dict[str, float]:
             labels = dict(sample.labels)
             if labels.pop("engine") == str(engine):
                 assert labels.pop("model_name") == "tiny"
-                found[sample.name.removeprefix("vllm:hsx_") + "".join(f" {key}={value}" for key, value in labels.items())] = sample.value
-    return {name: value for name, value in found.items() if "_bucket" not in name and "_created" not in name}
+                found[
+                    sample.name.removeprefix("vllm:hsx_")
+                    + "".join(f" {key}={value}" for key, value in labels.items())
+                ] = sample.value
+    return {
+        name: value
+        for name, value in found.items()
+        if "_bucket" not in name and "_created" not in name
+    }
 
 
 EXPECTED = {
@@ -122,7 +141,9 @@ EXPECTED = {
 def test_each_engine_has_its_own_series_which_are_there_at_zero_from_the_start() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry)
-    zero = {name: 0 for name in EXPECTED if "failures" not in name}  # reasons are not known before they occur
+    zero = {
+        name: 0 for name in EXPECTED if "failures" not in name
+    }  # reasons are not known before they occur
     assert values(registry, 0) == values(registry, 1) == zero
     metrics.observe(reduce(HsxStats.aggregate, [busy(0), busy(1), held()]).data, 1)
     assert values(registry, 1) == pytest.approx(EXPECTED)
@@ -135,8 +156,16 @@ def test_counters_add_up_over_steps_and_gauges_are_those_of_the_last_that_says_a
     for stats in (held(), busy(0), busy(0)):
         metrics.observe(stats.data, 0)
     found = values(registry, 0)
-    assert (found["written_bytes_total"], found["files_total outcome=failed"], found["write_seconds_count"]) == (1800, 4, 2)
-    assert (found["ring_fill_ratio tp_rank=0"], found["requests_held"], found["backpressure_seconds_total"]) == (0.25, 2, 3)
+    assert (
+        found["written_bytes_total"],
+        found["files_total outcome=failed"],
+        found["write_seconds_count"],
+    ) == (1800, 4, 2)
+    assert (
+        found["ring_fill_ratio tp_rank=0"],
+        found["requests_held"],
+        found["backpressure_seconds_total"],
+    ) == (0.25, 2, 3)
 
 
 def test_the_documentation_lists_the_series_with_their_labels() -> None:
@@ -146,8 +175,12 @@ def test_the_documentation_lists_the_series_with_their_labels() -> None:
     for family in registry.collect():
         labels = [set(sample.labels) - {*LABELS, "le"} for sample in family.samples]
         if family.samples and not family.name.endswith("_created"):
-            made[family.name + ("_total" if family.type == "counter" else "")] = ",".join(sorted(labels[0]))
-    listed = re.findall(r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", page("operations.md"), re.MULTILINE)
+            made[family.name + ("_total" if family.type == "counter" else "")] = ",".join(
+                sorted(labels[0])
+            )
+    listed = re.findall(
+        r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", page("operations.md"), re.MULTILINE
+    )
     assert dict(listed) == made
 
 
@@ -170,12 +203,20 @@ def labels_of_samples() -> dict[str, set[str]]:
 
 def queries() -> list[tuple[str, str]]:
     """Each expression of the dashboard with the legend, those of variables included."""
-    variables = [(each["query"], "") for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
-    return variables + [(target["expr"], target["legendFormat"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    variables = [
+        (each["query"], "") for each in DASHBOARD["templating"]["list"] if each["type"] == "query"
+    ]
+    return variables + [
+        (target["expr"], target["legendFormat"])
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    ]
 
 
 @pytest.mark.parametrize(("query", "legend"), queries())
-def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(query: str, legend: str) -> None:
+def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(
+    query: str, legend: str
+) -> None:
     ((name, matchers, interval),) = SERIES.findall(query)
     labels = labels_of_samples()[name]
     grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query)))
@@ -193,7 +234,12 @@ def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(query: st
 
 
 def test_the_dashboard_shows_every_series() -> None:
-    shown = {re.sub("_bucket$", "", name) for query, legend in queries() if legend for name, *_ in SERIES.findall(query)}
+    shown = {
+        re.sub("_bucket$", "", name)
+        for query, legend in queries()
+        if legend
+        for name, *_ in SERIES.findall(query)
+    }
     listed = re.findall(r"^\| `(vllm:hsx_\w+)", page("operations.md"), re.MULTILINE)
     assert shown == set(listed)
 
@@ -202,26 +248,51 @@ def test_the_dashboard_has_the_parts_of_grafana_s_model() -> None:
     """Of the classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", *LABELS]
-    assert 8 <= len(DASHBOARD["uid"]) <= 40 and DASHBOARD["title"] and "id" not in DASHBOARD and "version" not in DASHBOARD
+    assert (
+        8 <= len(DASHBOARD["uid"]) <= 40
+        and DASHBOARD["title"]
+        and "id" not in DASHBOARD
+        and "version" not in DASHBOARD
+    )
     used: set[tuple[int, int]] = set()
     for number, panel in enumerate(DASHBOARD["panels"], start=1):
-        assert panel["id"] == number and panel["type"] == "timeseries" and panel["title"] and panel["description"]
+        assert (
+            panel["id"] == number
+            and panel["type"] == "timeseries"
+            and panel["title"]
+            and panel["description"]
+        )
         place = panel["gridPos"]
-        cells = set(product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])))
+        cells = set(
+            product(
+                range(place["x"], place["x"] + place["w"]),
+                range(place["y"], place["y"] + place["h"]),
+            )
+        )
         assert not cells & used and place["x"] + place["w"] <= 24
         used |= cells
-        assert panel["datasource"] == source and all(each["datasource"] == source for each in panel["targets"])
+        assert panel["datasource"] == source and all(
+            each["datasource"] == source for each in panel["targets"]
+        )
         assert [each["refId"] for each in panel["targets"]] == list("ABC"[: len(panel["targets"])])
-        assert set(panel["fieldConfig"]) == {"defaults", "overrides"} and panel["fieldConfig"]["defaults"]["unit"]
+        assert (
+            set(panel["fieldConfig"]) == {"defaults", "overrides"}
+            and panel["fieldConfig"]["defaults"]["unit"]
+        )
     assert len(used) == 24 * (1 + max(row for _, row in used)), "no gaps"
 
 
-nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))
+nanoseconds = st.one_of(
+    st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS])
+)
 
 
 @given(st.lists(st.lists(nanoseconds, max_size=20), max_size=4))
 def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
-    registry, reference = CollectorRegistry(), Histogram("reference", "", buckets=BUCKETS, registry=None)
+    registry, reference = (
+        CollectorRegistry(),
+        Histogram("reference", "", buckets=BUCKETS, registry=None),
+    )
     metrics = make_metrics(registry)
     recorder = StatsRecorder(0)
     for step in steps:
@@ -234,8 +305,12 @@ def test_histograms_are_those_of_the_single_observations(steps: list[list[int]])
     for sample in family.samples:
         if not sample.name.endswith("_created"):
             name = sample.name.replace("reference", "vllm:hsx_write_seconds")
-            value = registry.get_sample_value(name, {**sample.labels, "model_name": "tiny", "engine": "0"})
-            assert value == (pytest.approx(sample.value) if name.endswith("_sum") else sample.value), name
+            value = registry.get_sample_value(
+                name, {**sample.labels, "model_name": "tiny", "engine": "0"}
+            )
+            assert value == (
+                pytest.approx(sample.value) if name.endswith("_sum") else sample.value
+            ), name
 
 
 # The whole way: workers' outputs, the scheduler's part, msgpack, loggers.
@@ -290,10 +365,20 @@ def test_stats_of_ranks_and_scheduler_arrive(silent_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("shared_process", [False, True], ids=["own process", "shared process"])
-def test_in_multi_connector_stats_arrive_too(shared_process: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KVConnectorFactory._registry, AscendHiddenStatesConnector.__name__, lambda: AscendHiddenStatesConnector)
+def test_in_multi_connector_stats_arrive_too(
+    shared_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        KVConnectorFactory._registry,
+        AscendHiddenStatesConnector.__name__,
+        lambda: AscendHiddenStatesConnector,
+    )
     entry = (AscendHiddenStatesConnector, CONFIG)
-    monkeypatch.setattr(MultiConnector, "_get_connector_classes_and_configs", classmethod(lambda cls, config: [entry]))
+    monkeypatch.setattr(
+        MultiConnector,
+        "_get_connector_classes_and_configs",
+        classmethod(lambda cls, config: [entry]),
+    )
     registry = CollectorRegistry()
     metrics = MultiConnector.build_prom_metrics(CONFIG, metric_types(registry), LABELS, ENGINES)
 
@@ -317,7 +402,13 @@ class RayMetric:
 
     made: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...], boundaries: list[float] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        tag_keys: tuple[str, ...],
+        boundaries: list[float] | None = None,
+    ) -> None:
         assert boundaries is None or all(bound > 0 for bound in boundaries)
         self._tag_keys = tag_keys
         self.came: list[tuple[float, dict[str, str]]] = []
@@ -332,17 +423,36 @@ class RayMetric:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, RayMetric]]:
-    monkeypatch.setattr(ray_wrappers, "ray_metrics", SimpleNamespace(Gauge=RayMetric, Counter=RayMetric, Histogram=RayMetric))
+    monkeypatch.setattr(
+        ray_wrappers,
+        "ray_metrics",
+        SimpleNamespace(Gauge=RayMetric, Counter=RayMetric, Histogram=RayMetric),
+    )
     yield RayMetric.made
     RayMetric.made.clear()
 
 
 def test_rays_metric_classes_take_the_same(ray: dict[str, RayMetric]) -> None:
     wrappers = ray_wrappers.RayKVConnectorProm
-    types = {Gauge: wrappers._gauge_cls, Counter: wrappers._counter_cls, Histogram: wrappers._histogram_cls}
+    types = {
+        Gauge: wrappers._gauge_cls,
+        Counter: wrappers._counter_cls,
+        Histogram: wrappers._histogram_cls,
+    }
     metrics = AscendHiddenStatesConnector.build_prom_metrics(CONFIG, types, LABELS, ENGINES)
     metrics.observe(reduce(HsxStats.aggregate, [busy(0), busy(1), held()]).data, 1)
-    assert [(value, tags["engine"]) for value, tags in ray["vllm_hsx_written_bytes"].came] == [(1800, "1")]
-    assert {tags["outcome"]: value for value, tags in ray["vllm_hsx_files"].came} == {"published": 2, "failed": 4, "aborted": 2}
-    assert {tags["tp_rank"]: value for value, tags in ray["vllm_hsx_ring_fill_ratio"].came} == {"0": 0.25, "1": 0.5}
-    assert [value for value, _ in ray["vllm_hsx_write_seconds"].came] == pytest.approx([0.004, 0.004])
+    assert [(value, tags["engine"]) for value, tags in ray["vllm_hsx_written_bytes"].came] == [
+        (1800, "1")
+    ]
+    assert {tags["outcome"]: value for value, tags in ray["vllm_hsx_files"].came} == {
+        "published": 2,
+        "failed": 4,
+        "aborted": 2,
+    }
+    assert {tags["tp_rank"]: value for value, tags in ray["vllm_hsx_ring_fill_ratio"].came} == {
+        "0": 0.25,
+        "1": 0.5,
+    }
+    assert [value for value, _ in ray["vllm_hsx_write_seconds"].came] == pytest.approx(
+        [0.004, 0.004]
+    )

@@ -29,7 +29,9 @@ def hashes(text: Any) -> list[Any]:
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30))
-def test_the_index_has_the_latest_request_of_each_prefix_within_its_bounds(published: list[tuple[list[int], bool]]) -> None:
+def test_the_index_has_the_latest_request_of_each_prefix_within_its_bounds(
+    published: list[tuple[list[int], bool]],
+) -> None:
     """As requests are in practice: each has what it uses of another one itself."""
     index, kept = PrefixIndex(max_files=3, max_bytes=10 * ROW_BYTES, row_bytes=ROW_BYTES), []
     released: list[int] = []
@@ -74,8 +76,12 @@ class Engine:
     """As much of vLLM's scheduler as decides where a request starts."""
 
     def __init__(self, **options: Any) -> None:
-        index = PrefixIndex(**{"max_files": 8, "max_bytes": 1 << 20, "row_bytes": ROW_BYTES, **options})
-        self.scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=100_000, prefixes=index)
+        index = PrefixIndex(
+            **{"max_files": 8, "max_bytes": 1 << 20, "row_bytes": ROW_BYTES, **options}
+        )
+        self.scheduler = ExtractionScheduler(
+            InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=100_000, prefixes=index
+        )
         self.now = 0.0
         assert self.scheduler._reuse is not None
         self.scheduler._reuse._clock = lambda: self.now
@@ -85,7 +91,12 @@ class Engine:
     def add(self, request_id: str, text: str, **changes: Any) -> Any:
         """Add a request of one block for each letter, and one more token."""
         number = BLOCK * len(text) + 1
-        changes = {"num_tokens": number, "block_hashes": hashes(text), "num_prompt_tokens": number, **changes}
+        changes = {
+            "num_tokens": number,
+            "block_hashes": hashes(text),
+            "num_prompt_tokens": number,
+            **changes,
+        }
         request = self.requests[request_id] = make_request(request_id, **changes)
         request.num_tokens = number
         self.scheduler.on_new_request(request)
@@ -110,7 +121,9 @@ class Engine:
 
     def publish(self, request_id: str, error: str | None = None, *, kept: bool = True) -> None:
         number = self.started[request_id].number
-        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {}, frozenset([number] if kept else [])))
+        self.scheduler.on_worker_report(
+            WorkerReport({request_id: error}, {}, frozenset([number] if kept else []))
+        )
 
     def serve(self, request_id: str, text: str) -> Any:
         """Add, start and publish a request."""
@@ -242,7 +255,10 @@ def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
     engine.serve("longer", "abc")
     assert engine.tries("second") == 2
     engine.publish("second")
-    assert engine.requests["second"].hsx_reusable_rows(engine.requests["second"], BLOCK) == 3 * BLOCK + 1  # it needs no more rows
+    assert (
+        engine.requests["second"].hsx_reusable_rows(engine.requests["second"], BLOCK)
+        == 3 * BLOCK + 1
+    )  # it needs no more rows
 
 
 def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
@@ -256,13 +272,18 @@ def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
     engine.add("after", "abc")
     after = engine.start("after")
     assert after.prefix is None
-    assert sorted(engine.released) == [engine.started["before"].number, engine.started["running"].number]
+    assert sorted(engine.released) == [
+        engine.started["before"].number,
+        engine.started["running"].number,
+    ]
     engine.publish("after")
     engine.add("again", "abc")
     assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
 
 
-def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty(caplog: pytest.LogCaptureFixture) -> None:
+def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Rows would be of the earlier weights, and so would the keys and values that others read."""
     caplog.set_level("INFO")
     engine = Engine()
@@ -301,7 +322,11 @@ def test_rows_of_generated_tokens_are_at_hand_once_they_are_published() -> None:
     assert engine.start("second").prefix == Prefix(engine.started["first"].number, 2 * BLOCK)
 
 
-RATES = {"prompt_rate": 10.0 * ROW_BYTES, "write_rate": 1000.0 * ROW_BYTES, "step_rate": 10.0}  # ten tokens a second
+RATES = {
+    "prompt_rate": 10.0 * ROW_BYTES,
+    "write_rate": 1000.0 * ROW_BYTES,
+    "step_rate": 10.0,
+}  # ten tokens a second
 
 
 @pytest.mark.parametrize(
@@ -316,7 +341,9 @@ RATES = {"prompt_rate": 10.0 * ROW_BYTES, "write_rate": 1000.0 * ROW_BYTES, "ste
         (1, {**RATES, "backlog": 1000 * ROW_BYTES}, False),  # the file takes another second
     ],
 )
-def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_them(left: int, state: dict[str, Any], waits: bool) -> None:
+def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_them(
+    left: int, state: dict[str, Any], waits: bool
+) -> None:
     engine = Engine()
     twin = engine.add("twin", "abc")
     start = engine.start("twin")

@@ -35,7 +35,9 @@ def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_
 
 def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
     scheduler, adapters = make_scheduler(), [object(), None, object()]
-    requests = [make_request(f"r{index}", lora_request=adapter) for index, adapter in enumerate(adapters)]
+    requests = [
+        make_request(f"r{index}", lora_request=adapter) for index, adapter in enumerate(adapters)
+    ]
     for request in requests:
         scheduler.on_new_request(request)
     assert [start.lora for start in schedule(scheduler, *requests).started] == adapters
@@ -43,7 +45,9 @@ def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
 
 def feature(modality: str, offset: int, length: int) -> Any:
     """As much of vllm.multimodal.inputs.MultiModalFeatureSpec as is read."""
-    return SimpleNamespace(modality=modality, mm_position=SimpleNamespace(offset=offset, length=length))
+    return SimpleNamespace(
+        modality=modality, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
 
 
 def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its_prompt() -> None:
@@ -64,17 +68,39 @@ def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its
     [
         pytest.param({"kv_transfer_params": {"hidden_states": False}}, None, id="opts out"),
         pytest.param({"pooling_params": object()}, None, id="pooling"),
-        pytest.param({"kv_transfer_params": {"hidden_states": "no"}}, "'no'; use true or false", id="not a boolean"),
-        pytest.param({"kv_transfer_params": {"include_output_tokens": 1}}, "1; use true or false", id="not a boolean either"),
-        pytest.param({"kv_transfer_params": "x"}, "kv_transfer_params is 'x'; use an object", id="vllm_xargs"),
-        pytest.param({"kv_transfer_params": {"hidden_states_path": "a.safetensors"}}, "allow_custom_save_path", id="chooses a name"),
+        pytest.param(
+            {"kv_transfer_params": {"hidden_states": "no"}},
+            "'no'; use true or false",
+            id="not a boolean",
+        ),
+        pytest.param(
+            {"kv_transfer_params": {"include_output_tokens": 1}},
+            "1; use true or false",
+            id="not a boolean either",
+        ),
+        pytest.param(
+            {"kv_transfer_params": "x"}, "kv_transfer_params is 'x'; use an object", id="vllm_xargs"
+        ),
+        pytest.param(
+            {"kv_transfer_params": {"hidden_states_path": "a.safetensors"}},
+            "allow_custom_save_path",
+            id="chooses a name",
+        ),
         pytest.param({"prompt_token_ids": None}, "prompt_embeds", id="embeddings"),
         pytest.param({"resumable": True}, "streaming input", id="streaming input"),
-        pytest.param({"mm_features": [feature("video", 1, 2), feature("image", 3, 1)]}, "with video is not extracted", id="video"),
-        pytest.param({"mm_features": [feature("audio", 1, 2)]}, "with audio is not extracted", id="audio"),
+        pytest.param(
+            {"mm_features": [feature("video", 1, 2), feature("image", 3, 1)]},
+            "with video is not extracted",
+            id="video",
+        ),
+        pytest.param(
+            {"mm_features": [feature("audio", 1, 2)]}, "with audio is not extracted", id="audio"
+        ),
     ],
 )
-def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: dict[str, Any], answer: str | None) -> None:
+def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(
+    change: dict[str, Any], answer: str | None
+) -> None:
     scheduler, request = make_scheduler(), make_request("r", **change)
     scheduler.on_new_request(request)
     assert request.skip_reading_prefix_cache is False
@@ -84,26 +110,41 @@ def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: di
 
 
 def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, extract_all=False)
-    ordinary, asking = make_request("ordinary"), make_request("asking", kv_transfer_params={"hidden_states": True})
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, extract_all=False
+    )
+    ordinary, asking = (
+        make_request("ordinary"),
+        make_request("asking", kv_transfer_params={"hidden_states": True}),
+    )
     for request in (ordinary, asking):
         scheduler.on_new_request(request)
     scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=1001)}))
     assert (scheduler.must_wait(ordinary), scheduler.must_wait(asking)) == (False, True)
     assert (ordinary.skip_reading_prefix_cache, asking.skip_reading_prefix_cache) == (False, True)
-    assert [start.request_id for start in schedule(scheduler, ordinary, asking).started] == ["asking"]
+    assert [start.request_id for start in schedule(scheduler, ordinary, asking).started] == [
+        "asking"
+    ]
     assert scheduler.on_finished(ordinary) is None
 
 
 def test_what_exceeds_the_limits_of_an_api_request_is_generated_without_rows_and_told_why() -> None:
     limits = RequestLimits(max_files=2, max_bytes=10_000, row_bytes=ROW_BYTES)
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, limits=limits)
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, limits=limits
+    )
     requests = [make_request(f"cmpl-1-{prompt}-0123abcd") for prompt in range(3)]
     for request in requests:
         scheduler.on_new_request(request)
     assert [request.skip_reading_prefix_cache for request in requests] == [True, True, False]
-    assert [start.request_id for start in schedule(scheduler, *requests).started] == ["cmpl-1-0-0123abcd", "cmpl-1-1-0123abcd"]
-    assert "kv_connector_extra_config.max_files_per_request" in scheduler.on_finished(requests[2])["hidden_states_error"]
+    assert [start.request_id for start in schedule(scheduler, *requests).started] == [
+        "cmpl-1-0-0123abcd",
+        "cmpl-1-1-0123abcd",
+    ]
+    assert (
+        "kv_connector_extra_config.max_files_per_request"
+        in scheduler.on_finished(requests[2])["hidden_states_error"]
+    )
     stats = scheduler.take_stats()
     assert stats is not None and stats.failures == {"refused": 1}
 
@@ -115,7 +156,10 @@ def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
     assert schedule(scheduler) == HsxConnectorMetadata()
 
 
-@pytest.mark.parametrize(("status", "aborted"), [("FINISHED_ABORTED", True), ("FINISHED_ERROR", False), ("FINISHED_STOPPED", False)])
+@pytest.mark.parametrize(
+    ("status", "aborted"),
+    [("FINISHED_ABORTED", True), ("FINISHED_ERROR", False), ("FINISHED_STOPPED", False)],
+)
 def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bool) -> None:
     scheduler, request = make_scheduler(), make_request("r", status=SimpleNamespace(name=status))
     scheduler.on_new_request(request)
@@ -138,17 +182,27 @@ def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bo
 def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_request_says_so(
     default: bool, params: dict[str, bool] | None, included: bool
 ) -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, include_output=default)
-    request = make_request("r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, include_output=default
+    )
+    request = make_request(
+        "r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3
+    )
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
     scheduler.on_finished(request)
     (end,) = schedule(scheduler).ended
-    assert (start.include_output, end.output_token_ids.tolist()) == ((True, [7, 8]) if included else (False, []))
+    assert (start.include_output, end.output_token_ids.tolist()) == (
+        (True, [7, 8]) if included else (False, [])
+    )
 
 
-@pytest.mark.parametrize(("stop", "generated", "aborted"), [(["."], 2, False), (["."], 0, True), ([], 2, True)])
-def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[str], generated: int, aborted: bool) -> None:
+@pytest.mark.parametrize(
+    ("stop", "generated", "aborted"), [(["."], 2, False), (["."], 0, True), ([], 2, True)]
+)
+def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(
+    stop: list[str], generated: int, aborted: bool
+) -> None:
     scheduler = make_scheduler()
     request = make_request(
         "r",
@@ -165,12 +219,20 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[s
     assert end.aborted is aborted
 
 
-@pytest.mark.parametrize(("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")])
-def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_output: bool, tokens: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")]
+)
+def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(
+    include_output: bool, tokens: int, mode: str
+) -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000)
+    scheduler = ExtractionScheduler(
+        InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000
+    )
     params = {"include_output_tokens": include_output}
-    request = make_request("a/b", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
+    request = make_request(
+        "a/b", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3
+    )
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
     scheduler.on_worker_report(WorkerReport({"a/b": "no room"}, {0: RankState(backlog=0)}))
@@ -180,10 +242,24 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_o
         "handle": start.path,
         "version": 1,
         "tensors": {
-            "hidden_states": {"shape": [tokens, 2, 8], "dtype": "torch.bfloat16", "nbytes": tokens * 32, "offset": 0},
-            "token_ids": {"shape": [tokens], "dtype": "torch.int64", "nbytes": tokens * 8, "offset": 192 if tokens == 5 else 256},
+            "hidden_states": {
+                "shape": [tokens, 2, 8],
+                "dtype": "torch.bfloat16",
+                "nbytes": tokens * 32,
+                "offset": 0,
+            },
+            "token_ids": {
+                "shape": [tokens],
+                "dtype": "torch.int64",
+                "nbytes": tokens * 8,
+                "offset": 192 if tokens == 5 else 256,
+            },
         },
-        "metadata": {"num_tokens": tokens, "total_aligned_bytes": 256 if tokens == 5 else 320, "extract_mode": mode},
+        "metadata": {
+            "num_tokens": tokens,
+            "total_aligned_bytes": 256 if tokens == 5 else 320,
+            "extract_mode": mode,
+        },
         "hidden_states_error": "no room",
     }
     assert "/" not in start.path and start.path.startswith("a_b~")
@@ -191,15 +267,27 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_o
 
 def test_in_a_store_no_request_chooses_a_file() -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000, allow_path=True)
+    scheduler = ExtractionScheduler(
+        InStore(row_format, STORE),
+        row_format.row_bytes,
+        num_ranks=1,
+        ring_bytes=1000,
+        allow_path=True,
+    )
     request = make_request("r", kv_transfer_params={"hidden_states_path": "a.safetensors"})
     scheduler.on_new_request(request)
     assert not scheduler.extracts("r")
-    assert "'a.safetensors', but this server makes no files: it puts hidden states" in scheduler.on_finished(request)["hidden_states_error"]
+    assert (
+        "'a.safetensors', but this server makes no files: it puts hidden states"
+        in scheduler.on_finished(request)["hidden_states_error"]
+    )
 
 
 def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
-    scheduler, request = make_scheduler(), make_request("r", kv_transfer_params={"do_remote_decode": True})
+    scheduler, request = (
+        make_scheduler(),
+        make_request("r", kv_transfer_params={"do_remote_decode": True}),
+    )
     scheduler.beside_others()
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
@@ -213,13 +301,17 @@ def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
     scheduler, request = make_scheduler(), make_request("r")
     scheduler.on_new_request(request)
     schedule(scheduler, request)
-    scheduler.on_worker_report(WorkerReport({"r": "No space left on device"}, {0: RankState(backlog=0)}))
+    scheduler.on_worker_report(
+        WorkerReport({"r": "No space left on device"}, {0: RankState(backlog=0)})
+    )
     assert scheduler.on_finished(request)["hidden_states_error"] == "No space left on device"
 
 
 def test_owners_are_the_ranks_with_least_unfinished_bytes() -> None:
     scheduler = make_scheduler(num_ranks=3)
-    requests = [make_request(f"r{i}", num_tokens) for i, num_tokens in enumerate((50, 10, 20, 5, 30))]
+    requests = [
+        make_request(f"r{i}", num_tokens) for i, num_tokens in enumerate((50, 10, 20, 5, 30))
+    ]
     for request in requests:
         scheduler.on_new_request(request)
     owners = [start.owner for start in schedule(scheduler, *requests).started]
@@ -249,7 +341,9 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5), num_tokens=st.integers(1, 40))
     def arrive(self, number: int, num_tokens: int) -> None:
         request_id = f"r{number}"
-        if request_id not in self.undecided and all(r.request_id != request_id for r in self.waiting + self.running):
+        if request_id not in self.undecided and all(
+            r.request_id != request_id for r in self.waiting + self.running
+        ):
             request = make_request(request_id, num_tokens)
             self.scheduler.on_new_request(request)
             self.waiting.append(request)
@@ -267,7 +361,9 @@ class SchedulerLife(RuleBasedStateMachine):
     def decide(self, error: str | None, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.undecided)))
         del self.undecided[request_id]
-        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {0: RankState(backlog=0)}))
+        self.scheduler.on_worker_report(
+            WorkerReport({request_id: error}, {0: RankState(backlog=0)})
+        )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -282,7 +378,10 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @invariant()
     def unfinished_bytes_are_those_of_undecided_requests(self) -> None:
-        assert sum(load.unfinished for load in self.scheduler._loads) == sum(self.undecided.values()) * ROW_BYTES
+        assert (
+            sum(load.unfinished for load in self.scheduler._loads)
+            == sum(self.undecided.values()) * ROW_BYTES
+        )
         assert len(self.scheduler._requests) == len(self.waiting) + len(self.running)
 
 

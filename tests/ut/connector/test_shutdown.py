@@ -51,12 +51,17 @@ def engine(tmp_path: Path, storage: threading.Event) -> Engine:
 
 def threads(engine: Engine) -> list[threading.Thread]:
     """Threads of this test's worker, without those that other tests' workers left."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hsx-") and thread not in engine.threads_before]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("hsx-") and thread not in engine.threads_before
+    ]
 
 
 def reasons(engine: Engine) -> dict[str, str]:
     return {
-        path.name.removesuffix(".safetensors.error"): json.loads(path.read_text())["reason"] for path in engine.directory.glob("*.error")
+        path.name.removesuffix(".safetensors.error"): json.loads(path.read_text())["reason"]
+        for path in engine.directory.glob("*.error")
     }
 
 
@@ -73,7 +78,10 @@ def locks_that_are_held(engine: Engine) -> list[str]:
 
 def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
     """Computed rows that are in no file yet: 6 in the ring, the others in staging slots."""
-    engine.step(started(engine.start("complete", 9), engine.start("half", 20)), [("complete", 0, 9), ("half", 0, 7)])
+    engine.step(
+        started(engine.start("complete", 9), engine.start("half", 20)),
+        [("complete", 0, 9), ("half", 0, 7)],
+    )
 
 
 def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
@@ -93,7 +101,9 @@ def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
         engine.worker.close(60)
     finally:
         worker_module.logger.removeFilter(answer_then)
-    assert said == [("the server stops when 512 bytes of rows are in their files, in at most 60 s", [])]
+    assert said == [
+        ("the server stops when 512 bytes of rows are in their files, in at most 60 s", [])
+    ]
     assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
     engine.assert_file_is_right("complete", 9)
     assert reasons(engine) == {"half": SERVER_STOPPED}
@@ -112,7 +122,10 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
     assert locks_that_are_held(engine) == []
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert line == "stopping without the files of 2 requests, the storage did not take 512 bytes within 0.2 s: complete, half"
+    assert line == (
+        "stopping without the files of 2 requests, the storage did not take 512 bytes within "
+        "0.2 s: complete, half"
+    )
     waiting = threads(engine)
     assert waiting, "the storage is silent"
     storage.set()
@@ -156,7 +169,9 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
-def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: Engine, storage: threading.Event) -> None:
+def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
+    engine: Engine, storage: threading.Event
+) -> None:
     """KeyboardInterrupt in a user's process; SystemExit in vllm-ascend's static-kernel handler."""
 
     class Impatience(Exception):
@@ -185,7 +200,9 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
 
     def interrupt() -> None:
         joining.wait()
-        while not interrupted.is_set():  # a signal that comes just before the main thread sleeps does not wake it
+        while (
+            not interrupted.is_set()
+        ):  # a signal that comes just before the main thread sleeps does not wake it
             signal.pthread_kill(main, signal.SIGUSR1)
             interrupted.wait(0.05)
 
@@ -248,9 +265,13 @@ def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}], ids=["no stop string", "stop string"]
+    "change",
+    [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}],
+    ids=["no stop string", "stop string"],
 )
-def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(change: dict[str, Any]) -> None:
+def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(
+    change: dict[str, Any],
+) -> None:
     """Otherwise the file would be discarded or, with stop strings, published incomplete."""
     scheduler = make_scheduler()
     cut, whole = make_request("cut", **change), make_request("whole")
@@ -261,4 +282,6 @@ def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended
     cut.status = SimpleNamespace(name="FINISHED_ABORTED")
     assert scheduler.on_finished(cut) is None
     scheduler.on_finished(whole)
-    assert [(end.request_id, end.aborted) for end in schedule(scheduler).ended] == [("whole", False)]
+    assert [(end.request_id, end.aborted) for end in schedule(scheduler).ended] == [
+        ("whole", False)
+    ]

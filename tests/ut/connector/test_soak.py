@@ -107,7 +107,9 @@ def faults() -> Iterator[None]:
             number, armed.fault = armed.fault[1], None
             raise OSError(number, os.strerror(number))
 
-    def arming(method: Callable[..., Any], name: str, id_of: Callable[..., str]) -> Callable[..., Any]:
+    def arming(
+        method: Callable[..., Any], name: str, id_of: Callable[..., str]
+    ) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             kind = id_of(self, *args).partition("+")[2].split("+")
             if kind[0] == name:
@@ -121,9 +123,15 @@ def faults() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         trace(patch, checkpoint)
-        patch.setattr(FileSink, "open", arming(FileSink.open, "open", lambda sink, request_id, *_: request_id))
+        patch.setattr(
+            FileSink, "open", arming(FileSink.open, "open", lambda sink, request_id, *_: request_id)
+        )
         for name in ("write", "commit"):
-            patch.setattr(RequestFile, name, arming(getattr(RequestFile, name), name, lambda file, *_: file.request_id))
+            patch.setattr(
+                RequestFile,
+                name,
+                arming(getattr(RequestFile, name), name, lambda file, *_: file.request_id),
+            )
         yield
 
 
@@ -144,7 +152,12 @@ class Soak:
         self._sink = FileSink(directory, FORMAT)
         self._ring = PinnedRing(8 * RUNNING * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self._worker = ExtractionWorker(
-            rank=0, staging=self._staging, ring=self._ring, sink=self._sink, device=DEVICE, num_writers=lambda: 2
+            rank=0,
+            staging=self._staging,
+            ring=self._ring,
+            sink=self._sink,
+            device=DEVICE,
+            num_writers=lambda: 2,
         )
         self._luck = random.Random(0)
         self._kinds = self._luck.choices(list(KINDS), list(KINDS.values()), k=10_000)
@@ -161,7 +174,11 @@ class Soak:
         last = self._serial + requests
         while self._serial < last or self._running or self._undecided or self._ended:
             starts = []
-            while self._serial < last and len(self._running) < RUNNING and len(self._undecided) < UNDECIDED:
+            while (
+                self._serial < last
+                and len(self._running) < RUNNING
+                and len(self._undecided) < UNDECIDED
+            ):
                 starts.append(self._next())
             self._step(starts)
 
@@ -173,9 +190,17 @@ class Soak:
         request_id = f"r{number}+{kind.replace(' ', '+')}"
         prompt = self._luck.randint(2, 12)
         outputs = self._luck.randint(1, 3) if kind == "output" else 0
-        job = Job(request_id, kind, prompt, outputs, self._luck.randint(1, prompt - 1) if kind == "aborted" else prompt + outputs)
+        job = Job(
+            request_id,
+            kind,
+            prompt,
+            outputs,
+            self._luck.randint(1, prompt - 1) if kind == "aborted" else prompt + outputs,
+        )
         self._running[request_id] = self._undecided[request_id] = job
-        return RequestStart(request_id, str(self._path(job)), 0, np.arange(prompt, dtype=np.int64), outputs > 0)
+        return RequestStart(
+            request_id, str(self._path(job)), 0, np.arange(prompt, dtype=np.int64), outputs > 0
+        )
 
     def _path(self, job: Job) -> Path:
         return self._directory / f"{job.request_id.partition('+')[0]}.safetensors"
@@ -188,7 +213,9 @@ class Soak:
             count = min(CHUNK if job.done < job.prompt else 1, job.stops_at - job.done)
             wanted = self._staging.wanted.get(job.request_id, 0)
             if wanted > job.done:
-                self._rows[at : at + count] = _value(job.request_id) + np.arange(job.done, job.done + count)[:, None]
+                self._rows[at : at + count] = (
+                    _value(job.request_id) + np.arange(job.done, job.done + count)[:, None]
+                )
                 staged.append(Span(job.request_id, job.done, min(count, wanted - job.done), at))
                 at += count
             job.done += count
@@ -242,12 +269,22 @@ class Soak:
         self._worker._writers.wait()
         gc.collect()
         worker = vars(self._worker) | vars(self._worker._progress)
-        sizes = {name: len(value) for name, value in worker.items() if isinstance(value, dict | set | list | deque)}
+        sizes = {
+            name: len(value)
+            for name, value in worker.items()
+            if isinstance(value, dict | set | list | deque)
+        }
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "fds": Counter(target for _, target in open_fds()),
-            "locks": sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()),
-            "sizes": {**sizes, "files": len(self._sink._files), "wanted": len(self._staging.wanted)},
+            "locks": sum(
+                f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()
+            ),
+            "sizes": {
+                **sizes,
+                "files": len(self._sink._files),
+                "wanted": len(self._staging.wanted),
+            },
             "backlog": self._worker._progress.backlog,
             "free_rows": self._ring.free_rows,
             "names": sorted(os.listdir(self._directory)),
@@ -259,7 +296,11 @@ class Soak:
 
 def _leaves(data: Any) -> int:
     """How many numbers there are in nested containers."""
-    return sum(map(_leaves, data.values() if isinstance(data, dict) else data)) if isinstance(data, dict | list) else 1
+    return (
+        sum(map(_leaves, data.values() if isinstance(data, dict) else data))
+        if isinstance(data, dict | list)
+        else 1
+    )
 
 
 def _value(request_id: str) -> float:
@@ -271,12 +312,19 @@ def _check(path: Path, job: Job) -> None:
         fd = file.fileno()
         header = read_header(fd)
         states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
-        rows = np.frombuffer(os.pread(fd, states.end - states.begin, states.begin), np.float32).reshape(states.shape)
-        expected = np.broadcast_to(_value(job.request_id) + np.arange(job.rows)[:, None], (job.rows, FORMAT.hidden_size))
+        rows = np.frombuffer(
+            os.pread(fd, states.end - states.begin, states.begin), np.float32
+        ).reshape(states.shape)
+        expected = np.broadcast_to(
+            _value(job.request_id) + np.arange(job.rows)[:, None], (job.rows, FORMAT.hidden_size)
+        )
         # Layer ids (3, 1): the first layer of a row is the second that the target collects.
         assert np.array_equal(rows[:, 1], expected)
         assert np.array_equal(rows[:, 0], expected + 0.5)
-        assert os.pread(fd, ids.end - ids.begin, ids.begin) == np.arange(job.rows, dtype=np.int64).tobytes()
+        assert (
+            os.pread(fd, ids.end - ids.begin, ids.begin)
+            == np.arange(job.rows, dtype=np.int64).tobytes()
+        )
         assert header.metadata["checksum"] == checksum_of(path.read_bytes())
 
 
@@ -303,7 +351,9 @@ def test_nothing_grows_with_the_number_of_requests(
     # In a process of its own: what other tests have left in this one uses memory, too.
     requests = request.config.getoption("soak") or REQUESTS
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(OWN_PAGES))
-    process = multiprocessing.get_context("spawn").Process(target=send_and_watch, args=(directory, requests), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=send_and_watch, args=(directory, requests), daemon=True
+    )
     process.start()
     process.join()
     assert process.exitcode == 0, "its last words are on stderr"
@@ -317,7 +367,12 @@ def send_and_watch(directory: Path, requests: int) -> None:
     try:
         with faults():
             soak.serve(requests // 3)
-            first, objects, memory, began = soak.holdings(), len(gc.get_objects()), resident(), time.monotonic()
+            first, objects, memory, began = (
+                soak.holdings(),
+                len(gc.get_objects()),
+                resident(),
+                time.monotonic(),
+            )
             soak.serve(requests // 3)
             assert soak.holdings() == first
             soak.serve(requests - 2 * (requests // 3))
@@ -328,9 +383,14 @@ def send_and_watch(directory: Path, requests: int) -> None:
         logging.disable(logging.NOTSET)
         soak.close()
     counts = soak.expected
-    failures = {name: count for name, count in counts.items() if name not in ("published", "aborted")}
+    failures = {
+        name: count for name, count in counts.items() if name not in ("published", "aborted")
+    }
     each = took / (requests * 2 / 3) * 1e6
-    print(f"{requests} requests, {each:.0f} us each: {dict(counts)}; grown by {grown} bytes, {more_objects} objects")
+    print(
+        f"{requests} requests, {each:.0f} us each: {dict(counts)}; grown by {grown} bytes, "
+        f"{more_objects} objects"
+    )
     assert grown < GROWTH
     assert more_objects < 1000
     assert _leaves(soak.stats.data) < 200  # buckets and counters, each there from its first use on

@@ -43,11 +43,23 @@ def test_what_was_recorded_is_taken_once() -> None:
     one_of_each(recorder)
     stats = recorder.take()
     assert stats is not None
-    names = ("copied_bytes", "written_bytes", "published_bytes", "published", "failed", "aborted", "stall_ns")
-    assert {name: stats.counter(name) for name in names} == dict(zip(names, (1000, 1000, 1100, 1, 1, 1, 500_000_000), strict=True))
+    names = (
+        "copied_bytes",
+        "written_bytes",
+        "published_bytes",
+        "published",
+        "failed",
+        "aborted",
+        "stall_ns",
+    )
+    assert {name: stats.counter(name) for name in names} == dict(
+        zip(names, (1000, 1000, 1100, 1, 1, 1, 500_000_000), strict=True)
+    )
     assert stats.failures == {"ENOSPC": 1}
     counts, sums = stats.histogram("write")
-    assert {bound: count for bound, count in zip((*BUCKETS, math.inf), counts, strict=True) if count} == {0.001: 1, math.inf: 1}
+    assert {
+        bound: count for bound, count in zip((*BUCKETS, math.inf), counts, strict=True) if count
+    } == {0.001: 1, math.inf: 1}
     assert sum(sums) == 30_001_000_000
     assert recorder.take() is None
 
@@ -72,7 +84,11 @@ def test_stats_that_are_to_be_sent_are_taken_without_any_event() -> None:
     recorder.send()
     stats = recorder.take()
     assert stats is not None
-    assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes"), stats.counter("written_bytes")) == ({"1": 0.0}, {"1": 0}, 0)
+    assert (
+        stats.gauge("ring_fill"),
+        stats.gauge("backlog_bytes"),
+        stats.counter("written_bytes"),
+    ) == ({"1": 0.0}, {"1": 0}, 0)
     assert recorder.take() is None
 
 
@@ -102,11 +118,22 @@ def test_no_event_of_any_thread_is_lost_while_another_takes() -> None:
     total = reduce(HsxStats.aggregate, taken)
     events = threads * rounds
     assert len(taken) > 1
-    assert (total.counter("published"), total.counter("failed"), total.counter("aborted")) == (events, events, events)
-    assert (total.counter("copied_bytes"), total.counter("written_bytes")) == (1000 * events, 1000 * events)
+    assert (total.counter("published"), total.counter("failed"), total.counter("aborted")) == (
+        events,
+        events,
+        events,
+    )
+    assert (total.counter("copied_bytes"), total.counter("written_bytes")) == (
+        1000 * events,
+        1000 * events,
+    )
     assert total.counter("stall_ns") == 500_000_000 * events
     assert total.failures == {"ENOSPC": events}
-    assert [sum(total.histogram(name)[0]) for name in ("copy", "write", "publish")] == [events, 2 * events, events]
+    assert [sum(total.histogram(name)[0]) for name in ("copy", "write", "publish")] == [
+        events,
+        2 * events,
+        events,
+    ]
     assert sum(total.histogram("copy")[1]) == 2_000_000 * events
 
 
@@ -125,9 +152,15 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
     """Stats of several ranks and steps, and of the scheduler."""
     found = []
     for rank, ring_fill, backlog, happened in draw(
-        st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), num_bytes, st.lists(events, max_size=8)), min_size=1, max_size=6)
+        st.lists(
+            st.tuples(st.integers(0, 3), st.floats(0, 1), num_bytes, st.lists(events, max_size=8)),
+            min_size=1,
+            max_size=6,
+        )
     ):
-        recorder = StatsRecorder(rank, lambda fill=ring_fill, value=backlog: {"ring_fill": fill, "backlog_bytes": value})
+        recorder = StatsRecorder(
+            rank, lambda fill=ring_fill, value=backlog: {"ring_fill": fill, "backlog_bytes": value}
+        )
         for name, arguments in happened:
             getattr(recorder, name)(*arguments)
         found.append(recorder.take() or HsxStats())
@@ -152,11 +185,20 @@ def test_stats_add_up_to_the_same_in_any_order_and_grouping(data: st.DataObject)
     in_turn = reduce(HsxStats.aggregate, parts, HsxStats())
     shuffled = grouped(data.draw(st.permutations(parts)), data.draw).aggregate(HsxStats())
     assert shuffled == in_turn
-    for name in ("copied_bytes", "written_bytes", "published", "failed", "stall_ns", "backpressure_ns"):
+    for name in (
+        "copied_bytes",
+        "written_bytes",
+        "published",
+        "failed",
+        "stall_ns",
+        "backpressure_ns",
+    ):
         assert in_turn.counter(name) == sum(part.counter(name) for part in parts)
     for name in ("ring_fill", "backlog_bytes"):
         for rank, value in in_turn.gauge(name).items():
-            assert value == max(part.gauge(name)[rank] for part in parts if rank in part.gauge(name))
+            assert value == max(
+                part.gauge(name)[rank] for part in parts if rank in part.gauge(name)
+            )
     assert in_turn.is_empty() == all(part.is_empty() for part in parts)
     assert pickle.dumps([part.data for part in parts]) == before
 
@@ -170,7 +212,9 @@ def test_stats_travel_through_pickle_and_msgpack() -> None:
     assert pickle.loads(pickle.dumps(stats)) == stats
     assert HsxStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))) == stats
     # In MultiConnector the object itself passes msgpack and must keep its data under this name.
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode({"ours": stats})) == {"ours": {"data": stats.data}}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode({"ours": stats})) == {
+        "ours": {"data": stats.data}
+    }
 
 
 def test_the_size_of_stats_does_not_grow_with_traffic() -> None:
@@ -213,7 +257,11 @@ def test_the_log_line_has_the_numbers_of_the_interval() -> None:
     assert stats is not None
     line = stats.reduce()
     assert (line["Files"], line["Failed"], line["Aborted"]) == (100, 0, 1)
-    assert (line["GB written"], line["GB/s per writer"], line["Max ring fill (%)"]) == (1.0, 2.0, 50.0)
+    assert (line["GB written"], line["GB/s per writer"], line["Max ring fill (%)"]) == (
+        1.0,
+        2.0,
+        50.0,
+    )
     assert 0.5 <= line["Last row to file P50 (ms)"] <= line["Last row to file P99 (ms)"] <= 1.0
 
 
@@ -227,7 +275,9 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], shar
     assert stats is not None
     # The smallest value that at least `share` of the values do not exceed, recorded in whole ns.
     ordered = sorted(int(value * 1e9) / 1e9 for value in values)
-    true = next(value for index, value in enumerate(ordered, start=1) if index >= share * len(ordered))
+    true = next(
+        value for index, value in enumerate(ordered, start=1) if index >= share * len(ordered)
+    )
     bucket = bisect_left(BUCKETS, true)
     estimate = quantile(stats.histogram("publish")[0], share)
     if bucket == len(BUCKETS):
@@ -253,7 +303,10 @@ def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
 
     def taken() -> tuple[float, float] | None:
         stats = recorder.take()
-        return stats and (stats.counter("backpressure_ns") / 1e9, stats.gauge("requests_held")["scheduler"])
+        return stats and (
+            stats.counter("backpressure_ns") / 1e9,
+            stats.gauge("requests_held")["scheduler"],
+        )
 
     recorder.held(0)
     assert taken() is None
@@ -294,5 +347,7 @@ def sink_error_from(cause: BaseException) -> SinkError:
         (None, "other"),
     ],
 )
-def test_failures_are_told_apart_by_errno_or_by_what_a_sink_says(error: BaseException | None, kind: str) -> None:
+def test_failures_are_told_apart_by_errno_or_by_what_a_sink_says(
+    error: BaseException | None, kind: str
+) -> None:
     assert failure_kind(error) == kind

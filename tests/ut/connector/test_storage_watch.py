@@ -59,11 +59,15 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
     assert admitted() == 5
 
 
-def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
-    waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
+    waits, fails = (
+        StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail")
+    )
     now = 100.0
     assert progress.stalled_for() == 0.0, "nobody has asked it for anything"
     progress.staged(2)
@@ -77,7 +81,10 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     assert progress.stalled_for() == 0.75, "more work is no answer"
     assert [watch.is_paused for watch in (waits, fails)] == [False, False]
     now = 101.0
-    assert [(watch.is_paused, watch.is_unresponsive) for watch in (waits, fails)] == [(True, False), (True, False)]
+    assert [(watch.is_paused, watch.is_unresponsive) for watch in (waits, fails)] == [
+        (True, False),
+        (True, False),
+    ]
     now = 102.0
     assert [watch.is_unresponsive for watch in (waits, fails)] == [False, True]
     assert fails.failure == ("the storage did not answer for 2 s", "unresponsive_storage")
@@ -101,7 +108,9 @@ def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
     assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 
 
-def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_hangs_while_a_file_is_finished_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
     progress = RankProgress(row_bytes=10, num_writers=1)
@@ -130,7 +139,9 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("peer_is_unresponsive", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_unresponsive: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_each_rank_in_turn(
+    peer_is_unresponsive: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
 
@@ -139,7 +150,9 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_unresponsive: bool, 
         now += timeout
         return False
 
-    watch = StorageWatch(30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0))
+    watch = StorageWatch(
+        30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
+    )
     watch.peer_is_unresponsive = peer_is_unresponsive
     assert not watch.wait(never, lambda: now)
     assert now == seconds
@@ -158,14 +171,18 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
     assert not watch.wait_for_files(opener)  # type: ignore[arg-type]
     assert opener.now == pytest.approx(waits, abs=0.051)
     assert watch.is_unresponsive, "the next step does not have to find out"
-    assert watch.is_paused, "after a short hang, no new request makes the very next step wait as well"
+    assert watch.is_paused, (
+        "after a short hang, no new request makes the very next step wait as well"
+    )
     opener.now = 50.0  # long after the rest that follows
     assert watch.is_unresponsive
     opener.now = 100.0
     assert not watch.is_unresponsive
 
 
-def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its wait is not taken for the length of a step, by which the next one would wait."""
     opener = HungOpener(monkeypatch)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
@@ -206,7 +223,9 @@ class HungOpener:
 
 
 @pytest.mark.parametrize(("hang", "rest"), [(2.05, 6.0), (29.0, 30.0), (33.0, 30.0)])
-def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(hang: float, rest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(
+    hang: float, rest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opener = HungOpener(monkeypatch, until=hang)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(30.0, "wait", "/data", progress, stats)

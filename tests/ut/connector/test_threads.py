@@ -10,11 +10,16 @@ from vllm_ascend_hsx.connector.threads import SpanSet, ThreadPool
 
 # The set of written positions, against a plain set of integers
 
-SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1])), max_size=25)
+SPANS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1])),
+    max_size=25,
+)
 
 
 @given(SPANS, st.integers(0, 60))
-def test_any_order_of_spans_equals_the_set_of_their_positions(added: list[tuple[int, int]], tokens: int) -> None:
+def test_any_order_of_spans_equals_the_set_of_their_positions(
+    added: list[tuple[int, int]], tokens: int
+) -> None:
     spans = SpanSet()
     positions: set[int] = set()
     for first, last in added:
@@ -23,7 +28,9 @@ def test_any_order_of_spans_equals_the_set_of_their_positions(added: list[tuple[
         kept = spans.spans
         assert {p for a, b in kept for p in range(a, b)} == positions
         assert all(a < b for a, b in kept)
-        assert all(b < c for (_, b), (c, _) in zip(kept, kept[1:], strict=False)), "spans that touch are merged"
+        assert all(b < c for (_, b), (c, _) in zip(kept, kept[1:], strict=False)), (
+            "spans that touch are merged"
+        )
     missing = spans.missing(tokens)
     assert {p for a, b in missing for p in range(a, b)} == set(range(tokens)) - positions
     assert all(b < c for (_, b), (c, _) in zip(missing, missing[1:], strict=False))

@@ -27,7 +27,9 @@ class Lab:
     def compute(self, first: int, count: int = 1) -> None:
         """Compute tokens from this position on; take over the versions that workers are told."""
         self.request.num_computed_tokens = first + count
-        self.told = schedule(self.scheduler, running={"other": (3, 1), "r": (first, count)}).weights.get("r", self.told)
+        self.told = schedule(
+            self.scheduler, running={"other": (3, 1), "r": (first, count)}
+        ).weights.get("r", self.told)
 
     def load(self, name: str = "", fingerprint: str = "") -> None:
         self.scheduler.weights_may_change()
@@ -68,8 +70,12 @@ def test_of_three_versions_the_oldest_and_the_newest_are_told() -> None:
 
 
 @pytest.mark.parametrize("first", [PROMPT, 0], ids=["it goes on", "it is preempted"])
-@pytest.mark.parametrize("spans", [[(4, PROMPT - 4)], [(4, 3), (7, PROMPT - 7)]], ids=["two steps", "three steps"])
-def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(spans: list[tuple[int, int]], first: int) -> None:
+@pytest.mark.parametrize(
+    "spans", [[(4, PROMPT - 4)], [(4, 3), (7, PROMPT - 7)]], ids=["two steps", "three steps"]
+)
+def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
+    spans: list[tuple[int, int]], first: int
+) -> None:
     """Tokens that are computed again have no rows, because the file has all of them."""
     lab = Lab()
     for span in spans:
@@ -160,13 +166,19 @@ def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> Re
     ],
     ids=str,
 )
-def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(params: dict[str, bool], tokens: list[int], most_kept: int) -> None:
+def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(
+    params: dict[str, bool], tokens: list[int], most_kept: int
+) -> None:
     end = end_of(Lab(**params))
     assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (True, tokens, most_kept)
 
 
-@pytest.mark.parametrize(("status", "stop"), [("FINISHED_STOPPED", []), (ABORTED, ["\n"])], ids=["ended", "stop string"])
-def test_a_request_that_was_not_aborted_ends_as_if_it_had_not_asked(status: str, stop: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "stop"), [("FINISHED_STOPPED", []), (ABORTED, ["\n"])], ids=["ended", "stop string"]
+)
+def test_a_request_that_was_not_aborted_ends_as_if_it_had_not_asked(
+    status: str, stop: list[str]
+) -> None:
     end = end_of(Lab(keep_aborted=True, include_output_tokens=True), status, stop)
     assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (False, [71, 72], 0)
 

@@ -39,7 +39,9 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine.worker.close()
 
 
-def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request(engine: Engine) -> None:
+def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request(
+    engine: Engine,
+) -> None:
     engine.step(started(engine.start("a", 12)), [("a", 0, 8)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 4)])
     engine.close()
@@ -51,18 +53,43 @@ def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request
     ("spans", "include_output", "end", "kept"),
     [
         ([("a", 0, 8)], False, RequestEnd("a", True, most_kept=12), 8),
-        ([("a", 0, 8), ("a", 8, 4), ("a", 12, 1)], True, RequestEnd("a", True, np.array([12, 13]), most_kept=14), 13),
-        ([("a", 0, 8), ("a", 8, 4)], True, RequestEnd("a", True, np.array([], np.int64), most_kept=12), 12),
+        (
+            [("a", 0, 8), ("a", 8, 4), ("a", 12, 1)],
+            True,
+            RequestEnd("a", True, np.array([12, 13]), most_kept=14),
+            13,
+        ),
+        (
+            [("a", 0, 8), ("a", 8, 4)],
+            True,
+            RequestEnd("a", True, np.array([], np.int64), most_kept=12),
+            12,
+        ),
         ([("a", 0, 8)], False, RequestEnd("a", True, most_kept=3), 3),
         ([("a", 0, 8)], False, RequestEnd("a", True), 0),
         ([], False, RequestEnd("a", True, most_kept=12), 0),
     ],
-    ids=["in the prompt", "generating", "after the prompt", "rows of earlier weights follow", "not asked for", "nothing computed"],
+    ids=[
+        "in the prompt",
+        "generating",
+        "after the prompt",
+        "rows of earlier weights follow",
+        "not asked for",
+        "nothing computed",
+    ],
 )
 def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
-    engine: Engine, spans: list[tuple[str, int, int]], include_output: bool, end: RequestEnd, kept: int
+    engine: Engine,
+    spans: list[tuple[str, int, int]],
+    include_output: bool,
+    end: RequestEnd,
+    kept: int,
 ) -> None:
-    start = replace(engine.start("a", 12, include_output=include_output), keeps_source=True, weights=(WeightVersion(0, "sft"),))
+    start = replace(
+        engine.start("a", 12, include_output=include_output),
+        keeps_source=True,
+        weights=(WeightVersion(0, "sft"),),
+    )
     start = replace(start, placeholders=(Placeholder("image", 1, 4), Placeholder("image", 8, 3)))
     for index, span in enumerate(spans or [("a", 0, 0)]):
         engine.step(NOTHING if index else started(start), [span])
@@ -79,13 +106,21 @@ def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
     assert states.metadata["aborted"] == "true"
     assert states.num_prompt_tokens == min(kept, 12)
     assert states.weight_versions == [WeightVersion(0, "sft")]
-    assert states.placeholders == [each for each in [("image", 1, min(4, kept - 1)), ("image", 8, 3)] if each[1] < kept]
+    assert states.placeholders == [
+        each for each in [("image", 1, min(4, kept - 1)), ("image", 8, 3)] if each[1] < kept
+    ]
 
 
 def test_a_file_names_the_weights_that_the_scheduler_has_told_last(engine: Engine) -> None:
     first, second = WeightVersion(0, "", "0a" * 16), WeightVersion(1, "step 1")
-    engine.step(started(*(replace(engine.start(name, 6), weights=(first,)) for name in "ab")), [("a", 0, 3), ("b", 0, 6)])
-    engine.step(HsxConnectorMetadata(weights={"a": (first, second), "of another rank": (second,)}), [("a", 3, 3)])
+    engine.step(
+        started(*(replace(engine.start(name, 6), weights=(first,)) for name in "ab")),
+        [("a", 0, 3), ("b", 0, 6)],
+    )
+    engine.step(
+        HsxConnectorMetadata(weights={"a": (first, second), "of another rank": (second,)}),
+        [("a", 3, 3)],
+    )
     engine.close()
     (a, b) = (load(engine.path(name), verify=True) for name in "ab")
     assert (a.weight_versions, a.metadata.get("weights")) == ([WeightVersion(0), second], None)
@@ -93,7 +128,9 @@ def test_a_file_names_the_weights_that_the_scheduler_has_told_last(engine: Engin
     assert "aborted" not in a.metadata
 
 
-@pytest.mark.parametrize("when", ["before its last row", "after its last row", "with the same weights"])
+@pytest.mark.parametrize(
+    "when", ["before its last row", "after its last row", "with the same weights"]
+)
 def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -114,7 +151,10 @@ def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(
 
 
 def test_rows_of_other_owners_are_ignored(engine: Engine) -> None:
-    engine.step(started(engine.start("mine", 3), engine.start("theirs", 5, owner=1)), [("theirs", 0, 5), ("mine", 0, 3)])
+    engine.step(
+        started(engine.start("mine", 3), engine.start("theirs", 5, owner=1)),
+        [("theirs", 0, 5), ("mine", 0, 3)],
+    )
     engine.close()
     assert engine.visible() == {"mine.safetensors"}
     engine.assert_file_is_right("mine", 3)
@@ -123,7 +163,9 @@ def test_rows_of_other_owners_are_ignored(engine: Engine) -> None:
 def test_a_preempted_request_computes_its_rows_again(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
-    engine.step(HsxConnectorMetadata(), [("a", 8, 4)])  # the prompt's last two, then output of before the preemption
+    engine.step(
+        HsxConnectorMetadata(), [("a", 8, 4)]
+    )  # the prompt's last two, then output of before the preemption
     engine.close()
     engine.assert_file_is_right("a", 10)
 
@@ -138,7 +180,9 @@ def test_nothing_is_staged_any_more_once_the_prompt_is_complete(engine: Engine) 
     engine.assert_file_is_right("a", 5)
 
 
-def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(engine: Engine) -> None:
+def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(
+    engine: Engine,
+) -> None:
     engine.step(started(engine.start("a", 5, include_output=True)), [("a", 0, 5)])
     for position in range(5, 9):
         engine.step(HsxConnectorMetadata(), [("a", position, 1)])
@@ -174,11 +218,16 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     engine.step(HsxConnectorMetadata(), [("a", 7, 2)])
     engine.step(ended("a"), [])
     engine.close()
-    assert engine.outcomes["a"] == "the request ended without rows of token positions [4, 7), [9, 10) of 10"
+    assert (
+        engine.outcomes["a"]
+        == "the request ended without rows of token positions [4, 7), [9, 10) of 10"
+    )
     assert engine.visible() == {"a.safetensors.error"}
 
 
-def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
     engine.wait_until_decided("a")
     woken: list[object] = []
@@ -201,7 +250,9 @@ def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> Non
     engine.assert_file_is_right("b", 7)
 
 
-def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alone(engine: Engine) -> None:
+def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alone(
+    engine: Engine,
+) -> None:
     engine.step(started(engine.start("b", 9)), [("b", 0, 5)])
     engine.step(started(engine.start("b", 7)), [])
     assert engine.outcomes["b"] == "another request of this id is under way"
@@ -210,7 +261,9 @@ def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alon
     engine.assert_file_is_right("b", 9)
 
 
-def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_opened_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = engine.sink.open
 
     def open_file(request_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
@@ -226,7 +279,9 @@ def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: p
     engine.assert_file_is_right("b", 3)
 
 
-def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = engine.sink.open
 
     def open_file(request_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
@@ -249,7 +304,9 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
     assert engine.worker._progress.backlog == 0
 
 
-def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(engine: Engine) -> None:
+def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(
+    engine: Engine,
+) -> None:
     before = set(os.listdir("/proc/self/fd"))
     engine.step(started(engine.start("a", 10), engine.start("b", 2)), [("a", 0, 4), ("b", 0, 2)])
     engine.close()
@@ -262,7 +319,11 @@ def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(e
 def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
     """Requests with the number of their tokens and how they end."""
     return [
-        (f"r{index}", draw(st.integers(1, 30)), draw(st.sampled_from(["completes", "completes", "aborted early", "preempted"])))
+        (
+            f"r{index}",
+            draw(st.integers(1, 30)),
+            draw(st.sampled_from(["completes", "completes", "aborted early", "preempted"])),
+        )
         for index in range(draw(st.integers(1, 7)))
     ]
 
@@ -270,7 +331,9 @@ def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
 @settings(max_examples=40)
 @given(requests=lives(), data=st.data())
 def test_every_request_is_decided_once_and_every_file_is_right(
-    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[str, int, str]], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    requests: list[tuple[str, int, str]],
+    data: st.DataObject,
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out")
     waiting, done, ends = list(requests), dict.fromkeys((r[0] for r in requests), 0), []
@@ -320,7 +383,11 @@ def server_settings(directory: Path) -> ServerSettings:
 
 @pytest.mark.parametrize(("cpus_then", "num_writers"), [(1, 2), (3, 3), (64, 8), (None, 2)])
 def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cpus_then: int | None, num_writers: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cpus_then: int | None,
+    num_writers: int,
 ) -> None:
     """vllm-ascend binds each worker to its own CPUs after the warm-up. None: it does not."""
     cpus = set(range(128))
@@ -332,7 +399,9 @@ def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_firs
         cpus = set(range(cpus_then))
     with caplog.at_level(logging.INFO, worker.logger.name):
         engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
-    assert f"rank 0: {num_writers} writers, on the {len(cpus)} CPUs of this process" in caplog.messages
+    assert (
+        f"rank 0: {num_writers} writers, on the {len(cpus)} CPUs of this process" in caplog.messages
+    )
     engine.step(NOTHING, [])
     assert [message for message in caplog.messages if "writers" in message] == caplog.messages[:1]
     live = [thread for thread in engine.worker._writers._threads if thread.is_alive()]

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_harness import FORMAT, finite_rows, make_rows, open_request, put, reason_of, rows_of, token_ids
+from sink_harness import (
+    FORMAT,
+    finite_rows,
+    make_rows,
+    open_request,
+    put,
+    reason_of,
+    rows_of,
+    token_ids,
+)
 from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
 
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
@@ -43,7 +52,9 @@ def publish(engine: Engine, number: int = 7) -> RequestStart:
 
 def continuing(engine: Engine, request_id: str, num_rows: int, number: int = 7) -> RequestStart:
     """Return the start of a request that begins with rows of the source."""
-    engine.values |= {(request_id, position): engine.value("source", position) for position in range(num_rows)}
+    engine.values |= {
+        (request_id, position): engine.value("source", position) for position in range(num_rows)
+    }
     return replace(engine.start(request_id, TOKENS), number=8, prefix=Prefix(number, num_rows))
 
 
@@ -75,7 +86,10 @@ def let_writers_pass(engine: Engine) -> None:
 
 
 def assert_right(engine: Engine, request_id: str, num_rows: int) -> None:
-    rows = {position: engine.values.get((request_id, position), engine.value(request_id, position)) for position in range(TOKENS)}
+    rows = {
+        position: engine.values.get((request_id, position), engine.value(request_id, position))
+        for position in range(TOKENS)
+    }
     from safetensors.torch import load_file
 
     found = load_file(engine.path(request_id))["hidden_states"][:, 1, 0].tolist()
@@ -94,7 +108,9 @@ def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine
     assert engine.worker.take_stats().gauge("open_sources") == {"0": 1}  # type: ignore[union-attr]
 
 
-def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler may release a source as soon as a request has started."""
     publish(engine)
     engine.path("source").unlink()
@@ -127,7 +143,9 @@ def test_rows_that_are_computed_again_are_written_after_the_copy(
     assert_right(engine, "next", 5)
 
 
-def test_an_aborted_request_leaves_its_source_to_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_leaves_its_source_to_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(engine)
     with copies_wait(monkeypatch):
         engine.step(started(continuing(engine, "aborted", 5)), [("aborted", 5, 1)])
@@ -139,7 +157,9 @@ def test_an_aborted_request_leaves_its_source_to_others(engine: Engine, monkeypa
     assert not engine.path("aborted").exists()
 
 
-def test_a_copy_that_fails_fails_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_fails_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(engine)
 
     def fail(*_: Any) -> None:
@@ -157,17 +177,24 @@ def test_a_copy_that_fails_fails_its_request_alone(engine: Engine, monkeypatch: 
     assert_right(engine, "next", 5)
 
 
-def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(engine: Engine) -> None:
+def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(
+    engine: Engine,
+) -> None:
     publish(engine)
     engine.step(HsxConnectorMetadata(released=[7]), [])
     engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
     engine.step(ended("next"), [])
     engine.wait_until_decided("next")
     engine.collect()
-    assert engine.outcomes["next"] == f"the request ended without rows of token positions [0, 5) of {TOKENS}"
+    assert (
+        engine.outcomes["next"]
+        == f"the request ended without rows of token positions [0, 5) of {TOKENS}"
+    )
 
 
-def test_a_copy_that_hangs_counts_as_silent_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_hangs_counts_as_silent_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(tmp_path, storage_timeout=PATIENCE)
     publish(engine)
     with copies_wait(monkeypatch):
@@ -189,7 +216,9 @@ def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
     engine.step(started(last), [("last", 0, TOKENS)])
     engine.close()
     new = [f"/proc/self/fd/{fd}" for fd in set(os.listdir("/proc/self/fd")) - before]
-    assert not [fd for fd in new if os.path.lexists(fd) and os.readlink(fd).startswith(str(tmp_path))]
+    assert not [
+        fd for fd in new if os.path.lexists(fd) and os.readlink(fd).startswith(str(tmp_path))
+    ]
 
 
 # Files that are kept
@@ -281,14 +310,21 @@ def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
     kept.close()
 
 
-@pytest.mark.parametrize(("number", "needs"), [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EMFILE, True)])
+@pytest.mark.parametrize(
+    ("number", "needs"),
+    [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EMFILE, True)],
+)
 def test_a_request_for_which_there_is_no_space_releases_the_files_that_are_kept(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, needs: bool
 ) -> None:
     publish(engine)
     reported: list[bool] = []
     collect = engine.collect
-    monkeypatch.setattr(engine, "collect", lambda: (collect(), reported.append(engine.last_report.ranks[0].needs_space)))
+    monkeypatch.setattr(
+        engine,
+        "collect",
+        lambda: (collect(), reported.append(engine.last_report.ranks[0].needs_space)),
+    )
     monkeypatch.setattr(DataFile, "write", lambda *_: raise_error(number))
     engine.step(started(engine.start("full", TOKENS)), [("full", 0, TOKENS)])
     engine.wait_until_decided("full")
@@ -300,7 +336,9 @@ def raise_error(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs: list[Job] = []
     now = 1.0
     kept = OpenSources(jobs.append, lambda: now)

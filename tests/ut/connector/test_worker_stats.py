@@ -35,7 +35,9 @@ def observations(stats: HsxStats, name: str) -> int:
     return sum(stats.histogram(name)[0])
 
 
-def replace_method(engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, method: str, replacement: Any) -> None:
+def replace_method(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, method: str, replacement: Any
+) -> None:
     """Have the file of one request do something else."""
     original = engine.sink.open
 
@@ -53,16 +55,22 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     engine.step(HsxConnectorMetadata(), [("a", 8, 4)])
     stats = stats_of(engine)
     num_bytes = 15 * FORMAT.row_bytes
-    assert [stats.counter(name) for name in ("copied_bytes", "written_bytes", "published_bytes")] == [num_bytes] * 3
+    assert [
+        stats.counter(name) for name in ("copied_bytes", "written_bytes", "published_bytes")
+    ] == [num_bytes] * 3
     assert (stats.counter("published"), observations(stats, "publish")) == (2, 2)
-    assert observations(stats, "copy") == 15  # a buffer of this ring holds a row; some are written together
+    assert (
+        observations(stats, "copy") == 15
+    )  # a buffer of this ring holds a row; some are written together
     assert 2 <= observations(stats, "write") < 15
     assert (stats.counter("failed"), stats.counter("aborted"), stats.failures) == (0, 0, {})
     assert stats.gauge("backlog_bytes") == {"0": 0}
     assert 0 < stats.gauge("ring_fill")["0"] <= 1
 
 
-def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_something_happened(engine: Engine) -> None:
+def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_something_happened(
+    engine: Engine,
+) -> None:
     for wanted in (False, True, False):
         engine.step(HsxConnectorMetadata(stats_wanted=wanted), [])
         assert (engine.worker.take_stats() is not None) == wanted
@@ -73,16 +81,25 @@ def test_rows_that_are_computed_again_are_written_again_and_published_once(engin
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 2)])
     stats = stats_of(engine)
-    assert (stats.counter("written_bytes"), stats.counter("published_bytes")) == (16 * FORMAT.row_bytes, 10 * FORMAT.row_bytes)
+    assert (stats.counter("written_bytes"), stats.counter("published_bytes")) == (
+        16 * FORMAT.row_bytes,
+        10 * FORMAT.row_bytes,
+    )
     assert stats.counter("published") == 1
 
 
-def test_aborts_and_failures_are_told_apart_by_cause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborts_and_failures_are_told_apart_by_cause(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(first: int, rows: object) -> None:
-        raise SinkError("full", engine.path("full"), "No space left on device") from OSError(errno.ENOSPC, "No space left on device")
+        raise SinkError("full", engine.path("full"), "No space left on device") from OSError(
+            errno.ENOSPC, "No space left on device"
+        )
 
     def broken(token_ids: object, num_prompt_tokens: int) -> None:
-        raise SinkError("broken", engine.path("broken"), "Input/output error") from OSError(errno.EIO, "Input/output error")
+        raise SinkError("broken", engine.path("broken"), "Input/output error") from OSError(
+            errno.EIO, "Input/output error"
+        )
 
     replace_method(engine, monkeypatch, "full", "write", full)
     replace_method(engine, monkeypatch, "broken", "commit", broken)
@@ -99,7 +116,9 @@ def test_aborts_and_failures_are_told_apart_by_cause(engine: Engine, monkeypatch
     assert observations(stats, "publish") == 1
 
 
-def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
     replace_method(engine, monkeypatch, "slow", "write", lambda first, rows: go_on.wait())
     engine.step(started(engine.start("slow", 100)), [("slow", 0, 16)])

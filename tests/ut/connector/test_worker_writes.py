@@ -56,7 +56,10 @@ def test_files_that_open_slowly_keep_no_writer_from_other_files(
     gate = OpeningGate(monkeypatch, engine)
     # More than there are writers.
     starts = started(engine.start("slow", 3), engine.start("too", 3), engine.start("three", 3))
-    step = threading.Thread(target=engine.step, args=(starts, [("slow", 0, 3), ("too", 0, 3), ("three", 0, 3), ("open", 3, 3)]))
+    step = threading.Thread(
+        target=engine.step,
+        args=(starts, [("slow", 0, 3), ("too", 0, 3), ("three", 0, 3), ("open", 3, 3)]),
+    )
     step.start()
     engine.wait_until_decided("open")
     gate.open.set()
@@ -87,14 +90,18 @@ def test_a_worker_that_closes_writes_the_rows_of_files_that_are_being_opened(
     engine = make_engine()
     gate = OpeningGate(monkeypatch, engine)
     wait = engine.worker._opener.wait
-    monkeypatch.setattr(engine.worker._opener, "wait", lambda timeout=None: (gate.open.set(), wait(timeout)))
+    monkeypatch.setattr(
+        engine.worker._opener, "wait", lambda timeout=None: (gate.open.set(), wait(timeout))
+    )
     monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step, which would wait
     engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
     engine.worker.close()
     engine.assert_file_is_right("a", 3)
 
 
-def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_has_failed_has_no_more_rows_staged(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
 
     def refuse(*args: Any) -> None:
@@ -110,17 +117,24 @@ def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_fails_its_file_and_is_named(make_engine: Callable[..., Engine], value: float) -> None:
+def test_a_row_that_is_not_finite_fails_its_file_and_is_named(
+    make_engine: Callable[..., Engine], value: float
+) -> None:
     engine = make_engine(check_finite=True)
     engine.values["a", 5] = value
     engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
     engine.close()
-    assert engine.outcomes == {"a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored", "b": None}
+    assert engine.outcomes == {
+        "a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored",
+        "b": None,
+    }
     assert failures(engine) == {"not_finite": 1}
     assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
 
 
-def test_without_the_check_a_row_that_is_not_finite_is_stored(make_engine: Callable[..., Engine]) -> None:
+def test_without_the_check_a_row_that_is_not_finite_is_stored(
+    make_engine: Callable[..., Engine],
+) -> None:
     engine = make_engine()
     engine.values["a", 0] = float("nan")
     engine.step(started(engine.start("a", 1)), [("a", 0, 1)])
@@ -151,9 +165,14 @@ class Gate:
         monkeypatch.setattr(RequestFile, "write", wait_then_write)
 
 
-@pytest.mark.parametrize(("shares", "written"), [(True, [0, 6]), (False, [0])], ids=["direct", "page cache"])
+@pytest.mark.parametrize(
+    ("shares", "written"), [(True, [0, 6]), (False, [0])], ids=["direct", "page cache"]
+)
 def test_slow_write_delays_no_other_file_and_own_file_only_in_the_page_cache(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, shares: bool, written: list[int]
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    shares: bool,
+    written: list[int],
 ) -> None:
     gate = Gate(monkeypatch, "long", 3)
     engine = make_engine(ring_rows=24, side_by_side=shares)  # chunks of three rows
@@ -179,7 +198,9 @@ def test_rows_that_are_computed_again_are_written_after_their_first_version(
     engine.step(NOTHING, [("a", 2, 3)])
     assert gate.reached.wait(30)
     engine.values = {}
-    engine.step(NOTHING, [("a", 0, 3)])  # preempted: it starts again, and its first part is cut elsewhere
+    engine.step(
+        NOTHING, [("a", 0, 3)]
+    )  # preempted: it starts again, and its first part is cut elsewhere
     engine.step(NOTHING, [("a", 3, 3)])
     engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
     engine.wait_until_decided("b")  # the other writer has come by
@@ -191,10 +212,14 @@ def test_rows_that_are_computed_again_are_written_after_their_first_version(
     engine.assert_file_is_right("a", 8)
 
 
-def test_the_end_of_a_request_comes_after_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_request_comes_after_its_rows(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch, "a", 0)
     engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
-    engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
+    engine.step(
+        started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)]
+    )
     assert gate.reached.wait(30)
     engine.step(NOTHING, [("a", 3, 1)])
     engine.step(ended("a", output=range(3, 4)), [("b", 0, 1)])

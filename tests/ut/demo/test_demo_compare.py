@@ -84,7 +84,9 @@ def test_a_mistake_is_named(mistake: Callable[[torch.Tensor], None]) -> None:
 
 def test_layers_in_the_wrong_order_are_named() -> None:
     result = compare(states()[:, [2, 0, 1]].to(torch.bfloat16), states())
-    assert result.reason == "layers in the wrong order: the slots hold what belongs in slots [2, 0, 1]"
+    assert (
+        result.reason == "layers in the wrong order: the slots hold what belongs in slots [2, 0, 1]"
+    )
 
 
 def test_the_same_layer_twice_is_named() -> None:
@@ -93,7 +95,10 @@ def test_the_same_layer_twice_is_named() -> None:
 
 
 def test_missing_rows_are_a_shape() -> None:
-    assert compare(states()[:-2], states()).reason == f"shape [{TOKENS - 2}, {LAYERS}, {HIDDEN}], expected [{TOKENS}, {LAYERS}, {HIDDEN}]"
+    assert (
+        compare(states()[:-2], states()).reason
+        == f"shape [{TOKENS - 2}, {LAYERS}, {HIDDEN}], expected [{TOKENS}, {LAYERS}, {HIDDEN}]"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -125,7 +130,9 @@ def test_no_tokens_match_no_tokens() -> None:
 
 
 @given(st.integers(1, 40), st.data())
-def test_any_rearrangement_of_rows_is_found_and_the_rows_are_named(tokens: int, data: st.DataObject) -> None:
+def test_any_rearrangement_of_rows_is_found_and_the_rows_are_named(
+    tokens: int, data: st.DataObject
+) -> None:
     sources = data.draw(st.lists(st.integers(0, tokens - 1), min_size=tokens, max_size=tokens))
     expected = states(tokens)
     result = compare(expected[sources].to(torch.bfloat16), expected)

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
+from tiny_model_claims import (
+    TOLERANCE,
+    assert_experts_are_chosen_evenly_and_alike,
+    assert_rows_lie_apart,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
@@ -18,7 +22,9 @@ BUILDERS = {"minimax_m2": build_minimax_m2, "qwen3": build_qwen3}
 
 
 def digests(directory: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+    }
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
@@ -51,8 +57,13 @@ def test_a_complete_directory_is_used_again_and_another_recipe_replaces_it(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_an_interrupted_build_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ascend_hsx.demo.tiny_models.build_tokenizer", lambda size: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_an_interrupted_build_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.demo.tiny_models.build_tokenizer",
+        lambda size: (_ for _ in ()).throw(KeyboardInterrupt),
+    )
     with pytest.raises(KeyboardInterrupt):
         build_qwen3(tmp_path / "m", layers=1)
     assert list(tmp_path.iterdir()) == []
@@ -62,7 +73,9 @@ def test_an_interrupted_build_leaves_no_model(tmp_path: Path, monkeypatch: pytes
     ("arguments", "message"),
     [({"dtype": "int8"}, "dtype='int8'.*bfloat16"), ({"layers": 0}, "layers=0.*at least one")],
 )
-def test_a_wrong_argument_is_named(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_named(
+    arguments: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         build_minimax_m2(tmp_path / "m", **arguments)  # type: ignore[arg-type]
 
@@ -74,7 +87,9 @@ def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path) -> Non
     assert (tmp_path / "thesis.txt").exists()
 
 
-def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(model: Path) -> None:
+def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(
+    model: Path,
+) -> None:
     assert_rows_lie_apart(model, random_ids(300))
 
 
@@ -102,9 +117,14 @@ def test_any_text_survives_the_tokenizer_and_a_chat_has_its_roles(model: Path) -
     tokenizer = AutoTokenizer.from_pretrained(model)
     for text in ("What is the capital of France?", "東京 ☃ \t\n\x00", ""):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False
+    )
     assert chat == "]~!b[]~b]user\nhello[e~[\n]~b]ai\n"
-    assert max(tokenizer.get_vocab().values()) < json.loads((model / "config.json").read_text())["vocab_size"]
+    assert (
+        max(tokenizer.get_vocab().values())
+        < json.loads((model / "config.json").read_text())["vocab_size"]
+    )
 
 
 def test_the_last_layer_is_taken_before_the_final_norm(model: Path) -> None:
@@ -116,15 +136,27 @@ def test_the_last_layer_is_taken_before_the_final_norm(model: Path) -> None:
         assert torch.allclose(loaded.model.norm(last), output.hidden_states[-1][0], atol=1e-5)
     assert not torch.allclose(last, output.hidden_states[-1][0], atol=1e-2)
     for layer in range(4):
-        assert torch.allclose(reference_hidden_states(model, ids, [layer])[:, 0], output.hidden_states[layer][0], atol=1e-5)
+        assert torch.allclose(
+            reference_hidden_states(model, ids, [layer])[:, 0],
+            output.hidden_states[layer][0],
+            atol=1e-5,
+        )
 
 
 def test_layers_come_in_the_order_asked_for(model: Path) -> None:
     ids = random_ids(5)
-    assert torch.equal(reference_hidden_states(model, ids, [4, 0])[:, 0], reference_hidden_states(model, ids, [4])[:, 0])
+    assert torch.equal(
+        reference_hidden_states(model, ids, [4, 0])[:, 0],
+        reference_hidden_states(model, ids, [4])[:, 0],
+    )
 
 
-@pytest.mark.parametrize(("ids", "layers", "message"), [([1], [5], "choose from 0 to 4"), ([1], [-1], "0 to 4"), ([], [1], "empty")])
-def test_the_reference_refuses_what_it_cannot_compute(ids: list[int], layers: list[int], message: str, tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize(
+    ("ids", "layers", "message"),
+    [([1], [5], "choose from 0 to 4"), ([1], [-1], "0 to 4"), ([], [1], "empty")],
+)
+def test_the_reference_refuses_what_it_cannot_compute(
+    ids: list[int], layers: list[int], message: str, tiny_qwen3: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         reference_hidden_states(tiny_qwen3, ids, layers)

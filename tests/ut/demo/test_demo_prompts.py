@@ -16,7 +16,12 @@ BUDGET = ServeOptions._field_defaults["max_num_batched_tokens"]
 def test_token_ids_are_in_the_vocabulary_and_always_the_same(vocab_size: int) -> None:
     prompts = demo_prompts(vocab_size)
     assert prompts == demo_prompts(vocab_size)
-    assert all(0 <= token < vocab_size for prompt in prompts if isinstance(prompt.content, list) for token in prompt.content)
+    assert all(
+        0 <= token < vocab_size
+        for prompt in prompts
+        if isinstance(prompt.content, list)
+        for token in prompt.content
+    )
 
 
 def test_there_are_sixteen_of_three_to_three_hundred_tokens_of_every_kind() -> None:
@@ -30,7 +35,11 @@ def test_there_are_sixteen_of_three_to_three_hundred_tokens_of_every_kind() -> N
 
 def test_some_are_much_longer_than_a_step_and_some_run_beside_them() -> None:
     prompts = demo_prompts(640)
-    chunked = [prompt for prompt in prompts if len(prompt.content) > 2 * BUDGET and prompt.kind == "token ids"]
+    chunked = [
+        prompt
+        for prompt in prompts
+        if len(prompt.content) > 2 * BUDGET and prompt.kind == "token ids"
+    ]
     assert len(chunked) >= 2
     assert any(sum(other.wave == prompt.wave for other in prompts) > 4 for prompt in chunked)
 
@@ -54,6 +63,13 @@ def test_the_server_is_given_both_json_options_and_chunked_prefill() -> None:
     command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(2, 1), port=1).command()
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 1]
+    assert speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        2,
+        1,
+    ]
     assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "/files"}
-    assert {"--enable-chunked-prefill", "--enable-prefix-caching", "--enable-expert-parallel"} < set(command)
+    assert {
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--enable-expert-parallel",
+    } < set(command)

@@ -33,10 +33,14 @@ def make(code: str, tmp_path: Path) -> Server:
     port = free_port()
     script = tmp_path / "server.py"  # not -c, for the log begins with the command line
     script.write_text(code)
-    return Server([sys.executable, str(script), str(port)], port=port, log=tmp_path / "log", environment={})
+    return Server(
+        [sys.executable, str(script), str(port)], port=port, log=tmp_path / "log", environment={}
+    )
 
 
-def test_stop_ends_even_a_child_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_even_a_child_that_ignores_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "STOP_SECONDS", 1.0)
     with make(READY_WITH_A_STUBBORN_CHILD, tmp_path) as server:
         server.wait_ready(30)
@@ -47,7 +51,9 @@ def test_stop_ends_even_a_child_that_ignores_sigterm(tmp_path: Path, monkeypatch
     server.stop()
 
 
-def test_everything_is_stopped_when_the_caller_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_stopped_when_the_caller_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "STOP_SECONDS", 1.0)
     server = make(READY_WITH_A_STUBBORN_CHILD, tmp_path)
     with pytest.raises(KeyboardInterrupt), server:
@@ -57,16 +63,26 @@ def test_everything_is_stopped_when_the_caller_is_interrupted(tmp_path: Path, mo
     assert group_members(server.process.pid) == []
 
 
-def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(tmp_path: Path) -> None:
-    with make(FAILS, tmp_path) as server, pytest.raises(ServerError, match="exit code 7") as failure:
+def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(
+    tmp_path: Path,
+) -> None:
+    with (
+        make(FAILS, tmp_path) as server,
+        pytest.raises(ServerError, match="exit code 7") as failure,
+    ):
         server.wait_ready(30)
-    assert "first error in the log: (Worker_TP1) ERROR ValueError: no such model" in str(failure.value)
+    assert "first error in the log: (Worker_TP1) ERROR ValueError: no such model" in str(
+        failure.value
+    )
     assert str(server.log) in str(failure.value)
 
 
 def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     elapsed: list[float] = []
-    with make(SILENT, tmp_path) as server, pytest.raises(ServerError, match="did not answer within 1 s") as failure:
+    with (
+        make(SILENT, tmp_path) as server,
+        pytest.raises(ServerError, match="did not answer within 1 s") as failure,
+    ):
         server.wait_ready(1, elapsed.append)
     assert "measuring memory" in str(failure.value)
     assert elapsed
@@ -78,11 +94,15 @@ def test_free_ports_differ_and_are_none_that_linux_gives_to_whoever_asks_for_any
     assert max(ports) < 32768
 
 
-def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.socket() as other:
         used = free_port()
         other.bind(("127.0.0.1", used))
         monkeypatch.setattr(server_module, "PORTS", range(used, used + 1))
-        with pytest.raises(ServerError, match=f"no free TCP port .* {used} to {used}: stop what listens there"):
+        with pytest.raises(
+            ServerError, match=f"no free TCP port .* {used} to {used}: stop what listens there"
+        ):
             free_port()
     assert free_port() == used

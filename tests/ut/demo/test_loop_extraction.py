@@ -13,7 +13,11 @@ import torch
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.demo.loop.corpus import stories
-from vllm_ascend_hsx.demo.loop.extraction import extraction_command, rows_of_vllms_connector, vllms_command
+from vllm_ascend_hsx.demo.loop.extraction import (
+    extraction_command,
+    rows_of_vllms_connector,
+    vllms_command,
+)
 from vllm_ascend_hsx.demo.loop.rows import read_rows
 from vllm_ascend_hsx.demo.loop.target import LAYER_IDS, Target, build_target
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
@@ -39,18 +43,37 @@ def extract(target: Target, directory: Path, fault: str) -> list[int]:
     port, shown = free_port(), list[int]()
     storage, layers = directory.with_name("storage"), json.dumps(LAYER_IDS)
     known = target.directory.with_name("known")
-    command = [sys.executable, FAKE_SERVER, target.directory, storage, layers, port, "--known", known, "--fault", fault]
-    with Server([*map(str, command)], port=port, log=directory.with_name("log"), environment=os.environ) as server:
+    command = [
+        sys.executable,
+        FAKE_SERVER,
+        target.directory,
+        storage,
+        layers,
+        port,
+        "--known",
+        known,
+        "--fault",
+        fault,
+    ]
+    with Server(
+        [*map(str, command)], port=port, log=directory.with_name("log"), environment=os.environ
+    ) as server:
         server.wait_ready(60)
         rows_of_vllms_connector(server.url, directory, DATASET, 60, shown.append)
     return shown
 
 
-def test_rows_of_vllms_connector_are_kept_in_the_order_of_the_dataset(target: Target, tmp_path: Path) -> None:
+def test_rows_of_vllms_connector_are_kept_in_the_order_of_the_dataset(
+    target: Target, tmp_path: Path
+) -> None:
     assert extract(target, tmp_path / "rows", "none") == [1, 2, 3, 4, 5]
-    for (rows, token_ids), expected in zip(read_rows(tmp_path / "rows", len(DATASET)), DATASET, strict=True):
+    for (rows, token_ids), expected in zip(
+        read_rows(tmp_path / "rows", len(DATASET)), DATASET, strict=True
+    ):
         assert token_ids.tolist() == expected
-        assert torch.equal(rows, reference_hidden_states(target.directory, expected, LAYER_IDS).to(torch.bfloat16))
+        assert torch.equal(
+            rows, reference_hidden_states(target.directory, expected, LAYER_IDS).to(torch.bfloat16)
+        )
 
 
 def test_a_file_of_other_tokens_is_an_error(target: Target, tmp_path: Path) -> None:
@@ -66,9 +89,15 @@ def test_vllms_connector_is_served_without_this_plugin(tmp_path: Path) -> None:
     assert "ascend" in environment["VLLM_PLUGINS"].split(",")
 
 
-@pytest.mark.parametrize(("options", "words"), [({}, []), ({"rotation": "keep"}, ["--option", "rotation=keep"])])
-def test_options_of_our_connector_are_given_to_hsx_serve(options: dict[str, str], words: list[str], tmp_path: Path) -> None:
-    command = extraction_command(Target(tmp_path, quantised=True), tmp_path / "storage", 20000, options)
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, []), ({"rotation": "keep"}, ["--option", "rotation=keep"])]
+)
+def test_options_of_our_connector_are_given_to_hsx_serve(
+    options: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    command = extraction_command(
+        Target(tmp_path, quantised=True), tmp_path / "storage", 20000, options
+    )
     ours, vllms = command[: command.index("--")], command[command.index("--") :]
     assert [word for word in ours if word == "--option" or "=" in word] == words
     assert vllms[vllms.index("--quantization") + 1] == "ascend"

@@ -9,7 +9,16 @@ import pytest
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.demo.loop.acceptance import Acceptance, parse
 from vllm_ascend_hsx.demo.loop.drafts import EAGLE3
-from vllm_ascend_hsx.demo.loop.results import OURS, PLAIN, QUAROT, TRANSFORMERS, Kind, Results, Trained, markdown
+from vllm_ascend_hsx.demo.loop.results import (
+    OURS,
+    PLAIN,
+    QUAROT,
+    TRANSFORMERS,
+    Kind,
+    Results,
+    Trained,
+    markdown,
+)
 from vllm_ascend_hsx.demo.loop.rows import SHIFTED
 
 
@@ -33,9 +42,17 @@ def results(**lengths: list[float]) -> Results:
         ({"ours": [3.0], "theirs": [3.0], "wrong": [3.0]}, False),
         ({"ours": [3.0], "theirs": [2.9], "wrong": [3.2]}, False),
     ],
-    ids=["right", "several seeds", "ours are worse", "wrong rows cost nothing", "wrong rows are better"],
+    ids=[
+        "right",
+        "several seeds",
+        "ours are worse",
+        "wrong rows cost nothing",
+        "wrong rows are better",
+    ],
 )
-def test_right_rows_must_be_as_good_as_those_of_transformers_and_wrong_ones_worse(lengths: dict[str, list[float]], good: bool) -> None:
+def test_right_rows_must_be_as_good_as_those_of_transformers_and_wrong_ones_worse(
+    lengths: dict[str, list[float]], good: bool
+) -> None:
     assert (results(**lengths).problems() == []) == good
 
 
@@ -54,7 +71,10 @@ def test_results_are_found_again_by_rows_and_seed(tmp_path: Path) -> None:
 def test_the_table_has_a_line_for_each_kind_of_rows() -> None:
     *_, ours, wrong = markdown(results(ours=[3.0, 2.0], wrong=[1.3])).splitlines()
     assert ours == "| eagle3 | of hsx generate | bfloat16 | 2 | 2.50 | 2.00 to 3.00 | 50% | 0.50 |"
-    assert wrong == "| eagle3 | shifted by one position | bfloat16 | 1 | 1.30 | 1.30 to 1.30 | 10% | 0.50 |"
+    assert (
+        wrong
+        == "| eagle3 | shifted by one position | bfloat16 | 1 | 1.30 | 1.30 to 1.30 | 10% | 0.50 |"
+    )
 
 
 def test_acceptance_is_counted_over_all_engines() -> None:

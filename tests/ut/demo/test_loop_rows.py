@@ -8,8 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_ascend_hsx.demo.loop.corpus import BOS_ID, EOS_ID, PROMPT_TOKENS, VOCABULARY, decode, encode, stories
-from vllm_ascend_hsx.demo.loop.rows import WRONG, file_of, of_other_requests, read_rows, rotated, shifted, write_rows, write_wrong
+from vllm_ascend_hsx.demo.loop.corpus import (
+    BOS_ID,
+    EOS_ID,
+    PROMPT_TOKENS,
+    VOCABULARY,
+    decode,
+    encode,
+    stories,
+)
+from vllm_ascend_hsx.demo.loop.rows import (
+    WRONG,
+    file_of,
+    of_other_requests,
+    read_rows,
+    rotated,
+    shifted,
+    write_rows,
+    write_wrong,
+)
 from vllm_ascend_hsx.demo.loop.target import VOCAB_SIZE
 
 LENGTHS = (5, 2, 9)
@@ -18,7 +35,10 @@ LENGTHS = (5, 2, 9)
 @pytest.fixture
 def rows() -> list[torch.Tensor]:
     """Rows of three requests; the value of each tells request and position."""
-    return [torch.arange(n).view(n, 1, 1).expand(n, 4, 8).to(torch.bfloat16) + 10 * request for request, n in enumerate(LENGTHS)]
+    return [
+        torch.arange(n).view(n, 1, 1).expand(n, 4, 8).to(torch.bfloat16) + 10 * request
+        for request, n in enumerate(LENGTHS)
+    ]
 
 
 def values(rows: torch.Tensor) -> list[int]:
@@ -41,15 +61,25 @@ def test_a_prompt_tells_who_has_what_and_stops_at_the_end_of_a_line() -> None:
 
 def test_what_is_held_out_is_not_what_was_trained_on() -> None:
     assert stories(3, seed=2) == stories(3, seed=2)
-    assert not {tuple(story) for story in stories(500, seed=2)} & {tuple(story) for story in stories(64, seed=3)}
+    assert not {tuple(story) for story in stories(500, seed=2)} & {
+        tuple(story) for story in stories(64, seed=3)
+    }
 
 
 def test_shifted_rows_are_those_of_the_position_before(rows: list[torch.Tensor]) -> None:
-    assert list(map(values, shifted(rows))) == [[0, 0, 1, 2, 3], [10, 10], [20, 20, 21, 22, 23, 24, 25, 26, 27]]
+    assert list(map(values, shifted(rows))) == [
+        [0, 0, 1, 2, 3],
+        [10, 10],
+        [20, 20, 21, 22, 23, 24, 25, 26, 27],
+    ]
 
 
 def test_rows_of_other_requests_have_none_of_the_own(rows: list[torch.Tensor]) -> None:
-    assert list(map(values, of_other_requests(rows))) == [[10, 11, 20, 21, 22], [20, 21], [0, 1, 2, 3, 4, 10, 11, 0, 1]]
+    assert list(map(values, of_other_requests(rows))) == [
+        [10, 11, 20, 21, 22],
+        [20, 21],
+        [0, 1, 2, 3, 4, 10, 11, 0, 1],
+    ]
 
 
 def test_rows_in_another_basis_keep_their_norms_and_angles() -> None:
@@ -61,13 +91,17 @@ def test_rows_in_another_basis_keep_their_norms_and_angles() -> None:
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_rows_are_written_with_the_right_tokens(kind: str, rows: list[torch.Tensor], tmp_path: Path) -> None:
+def test_wrong_rows_are_written_with_the_right_tokens(
+    kind: str, rows: list[torch.Tensor], tmp_path: Path
+) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
     for index, each in enumerate(rows):
         write_rows(right, index, each, torch.arange(len(each)) + index)
     write_wrong(kind, right, wrong, len(rows))
-    assert sorted(path.name for path in wrong.iterdir()) == [file_of(wrong, index).name for index in range(3)]
+    assert sorted(path.name for path in wrong.iterdir()) == [
+        file_of(wrong, index).name for index in range(3)
+    ]
     for index, (found, token_ids) in enumerate(read_rows(wrong, len(rows))):
         assert token_ids.tolist() == list(range(index, index + LENGTHS[index]))
         assert torch.equal(found, WRONG[kind](rows)[index])

@@ -39,7 +39,9 @@ class Faked(Loop):
         self.extracted.append((target, options))
         rows.mkdir()
         for index, token_ids in enumerate(self.stories):
-            write_rows(rows, index, torch.rand(len(token_ids), len(LAYER_IDS), 8), torch.tensor(token_ids))
+            write_rows(
+                rows, index, torch.rand(len(token_ids), len(LAYER_IDS), 8), torch.tensor(token_ids)
+            )
 
     def draft(self, kind: Kind, rows: Path, seed: int) -> Trained:
         assert len(list(rows.glob("hs_*.safetensors"))) == SMALL.stories
@@ -59,7 +61,9 @@ def loop(work: Path, console: Console, seeds: Sequence[int]) -> Faked:
     return made
 
 
-def test_each_kind_of_rows_gets_a_draft_and_another_call_trains_only_what_is_missing(tmp_path: Path, console: Console) -> None:
+def test_each_kind_of_rows_gets_a_draft_and_another_call_trains_only_what_is_missing(
+    tmp_path: Path, console: Console
+) -> None:
     first = loop(tmp_path, console, [0])
     assert first.run().problems() == []
     assert first.trained == [(kind, 0) for kind in KINDS]
@@ -68,19 +72,30 @@ def test_each_kind_of_rows_gets_a_draft_and_another_call_trains_only_what_is_mis
     assert second.trained == [(kind, 1) for kind in KINDS]
 
 
-def test_each_kind_of_the_plan_gets_rows_of_the_target_that_it_is_served_with(tmp_path: Path, console: Console) -> None:
+def test_each_kind_of_the_plan_gets_rows_of_the_target_that_it_is_served_with(
+    tmp_path: Path, console: Console
+) -> None:
     made = loop(tmp_path, console, [])
     made.plan = run.plan_of(2)
     results = made.run()
     assert set(results.kinds) == {*KINDS, *run.MORE_KINDS, *run.ONCE_KINDS}
     assert {kind.method for kind in results.kinds} == set(drafts.OPTIONS)
     plain, rotated = Target(tmp_path / "target"), Target(tmp_path / "target-quarot", quantised=True)
-    assert made.extracted == [(plain, {}), (rotated, {}), (rotated, {"rotation": "keep"}), (plain, {VLLMS: ""})]
+    assert made.extracted == [
+        (plain, {}),
+        (rotated, {}),
+        (rotated, {"rotation": "keep"}),
+        (plain, {VLLMS: ""}),
+    ]
     directories = {kind: made.rows(kind.target, kind.rows) for kind in results.kinds}
-    assert len(set(directories.values())) == len({(kind.target, kind.rows) for kind in results.kinds})
+    assert len(set(directories.values())) == len(
+        {(kind.target, kind.rows) for kind in results.kinds}
+    )
 
 
-def test_rows_that_were_interrupted_are_not_taken_for_done(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_were_interrupted_are_not_taken_for_done(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(directory: Path, *_: Any) -> None:
         directory.mkdir()
         raise KeyboardInterrupt
@@ -120,19 +135,35 @@ def test_an_epoch_counts_when_its_checkpoint_is_written(tmp_path: Path) -> None:
     assert drafts.finished_epochs(tmp_path) == 2
 
 
-def test_a_command_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, console: Console) -> None:
+def test_a_command_that_fails_is_named_with_the_end_of_its_output(
+    tmp_path: Path, console: Console
+) -> None:
     made = loop(tmp_path, console, [0])
     made.started = made.shown_at = 0.0
-    with pytest.raises(DemoError, match=r"(?s)training: exit code 3\nthe last lines of .*train\.log:.*\nno such layer"):
-        made.process([sys.executable, "-c", "print('no such layer'); raise SystemExit(3)"], "train", {}, "training", lambda: "")
+    with pytest.raises(
+        DemoError,
+        match=r"(?s)training: exit code 3\nthe last lines of .*train\.log:.*\nno such layer",
+    ):
+        made.process(
+            [sys.executable, "-c", "print('no such layer'); raise SystemExit(3)"],
+            "train",
+            {},
+            "training",
+            lambda: "",
+        )
 
 
-def test_a_command_that_does_not_end_by_itself_is_killed(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_does_not_end_by_itself_is_killed(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trainer was seen that hung after SIGTERM, and with it the loop that waited for it."""
     monkeypatch.setattr(server, "STOP_SECONDS", 0.1)
     made = loop(tmp_path, console, [0])
     made.started = made.shown_at = 0.0
-    deaf = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    deaf = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
 
     def interrupted() -> str:
         if (tmp_path / "train.log").read_text().count("\n") > 1:
@@ -150,10 +181,14 @@ def test_the_dataset_is_one_that_both_hsx_and_speculators_read(tmp_path: Path) -
 
     dataset = stories(4, seed=0)
     drafts.write_dataset(tmp_path / "dataset", dataset)
-    rows = list(open_dataset(Options(str(tmp_path / "dataset"), tmp_path)).records(lambda index: True))
+    rows = list(
+        open_dataset(Options(str(tmp_path / "dataset"), tmp_path)).records(lambda index: True)
+    )
     assert [list(row.content) for row in rows] == dataset  # type: ignore[union-attr]
     theirs = load_from_disk(str(tmp_path / "dataset"))
-    assert [torch.equal(theirs[n]["input_ids"], torch.tensor(row)) for n, row in enumerate(dataset)] == [True] * 4
+    assert [
+        torch.equal(theirs[n]["input_ids"], torch.tensor(row)) for n, row in enumerate(dataset)
+    ] == [True] * 4
     assert theirs[0]["loss_mask"].sum() == len(dataset[0])
 
 

@@ -12,7 +12,9 @@ from vllm_ascend_hsx.demo.loop.target import LAYER_IDS, build_target, loss_of
 
 def test_the_loss_falls_and_a_trained_target_is_kept(tmp_path: Path) -> None:
     losses: list[float] = []
-    target = build_target(tmp_path / "target", steps=12, on_step=lambda step, loss: losses.append(loss))
+    target = build_target(
+        tmp_path / "target", steps=12, on_step=lambda step, loss: losses.append(loss)
+    )
     assert len(losses) == 12
     assert losses[-1] < 0.8 * losses[0]
     assert loss_of(target) > losses[-1]

@@ -34,7 +34,9 @@ class Pipeline:
             device=DEVICE,
             layer_order=LAYER_ORDER,
         )
-        self.ring = PinnedRing(ring_rows * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
+        self.ring = PinnedRing(
+            ring_rows * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE
+        )
         self.chunks: queue.SimpleQueue[HostChunk | None] = queue.SimpleQueue()
         self.errors: list[Exception] = []
         self.read: dict[tuple[str, int], torch.Tensor] = {}
@@ -50,7 +52,9 @@ class Pipeline:
             self.gate.wait()
             for span in chunk.spans:
                 try:
-                    rows = torch.frombuffer(bytearray(chunk.read(span)), dtype=DTYPE).view(span.num_rows, LAYERS, HIDDEN)
+                    rows = torch.frombuffer(bytearray(chunk.read(span)), dtype=DTYPE).view(
+                        span.num_rows, LAYERS, HIDDEN
+                    )
                     for offset, row in enumerate(rows):
                         self.read[span.request_id, span.first + offset] = row
                 except Exception as error:  # noqa: BLE001 - the test looks at it
@@ -107,13 +111,17 @@ def steps(draw: st.DrawFn) -> list[list[Span]]:
     return found
 
 
-def run_steps(pipeline: Pipeline, batches: Sequence[Sequence[Span]]) -> dict[tuple[str, int], torch.Tensor]:
+def run_steps(
+    pipeline: Pipeline, batches: Sequence[Sequence[Span]]
+) -> dict[tuple[str, int], torch.Tensor]:
     expected = {}
     for seed, spans in enumerate(batches):
         rows = target_output(MAX_TOKENS, seed)
         pipeline.step(rows, spans)
         for span in spans:
             for offset in range(span.num_rows):
-                expected[span.request_id, span.first + offset] = expected_row(rows, span.row + offset)
+                expected[span.request_id, span.first + offset] = expected_row(
+                    rows, span.row + offset
+                )
     pipeline.close()
     return expected

@@ -47,7 +47,9 @@ class WatchedNpu:
         return getattr(torch.npu, name)  # type: ignore[attr-defined]
 
 
-def test_only_the_lander_records_queries_and_drops_events_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_lander_records_queries_and_drops_events_of_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(WatchedEvent, "used_by", set())
     made = Pipeline(ring_rows=4)
     made.close()  # its slots and lander have real events
@@ -64,7 +66,9 @@ def test_only_the_lander_records_queries_and_drops_events_of_copies(monkeypatch:
     del asked
 
 
-def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One event for each slot, or each time that the ring is full: a record may block the GIL."""
     created: list[Any] = []
 
@@ -78,7 +82,9 @@ def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(monkeypa
     monkeypatch.setattr(landing, "npu", CountingNpu)
     pipeline = Pipeline(ring_rows=80)  # chunks of ten rows
     for seed in range(6):
-        pipeline.step(target_output(MAX_TOKENS, seed), [Span("a", MAX_TOKENS * seed, MAX_TOKENS, 0)])
+        pipeline.step(
+            target_output(MAX_TOKENS, seed), [Span("a", MAX_TOKENS * seed, MAX_TOKENS, 0)]
+        )
         pipeline.lander.drain()
     pipeline.close()
     assert len(pipeline.read) == 6 * MAX_TOKENS
@@ -149,7 +155,13 @@ def _query_fails(pipeline: Pipeline, fail: Fail) -> None:
     pipeline.lander._unused.append(FailingEvent("query", fail))
 
 
-CALLS = [_copy_fails, _wait_for_the_slot_fails, _record_fails, _record_of_the_batch_fails, _query_fails]
+CALLS = [
+    _copy_fails,
+    _wait_for_the_slot_fails,
+    _record_fails,
+    _record_of_the_batch_fails,
+    _query_fails,
+]
 
 
 @pytest.fixture
@@ -181,7 +193,9 @@ def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lande
     assert {position for _, position in pipeline.read} <= set(range(4))
 
 
-def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reported(pipeline: Pipeline) -> None:
+def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reported(
+    pipeline: Pipeline,
+) -> None:
     """In between it could send an answer that the device has spoilt."""
     reporting, go_on, passed = threading.Event(), threading.Event(), threading.Event()
 
@@ -206,7 +220,9 @@ def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reporte
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
-def test_a_copy_that_the_device_has_dropped_is_not_handed_out(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_the_device_has_dropped_is_not_handed_out(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An event that is used again still shows that it had completed."""
     monkeypatch.setattr(landing, "_OTHERS_S", 0.05)
     rows = target_output(4, 0)
@@ -219,10 +235,15 @@ def test_a_copy_that_the_device_has_dropped_is_not_handed_out(pipeline: Pipeline
     assert isinstance(error, DeviceError)
     assert str(error) == "the device has dropped a copy after an earlier failure"
     assert len(pipeline.read) == 4
-    assert all(torch.equal(pipeline.read["a", position], expected_row(rows, position)) for position in range(4))
+    assert all(
+        torch.equal(pipeline.read["a", position], expected_row(rows, position))
+        for position in range(4)
+    )
 
 
-def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_first(pipeline: Pipeline) -> None:
+def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_first(
+    pipeline: Pipeline,
+) -> None:
     _copy_fails(pipeline, lambda: None)
     pipeline.step(target_output(4, 0), [Span("a", 0, 4, 0)])
     pipeline.lander.abandon()
@@ -230,7 +251,9 @@ def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_
     assert pipeline.errors == [], "another thread has the device's own text"
 
 
-def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise nobody would enter the task queue until the next request."""
     monkeypatch.setattr(landing, "_ASK_S", 0.01)
 

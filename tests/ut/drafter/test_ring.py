@@ -89,7 +89,9 @@ AllocatorLife.TestCase.settings = settings(max_examples=depth(150), stateful_ste
 TestAllocatorLife = AllocatorLife.TestCase
 
 
-@pytest.mark.parametrize(("rows", "rows_per_chunk"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)])
+@pytest.mark.parametrize(
+    ("rows", "rows_per_chunk"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)]
+)
 def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_chunk: int) -> None:
     assert ring_shape(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_chunk)
 
@@ -154,7 +156,9 @@ def test_a_full_ring_gives_out_rows_that_become_free() -> None:
 
 
 def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
-    ring = make_ring(64 * 8)  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
+    ring = make_ring(
+        64 * 8
+    )  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
     while ring.free_rows:
         ring.wait(64)
     for row in range(3):
@@ -176,7 +180,9 @@ def test_a_ring_pins_what_it_says_and_uses_all_of_it(num_bytes: int) -> None:
     assert num_bytes - len(ring.data) < ROW_BYTES
 
 
-def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(pinned_fault: Callable[[str], None]) -> None:
+def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(
+    pinned_fault: Callable[[str], None],
+) -> None:
     pinned_fault("UNALIGNED")
     ring = PinnedRing(1 << 17, ROW_SHAPE, DTYPE)
     run = ring.wait(1)
@@ -190,14 +196,20 @@ def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(pinned_fault: Cal
 def test_a_ring_at_a_null_pointer_is_refused(pinned_fault: Callable[[str], None]) -> None:
     """torch_npu 2.10.0.post4 with a driver before 25.5: CachingHostAllocator.cpp:259."""
     pinned_fault("NULL")
-    with pytest.raises(UserError, match=r"pinned_ring_bytes=1048576 cannot be allocated.*null pointer.*Set a smaller value"):
+    with pytest.raises(
+        UserError,
+        match=r"pinned_ring_bytes=1048576 cannot be allocated.*null pointer.*Set a smaller value",
+    ):
         PinnedRing(1 << 20, ROW_SHAPE, DTYPE)
 
 
 def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_line() -> None:
     with pytest.raises(UserError) as refusal:
         PinnedRing(1 << 50, ROW_SHAPE, DTYPE)
-    assert "kv_connector_extra_config.pinned_ring_bytes=1125899906842624 cannot be allocated" in str(refusal.value)
+    assert (
+        "kv_connector_extra_config.pinned_ring_bytes=1125899906842624 cannot be allocated"
+        in str(refusal.value)
+    )
     assert "\n" not in str(refusal.value)
     assert refusal.value.__context__ is None, "the allocator's own has a backtrace of C++"
 

@@ -23,17 +23,28 @@ DEVICE = torch.device("npu:0")
 
 def orthogonal(size: int, seed: int = 0) -> torch.Tensor:
     """A rotation that is not its own inverse: turning twice, or the wrong way, is seen."""
-    return torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0].float()
+    return torch.linalg.qr(
+        torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )[0].float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at_once", [1024, 4], ids=["in one buffer", "in several"])
-def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int) -> None:
+def test_staged_rows_are_in_the_models_own_basis(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
+) -> None:
     monkeypatch.setattr(shapes, "_TURNED_AT_ONCE", at_once)
     rotation, seeded = orthogonal(HIDDEN), torch.Generator().manual_seed(1)
     rows = [torch.randn(TOKENS, HIDDEN, generator=seeded) for _ in range(LAYERS)]
     rotated = [(layer @ rotation).to(dtype) for layer in rows]
-    options = {"num_slots": 2, "slot_rows": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
+    options = {
+        "num_slots": 2,
+        "slot_rows": TOKENS,
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "dtype": dtype,
+        "device": DEVICE,
+    }
     cache = StagingCache(**options, layer_order=LAYER_ORDER, rotation=rotation)  # type: ignore[arg-type]
     cache.rows.fill_(7.0)
     cache.write([layer.to(DEVICE) for layer in rotated], [Span("a", 0, 9, 2), Span("b", 5, 3, 15)])
@@ -45,8 +56,12 @@ def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch
         found = slot.rows[:12, index].cpu()
         assert found.dtype == dtype
         # A row's own rounding, twice: as the target returns it, and as it is stored.
-        torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
-    assert torch.equal(slot.rows[12:].cpu(), torch.full_like(slot.rows[12:].cpu(), 7.0)), "rows without a span are not written"
+        torch.testing.assert_close(
+            found.float(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
+        )
+    assert torch.equal(slot.rows[12:].cpu(), torch.full_like(slot.rows[12:].cpu(), 7.0)), (
+        "rows without a span are not written"
+    )
 
 
 @only_with("<0.30", "it turns drafts in models/llama_eagle3.py")
@@ -63,18 +78,26 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
             self.model.fc = torch.nn.Linear(LAYERS * HIDDEN, HIDDEN, bias=False)
             self.model.embed_tokens = torch.nn.Embedding(5, HIDDEN)
 
-    rotation, weights, embedding = orthogonal(HIDDEN), torch.randn(HIDDEN, LAYERS * HIDDEN), torch.randn(5, HIDDEN)
+    rotation, weights, embedding = (
+        orthogonal(HIDDEN),
+        torch.randn(HIDDEN, LAYERS * HIDDEN),
+        torch.randn(5, HIDDEN),
+    )
     save_file({"global_rotation": rotation.contiguous()}, tmp_path / "q")
     save_file({"embed_tokens": embedding @ rotation}, tmp_path / "model.safetensors")
     draft = Draft()
     make_load_weights(tmp_path, tmp_path / "q")(draft, [("fc.weight", weights)])
 
-    layers = [torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)]  # X @ Q, as the target returns them
+    layers = [
+        torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)
+    ]  # X @ Q, as the target returns them
     rows = torch.empty(TOKENS, LAYERS, HIDDEN, device=DEVICE)
     TurnBack(rotation, TOKENS, DEVICE)([layer.to(DEVICE) for layer in layers], rows)
     served = draft.model.fc(torch.cat(layers, dim=1))
     torch.testing.assert_close(rows.flatten(1).cpu() @ weights.T, served, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:

@@ -30,7 +30,10 @@ HIDDEN = 64
 
 
 def make_staging(
-    num_layers: int = 3, rotated: bool = False, dtype: torch.dtype = torch.bfloat16, device: torch.device = DEVICE
+    num_layers: int = 3,
+    rotated: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = DEVICE,
 ) -> StagingCache:
     generator = torch.Generator().manual_seed(1)
     rotation = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q
@@ -54,7 +57,9 @@ def sound_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_layers", "rotated"), [(3, False), (3, True), (40, False), (40, True)])
+@pytest.mark.parametrize(
+    ("num_layers", "rotated"), [(3, False), (3, True), (40, False), (40, True)]
+)
 def test_a_sound_device_passes(num_layers: int, rotated: bool, dtype: torch.dtype) -> None:
     staging = make_staging(num_layers, rotated, dtype)
     run_self_test(staging)
@@ -96,7 +101,9 @@ def to_host(change: Callable[[torch.Tensor, torch.Tensor], object]) -> Patch:
     """Replace the copies from the device into pinned memory."""
     real = torch.Tensor.copy_
 
-    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def copy(
+        target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         if target.device.type == "cpu" and source.device.type == "npu" and non_blocking:
             change(target, source)
             return target
@@ -120,14 +127,42 @@ def never_lands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[bool, Patch, str]] = {
     "null pointer": (False, null_pointers, "'ring' has failed: UserError: .*null pointer"),
-    "no upload": (False, fails(self_test.Pattern, "upload"), "'upload' has failed: RuntimeError: The Inner error.* 507015[.] Run"),
-    "stack fails": (False, fails(torch, "stack"), "'stack' has failed: RuntimeError: The Inner error"),
-    "other layers": (False, stacks_other_layers, "'stack' has failed: row 0, layer 0, element 0 is"),
+    "no upload": (
+        False,
+        fails(self_test.Pattern, "upload"),
+        "'upload' has failed: RuntimeError: The Inner error.* 507015[.] Run",
+    ),
+    "stack fails": (
+        False,
+        fails(torch, "stack"),
+        "'stack' has failed: RuntimeError: The Inner error",
+    ),
+    "other layers": (
+        False,
+        stacks_other_layers,
+        "'stack' has failed: row 0, layer 0, element 0 is",
+    ),
     "mm fails": (True, fails(torch, "mm"), "'turn back' has failed: RuntimeError"),
-    "rows stay rotated": (True, leaves_rows_rotated, "'turn back' has failed: row 0, .* instead of"),
-    "matrix is lost": (True, loses_the_matrix, "'turn back' has failed: the rotation on the device is not orthogonal"),
-    "copy is refused": (False, to_host(refused), "'copy' has failed: RuntimeError: aclrtMemcpyAsync failed"),
-    "copy of other rows": (False, to_host(shifted), "'copy' has failed: row 0, layer 0, element 0 is"),
+    "rows stay rotated": (
+        True,
+        leaves_rows_rotated,
+        "'turn back' has failed: row 0, .* instead of",
+    ),
+    "matrix is lost": (
+        True,
+        loses_the_matrix,
+        "'turn back' has failed: the rotation on the device is not orthogonal",
+    ),
+    "copy is refused": (
+        False,
+        to_host(refused),
+        "'copy' has failed: RuntimeError: aclrtMemcpyAsync failed",
+    ),
+    "copy of other rows": (
+        False,
+        to_host(shifted),
+        "'copy' has failed: row 0, layer 0, element 0 is",
+    ),
     "copy that never lands": (False, never_lands, "'copy' has failed: TimeoutError: 0 of 150 rows"),
 }
 
@@ -146,7 +181,9 @@ def test_a_fault_ends_the_start_with_an_error_that_names_its_step(
 
 def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SimpleNamespace(staging=make_staging())
-    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer})
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer}
+    )
     formats: list[str] = []
 
     def load_model(self: Any, target: torch.nn.Module) -> None:
@@ -159,37 +196,56 @@ def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.Mo
     proposer.vllm_config = SimpleNamespace(load_config="the target's")
     proposer.load_model(torch.nn.Module())
     assert proposer.staging is layer.staging
-    assert (formats, proposer.vllm_config.load_config) == (["dummy"], "the target's"), "the drafter reads no checkpoint"
+    assert (formats, proposer.vllm_config.load_config) == (["dummy"], "the target's"), (
+        "the drafter reads no checkpoint"
+    )
     stacks_other_layers(monkeypatch)
     with pytest.raises(SelfTestError, match="'stack'"):
         proposer.load_model(torch.nn.Module())
 
 
-@pytest.mark.parametrize(("basis", "wish", "refused"), [("", "undo", True), ("", "keep", False), ("model", "undo", False)])
+@pytest.mark.parametrize(
+    ("basis", "wish", "refused"),
+    [("", "undo", True), ("", "keep", False), ("model", "undo", False)],
+)
 def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
     monkeypatch: pytest.MonkeyPatch, basis: str, wish: str, refused: bool
 ) -> None:
     layer = SimpleNamespace(staging=make_staging())
-    settings = SimpleNamespace(config=SimpleNamespace(rotation=wish), row_format=SimpleNamespace(basis=basis))
-    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer})
+    settings = SimpleNamespace(
+        config=SimpleNamespace(rotation=wish), row_format=SimpleNamespace(basis=basis)
+    )
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.drafter.drafter.find_layers", lambda config, kind: {"layer": layer}
+    )
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: settings)
     target = torch.nn.Module()
     target.norm = torch.nn.LayerNorm(HIDDEN)  # its weights are 1
     drafter = Drafter()
-    drafter.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="a-w8a8-rot", quantization="ascend"))
-    with pytest.raises(UserError, match="model='a-w8a8-rot' is rotated") if refused else nullcontext():
+    drafter.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model="a-w8a8-rot", quantization="ascend")
+    )
+    with (
+        pytest.raises(UserError, match="model='a-w8a8-rot' is rotated")
+        if refused
+        else nullcontext()
+    ):
         drafter.finish_loading(target)
 
 
 # Each case has a device on which no other test launches anything.
-@pytest.mark.parametrize(("num_layers", "rotated", "index"), [(3, False, 1), (40, False, 2), (3, True, 3), (40, True, 4)])
+@pytest.mark.parametrize(
+    ("num_layers", "rotated", "index"), [(3, False, 1), (40, False, 2), (3, True, 3), (40, True, 4)]
+)
 def test_after_it_a_request_launches_nothing_for_the_first_time_and_takes_no_memory(
     num_layers: int, rotated: bool, index: int
 ) -> None:
     device = torch.device("npu", index)
     with torch.npu.device(device):  # type: ignore[attr-defined]
         staging = make_staging(num_layers, rotated, device=device)
-        rows = [torch.ones(200, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(num_layers)]
+        rows = [
+            torch.ones(200, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(num_layers)
+        ]
         ring = PinnedRing(1 << 20, (num_layers, HIDDEN), torch.bfloat16)
         run_self_test(staging)
         gc.collect()

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, rows_in_chunk, select_spans, split_spans
+from vllm_ascend_hsx.drafter.spans import (
+    Span,
+    cut_spans,
+    merge_rows,
+    rows_in_chunk,
+    select_spans,
+    split_spans,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,14 +26,33 @@ from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, rows_in_c
         pytest.param([("a", 0, 4, 0)], {"a": 9}, [("a", 0, 4, 0)], id="first chunk"),
         pytest.param([("a", 4, 5, 0)], {"a": 9}, [("a", 4, 5, 0)], id="last chunk"),
         pytest.param([("a", 5, 1, 0)], {"a": 5}, [], id="decode of a prompt-only request"),
-        pytest.param([("a", 3, 4, 0)], {"a": 5}, [("a", 3, 2, 0)], id="resumed: prompt and output in one chunk"),
-        pytest.param([("d", 9, 2, 0), ("a", 0, 3, 2)], {"a": 3}, [("a", 0, 3, 2)], id="behind somebody's decode"),
-        pytest.param([("a", 0, 3, 0), ("b", 0, 2, 3)], {"b": 2}, [("b", 0, 2, 3)], id="another rank's prompt before ours"),
+        pytest.param(
+            [("a", 3, 4, 0)],
+            {"a": 5},
+            [("a", 3, 2, 0)],
+            id="resumed: prompt and output in one chunk",
+        ),
+        pytest.param(
+            [("d", 9, 2, 0), ("a", 0, 3, 2)],
+            {"a": 3},
+            [("a", 0, 3, 2)],
+            id="behind somebody's decode",
+        ),
+        pytest.param(
+            [("a", 0, 3, 0), ("b", 0, 2, 3)],
+            {"b": 2},
+            [("b", 0, 2, 3)],
+            id="another rank's prompt before ours",
+        ),
         pytest.param([], {"a": 5}, [], id="not scheduled"),
     ],
 )
-def test_spans_are_the_wanted_rows_of_the_batch(layout: list[tuple], wanted: dict[str, int], expected: list[tuple]) -> None:
-    assert select_spans([BatchRow(*row) for row in layout], wanted) == [Span(*span) for span in expected]
+def test_spans_are_the_wanted_rows_of_the_batch(
+    layout: list[tuple], wanted: dict[str, int], expected: list[tuple]
+) -> None:
+    assert select_spans([BatchRow(*row) for row in layout], wanted) == [
+        Span(*span) for span in expected
+    ]
 
 
 @st.composite
@@ -43,7 +69,9 @@ def batches(draw: st.DrawFn) -> tuple[list[BatchRow], dict[str, int]]:
 
 
 @given(batches())
-def test_every_wanted_row_of_the_batch_is_in_exactly_one_span(batch: tuple[list[BatchRow], dict[str, int]]) -> None:
+def test_every_wanted_row_of_the_batch_is_in_exactly_one_span(
+    batch: tuple[list[BatchRow], dict[str, int]],
+) -> None:
     layout, wanted = batch
     expected = {
         (row.request_id, row.first + offset): row.row + offset
@@ -51,21 +79,33 @@ def test_every_wanted_row_of_the_batch_is_in_exactly_one_span(batch: tuple[list[
         for offset in range(row.num_rows)
         if row.first + offset < wanted.get(row.request_id, 0)
     }
-    found = [(s.request_id, s.first + k, s.row + k) for s in select_spans(layout, wanted) for k in range(s.num_rows)]
+    found = [
+        (s.request_id, s.first + k, s.row + k)
+        for s in select_spans(layout, wanted)
+        for k in range(s.num_rows)
+    ]
     assert len(found) == len(expected)
     assert {(request_id, position): row for request_id, position, row in found} == expected
 
 
 @given(batches())
-def test_merged_ranges_visit_the_rows_of_the_spans_in_order(batch: tuple[list[BatchRow], dict[str, int]]) -> None:
+def test_merged_ranges_visit_the_rows_of_the_spans_in_order(
+    batch: tuple[list[BatchRow], dict[str, int]],
+) -> None:
     spans = select_spans(*batch)
-    visited = [row for first, num_rows in merge_rows(spans) for row in range(first, first + num_rows)]
+    visited = [
+        row for first, num_rows in merge_rows(spans) for row in range(first, first + num_rows)
+    ]
     assert visited == [span.row + k for span in spans for k in range(span.num_rows)]
-    assert all(sum(a) < b[0] for a, b in zip(merge_rows(spans), merge_rows(spans)[1:], strict=False))
+    assert all(
+        sum(a) < b[0] for a, b in zip(merge_rows(spans), merge_rows(spans)[1:], strict=False)
+    )
 
 
 @given(batches(), st.lists(st.integers(1, 15), min_size=1))
-def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str, int]], sizes: list[int]) -> None:
+def test_pieces_hold_every_staged_row_once(
+    batch: tuple[list[BatchRow], dict[str, int]], sizes: list[int]
+) -> None:
     at, staged = 0, []
     for span in select_spans(*batch):
         staged.append(span._replace(row=at))
@@ -77,7 +117,9 @@ def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str
             break
         spans = split_spans(staged, start, min(start + size, at))
         assert sum(span.num_rows for span in spans) == min(size, at - start)
-        found += [(s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)]
+        found += [
+            (s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)
+        ]
         start += size
     assert found == expected
 
@@ -89,9 +131,16 @@ def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_ful
     spans = select_spans(*batch)
     groups = list(cut_spans(spans, most_rows))
     rows = [(s.request_id, s.first + k, s.row + k) for s in spans for k in range(s.num_rows)]
-    assert [(s.request_id, s.first + k, s.row + k) for group in groups for s in group for k in range(s.num_rows)] == rows
+    assert [
+        (s.request_id, s.first + k, s.row + k)
+        for group in groups
+        for s in group
+        for k in range(s.num_rows)
+    ] == rows
     sizes = [sum(span.num_rows for span in group) for group in groups]
-    assert sizes == [most_rows] * (len(rows) // most_rows) + [len(rows) % most_rows] * (len(rows) % most_rows > 0)
+    assert sizes == [most_rows] * (len(rows) // most_rows) + [len(rows) % most_rows] * (
+        len(rows) % most_rows > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +153,9 @@ def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_ful
         pytest.param([3], [3], id="a step of few rows"),
     ],
 )
-def test_a_chunk_ends_where_a_request_does_if_it_is_not_too_short_for_that(lengths: list[int], expected: list[int]) -> None:
+def test_a_chunk_ends_where_a_request_does_if_it_is_not_too_short_for_that(
+    lengths: list[int], expected: list[int]
+) -> None:
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     spans = [Span(f"r{row}", 0, length, row) for length, row in zip(lengths, starts, strict=True)]
     chunks: list[int] = []

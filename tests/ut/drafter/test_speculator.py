@@ -25,7 +25,11 @@ def batch() -> SimpleNamespace:
 
 
 def test_the_layout_has_the_position_and_the_rows_of_each_request() -> None:
-    assert batch_layout_v2(batch()) == [BatchRow("a", 5, 3, 0), BatchRow("b", 0, 1, 3), BatchRow("c", 7, 5, 4)]
+    assert batch_layout_v2(batch()) == [
+        BatchRow("a", 5, 3, 0),
+        BatchRow("b", 0, 1, 3),
+        BatchRow("c", 7, 5, 4),
+    ]
 
 
 def test_a_batch_without_a_position_for_each_request_loses_none_in_silence() -> None:
@@ -48,7 +52,20 @@ def make_speculator(wanted: dict[str, int]) -> Any:
 
 def propose(speculator: Any, **options: Any) -> torch.Tensor:
     rows = [torch.zeros(12, 2)]
-    return speculator.propose(batch(), {}, {}, None, rows, None, None, torch.tensor([[7], [8], [9]]), None, None, None, **options)
+    return speculator.propose(
+        batch(),
+        {},
+        {},
+        None,
+        rows,
+        None,
+        None,
+        torch.tensor([[7], [8], [9]]),
+        None,
+        None,
+        None,
+        **options,
+    )
 
 
 @only_with(">=0.30", "model runner V2 takes no speculator for this method")
@@ -60,8 +77,14 @@ def test_rows_are_staged_and_no_draft_is_proposed() -> None:
 
 
 @only_with(">=0.30", "model runner V2 takes no speculator for this method")
-@pytest.mark.parametrize(("wanted", "options"), [({}, {}), ({"a": 8}, {"dummy_run": True})], ids=["nothing wanted", "dummy run"])
-def test_a_step_without_rows_to_extract_stages_nothing(wanted: dict[str, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [({}, {}), ({"a": 8}, {"dummy_run": True})],
+    ids=["nothing wanted", "dummy run"],
+)
+def test_a_step_without_rows_to_extract_stages_nothing(
+    wanted: dict[str, int], options: dict[str, Any]
+) -> None:
     speculator = make_speculator(wanted)
     assert propose(speculator, **options).shape == (3, 0)
     assert speculator.given == []
@@ -69,8 +92,18 @@ def test_a_step_without_rows_to_extract_stages_nothing(wanted: dict[str, int], o
 
 @pytest.mark.parametrize("method", [METHOD, "eagle3"])
 def test_the_runner_copies_no_counts_and_waits_for_none_unless_drafts_are_made(method: str) -> None:
-    runner, seen = SimpleNamespace(speculative_config=SimpleNamespace(method=method), speculator="ours"), []
+    runner, seen = (
+        SimpleNamespace(speculative_config=SimpleNamespace(method=method), speculator="ours"),
+        [],
+    )
     copy_no_counts(lambda self: seen.append("copied"), runner)
-    count_without_speculator(lambda self, output, ids: seen.append((self.speculator, output, ids)), runner, "output", ["a"])
-    assert seen == ([(None, "output", ["a"])] if method == METHOD else ["copied", ("ours", "output", ["a"])])
+    count_without_speculator(
+        lambda self, output, ids: seen.append((self.speculator, output, ids)),
+        runner,
+        "output",
+        ["a"],
+    )
+    assert seen == (
+        [(None, "output", ["a"])] if method == METHOD else ["copied", ("ours", "output", ["a"])]
+    )
     assert runner.speculator == "ours"

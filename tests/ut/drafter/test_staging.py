@@ -16,7 +16,18 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from releases import installed_is
-from staging_harness import DEVICE, DTYPE, HIDDEN, LAYERS, MAX_TOKENS, Pipeline, expected_row, run_steps, steps, target_output
+from staging_harness import (
+    DEVICE,
+    DTYPE,
+    HIDDEN,
+    LAYERS,
+    MAX_TOKENS,
+    Pipeline,
+    expected_row,
+    run_steps,
+    steps,
+    target_output,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.drafter.landing import HostChunk
@@ -38,8 +49,15 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 
 
 @settings(max_examples=60)
-@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40), slot_rows=st.integers(1, MAX_TOKENS))
-def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int, slot_rows: int) -> None:
+@given(
+    batches=steps(),
+    slots=st.integers(1, 3),
+    ring_rows=st.integers(2, 40),
+    slot_rows=st.integers(1, MAX_TOKENS),
+)
+def test_every_row_arrives_as_it_was_computed(
+    batches: list[list[Span]], slots: int, ring_rows: int, slot_rows: int
+) -> None:
     pipeline = Pipeline(slots=slots, ring_rows=ring_rows, slot_rows=slot_rows)
     expected = run_steps(pipeline, batches)
     assert pipeline.read.keys() == expected.keys()
@@ -171,7 +189,9 @@ def test_each_row_is_written_once_and_no_other_device_memory_is_used(slot_rows: 
     assert copied.num_bytes == 12 * LAYERS * HIDDEN * DTYPE.itemsize
     assert torch.npu.max_memory_allocated(DEVICE) == allocated
     pipeline.close()
-    assert len(passed_on) == -(-12 // slot_rows) - 1, "the connector takes the last slot when the step is staged"
+    assert len(passed_on) == -(-12 // slot_rows) - 1, (
+        "the connector takes the last slot when the step is staged"
+    )
 
 
 @pytest.mark.parametrize("num_layers", [32, 33, 80])
@@ -225,10 +245,15 @@ def test_a_step_waits_only_for_slots_that_it_takes_again(num_rows: int, waits: i
     pipeline.close()
     assert len(waited) == waits
     assert [position for _, position in pipeline.read] == list(range(num_rows))
-    assert all(torch.equal(row, expected_row(rows, position)) for (_, position), row in pipeline.read.items())
+    assert all(
+        torch.equal(row, expected_row(rows, position))
+        for (_, position), row in pipeline.read.items()
+    )
 
 
-def test_a_request_whose_rows_were_dropped_has_no_later_ones_in_this_step(pipeline: Callable[..., Pipeline]) -> None:
+def test_a_request_whose_rows_were_dropped_has_no_later_ones_in_this_step(
+    pipeline: Callable[..., Pipeline],
+) -> None:
     made = pipeline(slots=3, slot_rows=4)
     answers = [True, False, True]
     made.staging.wait_for_slot = lambda slot, spans: answers.pop(0)
@@ -244,7 +269,9 @@ def test_steps_take_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None
     staging = pipeline(slots=3).staging
     taken = []
     for number in range(6):
-        staging.write([layer.to(DEVICE) for layer in target_output(4, number)], [Span("a", 4 * number, 4, 0)])
+        staging.write(
+            [layer.to(DEVICE) for layer in target_output(4, number)], [Span("a", 4 * number, 4, 0)]
+        )
         taken.append(staging.take())
     assert taken == [*staging.slots, *staging.slots]
 
@@ -268,7 +295,9 @@ def test_memory_of_rows_that_were_read_is_free_before_the_rest_of_their_piece_is
     pipeline = Pipeline(ring_rows=80)  # chunks of ten rows
     chunks: queue.SimpleQueue[HostChunk] = queue.SimpleQueue()
     pipeline.lander._deliver = chunks.put
-    pipeline.step(target_output(10, 1), [Span("a", 0, 3, 0), Span("b", 0, 2, 3), Span("c", 0, 5, 5)])
+    pipeline.step(
+        target_output(10, 1), [Span("a", 0, 3, 0), Span("b", 0, 2, 3), Span("c", 0, 5, 5)]
+    )
     chunk = chunks.get(timeout=30)
     first, second, third = chunk.spans
     chunk.release([second])
@@ -285,13 +314,17 @@ def test_a_target_that_returns_something_else_is_refused() -> None:
         with pytest.raises(ValueError, match=r"2 layers of torch\.bfloat16, expected 3"):
             pipeline.staging.write([layer.to(DEVICE) for layer in target_output(4, 0)[:2]], FULL[0])
         with pytest.raises(ValueError, match=r"torch\.float32, expected 3 of torch\.bfloat16"):
-            pipeline.staging.write([layer.float().to(DEVICE) for layer in target_output(4, 0)], FULL[0])
+            pipeline.staging.write(
+                [layer.float().to(DEVICE) for layer in target_output(4, 0)], FULL[0]
+            )
     finally:
         pipeline.close()
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(pipeline: Callable[..., Pipeline], drained: bool) -> None:
+def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(
+    pipeline: Callable[..., Pipeline], drained: bool
+) -> None:
     """Like a worker put to sleep: the host frees the memory without an order on the device."""
     held = pipeline(ring_rows=64)
     held.gate.clear()  # no writer waits for a copy
@@ -303,7 +336,10 @@ def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(pipelin
         held.lander.drain()
         held.staging.rows.fill_(-2.0)
         held.close()
-        assert all(torch.equal(held.read["r", position], expected_row(rows, position).cpu()) for position in range(6))
+        assert all(
+            torch.equal(held.read["r", position], expected_row(rows, position).cpu())
+            for position in range(6)
+        )
     else:
         with pytest.raises(RuntimeError, match="race"):
             held.staging.rows.fill_(-2.0)

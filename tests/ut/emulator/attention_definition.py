@@ -27,8 +27,14 @@ def sees(mode: int, query: int, key: int, queries: int, keys: int, window: tuple
 
 
 def attention(
-    lengths: Lengths, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float,
-    mode: int = 0, window: tuple[int, int] = (0, 0), sink: torch.Tensor | None = None,
+    lengths: Lengths,
+    query: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    scale: float,
+    mode: int = 0,
+    window: tuple[int, int] = (0, 0),
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(q k) v [T, heads, D] and the log of the sum of exp of scores [T, heads].
 
@@ -63,8 +69,13 @@ def page(*parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """
     lengths = [len(rows) for rows in parts[0]]
     widest = max(-(-n // BLOCK) for n in lengths) or 1
-    free = torch.randperm(len(lengths) * widest + 3, generator=torch.Generator().manual_seed(3)).tolist()
-    caches = [torch.full((len(free), BLOCK, *rows[0].shape[1:]), math.nan, dtype=rows[0].dtype) for rows in parts]
+    free = torch.randperm(
+        len(lengths) * widest + 3, generator=torch.Generator().manual_seed(3)
+    ).tolist()
+    caches = [
+        torch.full((len(free), BLOCK, *rows[0].shape[1:]), math.nan, dtype=rows[0].dtype)
+        for rows in parts
+    ]
     table = torch.full((len(lengths), widest), 10_000, dtype=torch.int32)
     for i, n in enumerate(lengths):
         for j, start in enumerate(range(0, n, BLOCK)):

@@ -59,7 +59,9 @@ def set_hbm() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture(scope="session", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
     """Processes that are the ranks of one hccl group."""
     group = Ranks(request.param, tmp_path_factory.mktemp("hccl"))
     yield group

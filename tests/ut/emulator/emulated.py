@@ -13,7 +13,11 @@ NPU = torch.device("npu:0")
 MIB = 1 << 20
 RACE = "NPU stream race"
 # (absolute, relative): one rounding to the dtype, and the order of sums in float32.
-TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (2**-12, 2**-8), torch.float16: (2**-12, 2**-10)}
+TOLERANCE = {
+    torch.float32: (2e-6, 1e-5),
+    torch.bfloat16: (2**-12, 2**-8),
+    torch.float16: (2**-12, 2**-10),
+}
 
 
 def scenarios(names: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
@@ -66,4 +70,6 @@ def replay_aside(graph: torch.npu.NPUGraph) -> torch.npu.Stream:
 def close(actual: torch.Tensor, exact: torch.Tensor, roundings: float = 1) -> None:
     """Assert that `actual` is `exact` (float64), up to `roundings` roundings of its dtype."""
     absolute, relative = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), exact, atol=roundings * absolute, rtol=roundings * relative)
+    torch.testing.assert_close(
+        actual.double(), exact, atol=roundings * absolute, rtol=roundings * relative
+    )

@@ -49,7 +49,11 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(directory / f"store{size}"), theirs), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(rank, size, str(directory / f"store{size}"), theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -58,11 +62,15 @@ class Ranks:
     def run(self, scenario: Scenario, late: bool = False) -> list[Any]:
         """Return each rank's result. Raises AssertionError with the traceback of a failure."""
         answers = self.outcomes(scenario, late)
-        failures = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
+        failures = [
+            f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"
+        ]
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
 
-    def outcomes(self, scenario: Scenario, late: bool = False, leaver: int | None = None) -> list[tuple[str, Any]]:
+    def outcomes(
+        self, scenario: Scenario, late: bool = False, leaver: int | None = None
+    ) -> list[tuple[str, Any]]:
         """Return ("ok", result) or ("error", text) of each rank, but for one that ends itself."""
         for pipe in self._pipes:
             pipe.send((scenario, late))
@@ -71,7 +79,9 @@ class Ranks:
             if rank == leaver:
                 continue
             # However long it takes: its first scenario includes the import of torch.
-            assert pipe in connection.wait([pipe, self._processes[rank].sentinel]), f"rank {rank} has ended: {scenario}"
+            assert pipe in connection.wait([pipe, self._processes[rank].sentinel]), (
+                f"rank {rank} has ended: {scenario}"
+            )
             answers.append(pipe.recv())
         return answers
 

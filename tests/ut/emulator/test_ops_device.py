@@ -26,7 +26,9 @@ def test_every_operator_whose_shapes_are_given_has_a_case() -> None:
 
 @pytest.mark.usefixtures("any_mode")
 @pytest.mark.parametrize("qualified", CASES)
-def test_an_operator_gives_on_each_stream_what_its_reference_gives_on_the_host(qualified: str) -> None:
+def test_an_operator_gives_on_each_stream_what_its_reference_gives_on_the_host(
+    qualified: str,
+) -> None:
     args, kwargs = arguments(qualified, 1, "cpu")
     expected = reference(qualified)(*args, **kwargs)
     here, there = arguments(qualified, 1, "npu"), arguments(qualified, 1, "npu")
@@ -37,7 +39,9 @@ def test_an_operator_gives_on_each_stream_what_its_reference_gives_on_the_host(q
     for result, given in zip(results, (here, there), strict=True):
         assert layout(result) == layout(expected)
         assert {tensor.device for tensor in tensors(result)} <= {NPU}
-        torch.testing.assert_close(on_host(result, given), on_host(expected, args, kwargs), equal_nan=True)
+        torch.testing.assert_close(
+            on_host(result, given), on_host(expected, args, kwargs), equal_nan=True
+        )
 
 
 @pytest.mark.usefixtures("any_mode")
@@ -48,7 +52,9 @@ def test_a_replay_computes_what_the_call_would(qualified: str) -> None:
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         results = call(*given[0], **given[1])
-    assert all(torch.equal(now, before) for now, before in zip(on_host(given), untouched, strict=True))
+    assert all(
+        torch.equal(now, before) for now, before in zip(on_host(given), untouched, strict=True)
+    )
     for seed in (0, 1):
         fresh = arguments(qualified, seed, "npu")
         for held, new in zip(tensors(given), tensors(fresh), strict=True):
@@ -56,25 +62,37 @@ def test_a_replay_computes_what_the_call_would(qualified: str) -> None:
                 held.copy_(new)
         graph.replay()
         expected = call(*fresh[0], **fresh[1])
-        torch.testing.assert_close(on_host(results, given), on_host(expected, fresh), rtol=0, atol=0)
+        torch.testing.assert_close(
+            on_host(results, given), on_host(expected, fresh), rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize("qualified", CASES)
 def test_the_meta_kernel_has_the_shapes_of_the_reference(qualified: str) -> None:
     args, kwargs = arguments(qualified, 1, "cpu")
     meta_args, meta_kwargs = arguments(qualified, 1, "meta")
-    assert layout(operator(qualified)(*meta_args, **meta_kwargs)) == layout(reference(qualified)(*args, **kwargs))
+    assert layout(operator(qualified)(*meta_args, **meta_kwargs)) == layout(
+        reference(qualified)(*args, **kwargs)
+    )
 
 
 NO_REFERENCE: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
-    "of torch_npu": (lambda x: torch_npu.npu_clipped_swiglu(x), "npu::npu_clipped_swiglu has no reference"),
-    "of vllm-ascend": (lambda x: torch.ops._C_ascend.npu_sign_bits_pack(x, 1), "_C_ascend::npu_sign_bits_pack has no reference"),
+    "of torch_npu": (
+        lambda x: torch_npu.npu_clipped_swiglu(x),
+        "npu::npu_clipped_swiglu has no reference",
+    ),
+    "of vllm-ascend": (
+        lambda x: torch.ops._C_ascend.npu_sign_bits_pack(x, 1),
+        "_C_ascend::npu_sign_bits_pack has no reference",
+    ),
     "that nobody has": (lambda x: torch_npu.npu_no_such_function(x), "npu_no_such_function"),
 }
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_operator_without_a_reference_raises_with_its_name(call: Callable[[torch.Tensor], object], message: str) -> None:
+def test_an_operator_without_a_reference_raises_with_its_name(
+    call: Callable[[torch.Tensor], object], message: str
+) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call(full(1.0, 2, 4))
 
@@ -82,7 +100,9 @@ def test_an_operator_without_a_reference_raises_with_its_name(call: Callable[[to
 def test_a_wrong_argument_is_an_error_on_the_device_too() -> None:
     page, row = full(0.0, 2, 16, 1, 4), full(0.0, 1, 1, 4)
     with pytest.raises(ValueError, match="_npu_reshape_and_cache: slot_indices: dtype torch.int64"):
-        torch_npu._npu_reshape_and_cache(row, row, page, page, torch.zeros(1, dtype=torch.int64, device="npu"))
+        torch_npu._npu_reshape_and_cache(
+            row, row, page, page, torch.zeros(1, dtype=torch.int64, device="npu")
+        )
 
 
 # ---- graphs ----
@@ -92,7 +112,9 @@ def test_arguments_that_are_results_stay_themselves() -> None:
     args, kwargs = arguments(SCORE_OUT, 0, "npu")
     with torch.npu.graph(torch.npu.NPUGraph()):
         results = operator(SCORE_OUT)(*args, **kwargs)
-    assert [result.data_ptr() for result in results] == [given.data_ptr() for given in kwargs["out"]]
+    assert [result.data_ptr() for result in results] == [
+        given.data_ptr() for given in kwargs["out"]
+    ]
 
 
 def test_numbers_and_host_tensors_are_taken_as_they_are_at_the_capture() -> None:
@@ -131,14 +153,23 @@ def test_an_operator_whose_shapes_are_unknown_cannot_be_captured() -> None:
     call = recordable("test::reads_values", SCHEMA, reads_values, reads_values)
     x = full(2.0)
     assert call(x).tolist() == [2, 2]
-    with torch.npu.graph(torch.npu.NPUGraph()), pytest.raises(NotImplementedError, match="test::reads_values cannot be captured"):
+    with (
+        torch.npu.graph(torch.npu.NPUGraph()),
+        pytest.raises(NotImplementedError, match="test::reads_values cannot be captured"),
+    ):
         call(x)
 
 
 def test_a_wrong_shape_is_an_error_at_the_replay() -> None:
-    call, x = recordable("test::reads_values", SCHEMA, reads_values, lambda x: x.new_empty(3)), full(2.0)
+    call, x = (
+        recordable("test::reads_values", SCHEMA, reads_values, lambda x: x.new_empty(3)),
+        full(2.0),
+    )
     graph = capture(lambda: call(x))
-    with pytest.raises(RuntimeError, match=r"result 0 is torch.float32 \(2,\), the capture took it for torch.float32 \(3,\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"result 0 is torch.float32 \(2,\), the capture took it for torch.float32 \(3,\)",
+    ):
         graph.replay()
 
 
@@ -148,7 +179,10 @@ def test_a_reference_that_refuses_its_arguments_raises_where_the_host_waits() ->
     graph = capture(lambda: torch.ops.npu.npu_grouped_matmul(*args, **kwargs))
     kwargs["group_list"].fill_(9)
     stream = replay_aside(graph)
-    with pytest.raises((ValueError, RuntimeError), match="npu_grouped_matmul: group_list: 18 rows are more than the 6 of x"):
+    with pytest.raises(
+        (ValueError, RuntimeError),
+        match="npu_grouped_matmul: group_list: 18 rows are more than the 6 of x",
+    ):
         stream.synchronize()
     stream.synchronize()
 
@@ -203,7 +237,9 @@ def test_a_triton_kernel_is_captured_and_replayed() -> None:
 
 def test_a_launch_that_torch_compile_would_have_to_trace_is_refused() -> None:
     compiled = torch.compile(launch, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"scale_kernel in torch.compile is not implemented"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"scale_kernel in torch.compile is not implemented"
+    ):
         compiled(*operands())
 
 

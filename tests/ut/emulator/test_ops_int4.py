@@ -23,10 +23,15 @@ OF_SCALE = 2**-10  # what the matrix unit drops of a scale
 def numbers_of(packed: torch.Tensor) -> list[list[int]]:
     """Return the int4 numbers of a matrix of int32, by the text of its hexadecimal digits."""
     rows = [[f"{word & 0xFFFFFFFF:08x}" for word in row] for row in packed.tolist()]
-    return [[int(digit, 16) - 16 * (int(digit, 16) > 7) for word in row for digit in reversed(word)] for row in rows]
+    return [
+        [int(digit, 16) - 16 * (int(digit, 16) > 7) for word in row for digit in reversed(word)]
+        for row in rows
+    ]
 
 
-def plain(row: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> tuple[list[float], list[float]]:
+def plain(
+    row: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
+) -> tuple[list[float], list[float]]:
     """Return the scaled product of a row and what float16 may change of it, for each column.
 
     Args:
@@ -36,9 +41,18 @@ def plain(row: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> tupl
     part = len(values) // len(scales)
     sums, slacks = [], []
     for column in range(packed.shape[1] * 8):
-        terms = [value * numbers[k][column] * scales[k // part, column].item() for k, value in enumerate(values)]
+        terms = [
+            value * numbers[k][column] * scales[k // part, column].item()
+            for k, value in enumerate(values)
+        ]
         halves = [
-            abs(sum(half(value) * numbers[k][column] * scales[k // part, column].item() for k, value in enumerate(values))) * weight
+            abs(
+                sum(
+                    half(value) * numbers[k][column] * scales[k // part, column].item()
+                    for k, value in enumerate(values)
+                )
+            )
+            * weight
             for half, weight in ((lambda x: x // 16, 16), (lambda x: x % 16 - 8, 1))
         ]
         sums.append(math.fsum(terms))
@@ -49,7 +63,9 @@ def plain(row: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> tupl
 def compensation(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return 8 times the sum of each column's scaled numbers, of one matrix."""
     numbers = torch.tensor(numbers_of(packed)).double()
-    return (8 * (numbers * scales.double().repeat_interleave(len(numbers) // len(scales), 0)).sum(0)).float()
+    return (
+        8 * (numbers * scales.double().repeat_interleave(len(numbers) // len(scales), 0)).sum(0)
+    ).float()
 
 
 def as_float(scales: torch.Tensor) -> torch.Tensor:
@@ -65,18 +81,39 @@ def group_of(counts: list[int], row: int) -> int | None:
     return next((group for group, end in enumerate(ends) if row < end), None)
 
 
-def grouped_product(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, **changes: Any) -> torch.Tensor:
-    given = {"group_type": 0, "group_list_type": 1, "split_item": 2, "output_dtype": BF16, **changes}
+def grouped_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    **changes: Any,
+) -> torch.Tensor:
+    given = {
+        "group_type": 0,
+        "group_list_type": 1,
+        "split_item": 2,
+        "output_dtype": BF16,
+        **changes,
+    }
     (y,) = moe_experts.npu_grouped_matmul([rows], [weight], scale=[scale], bias=[bias], **given)
     return y
 
 
 @pytest.mark.parametrize("counts", GROUPS)
 @pytest.mark.parametrize("parts", [1, 2], ids=["a scale per column", "a scale per 256 rows"])
-def test_a_grouped_product_is_that_of_whole_numbers_but_for_roundings_of_its_halves(counts: list[int], parts: int) -> None:
+def test_a_grouped_product_is_that_of_whole_numbers_but_for_roundings_of_its_halves(
+    counts: list[int], parts: int
+) -> None:
     inner = 256 * parts
-    x, weight, scale, tokens = int8(6, inner), int4(3, inner, 8, seed=1), scales_of_int4(3, parts, 64, seed=2), random(6, seed=3).abs()
-    bias = torch.stack([compensation(matrix, as_float(of)) for matrix, of in zip(weight, scale, strict=True)])
+    x, weight, scale, tokens = (
+        int8(6, inner),
+        int4(3, inner, 8, seed=1),
+        scales_of_int4(3, parts, 64, seed=2),
+        random(6, seed=3).abs(),
+    )
+    bias = torch.stack(
+        [compensation(matrix, as_float(of)) for matrix, of in zip(weight, scale, strict=True)]
+    )
     groups = {"per_token_scale": [tokens], "group_list": torch.tensor(counts)}
     y = grouped_product(x.clone(), weight, scale, bias, **groups)
     assert y.dtype == torch.bfloat16
@@ -85,26 +122,36 @@ def test_a_grouped_product_is_that_of_whole_numbers_but_for_roundings_of_its_hal
         if group is None:
             assert (y[row] == POISON).all(), "rows past the last group are undefined, not zero"
             continue
-        for found, exact, slack in zip(y[row].tolist(), *plain(x[row], weight[group], as_float(scale[group])), strict=True):
+        for found, exact, slack in zip(
+            y[row].tolist(), *plain(x[row], weight[group], as_float(scale[group])), strict=True
+        ):
             token = tokens[row].item()
             assert abs(found - exact * token) <= slack * token + abs(exact * token) * 2**-8
 
 
 def test_both_halves_of_a_product_are_rounded_to_float16_before_they_are_added() -> None:
     """127 = 16 * 7 + 7 + 8, so with numbers of 7 each half of a row of 64 is 3136."""
-    x, weight = torch.full((1, 64), 127, dtype=torch.int8), torch.full((1, 64, 8), 0x77777777, dtype=torch.int32)
+    x, weight = (
+        torch.full((1, 64), 127, dtype=torch.int8),
+        torch.full((1, 64, 8), 0x77777777, dtype=torch.int32),
+    )
     factor = 1.5 + 2**-10
     stored = torch.tensor([factor]).view(torch.int32).long().expand(1, 1, 64).contiguous()
     half = torch.tensor(3136 * factor).half().item()
     assert abs(half - 3136 * factor) > 0.5
     summand = torch.full((1, 64), -17.0 * half)
-    y = grouped_product(x, weight, stored, summand, per_token_scale=[torch.ones(1)], group_list=torch.tensor([1]))
+    y = grouped_product(
+        x, weight, stored, summand, per_token_scale=[torch.ones(1)], group_list=torch.tensor([1])
+    )
     assert not y.any()
 
 
 def test_the_13_lowest_bits_of_a_scale_do_not_count() -> None:
     """They would add an eighth of float16's step to 64, the product of ones."""
-    x, weight = torch.full((1, 64), 1, dtype=torch.int8), torch.full((1, 64, 8), 0x11111111, dtype=torch.int32)
+    x, weight = (
+        torch.full((1, 64), 1, dtype=torch.int8),
+        torch.full((1, 64, 8), 0x11111111, dtype=torch.int32),
+    )
     stored = (torch.ones(1, 1, 64).view(torch.int32) | 0x1FFF).long()
     groups = {"per_token_scale": [torch.ones(1)], "group_list": torch.tensor([1])}
     assert (grouped_product(x, weight, stored, torch.full((1, 64), 7.0 * 64), **groups) == 0).all()
@@ -118,7 +165,14 @@ def test_a_column_of_one_number_shows_the_order_of_numbers_and_halves() -> None:
     ones = torch.ones(1, dtype=torch.float32).view(torch.int32).long().expand(1, 1, 64).contiguous()
     x = torch.arange(-64, 64, 2, dtype=torch.int8).view(1, 64)
     summand = torch.full((1, 64), 8.0)
-    y = grouped_product(x.clone(), weight, ones, summand, per_token_scale=[torch.ones(1)], group_list=torch.tensor([1]))
+    y = grouped_product(
+        x.clone(),
+        weight,
+        ones,
+        summand,
+        per_token_scale=[torch.ones(1)],
+        group_list=torch.tensor([1]),
+    )
     assert y[0].tolist() == x[0].tolist()
 
 
@@ -136,12 +190,27 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("counts", GROUPS)
 @pytest.mark.parametrize("totals", [False, True], ids=["rows per group", "running totals"])
 @pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_the_fused_product_quantises_each_row_of_its_swiglu(counts: list[int], totals: bool, limit: float) -> None:
-    x, weight, scale, tokens = int8(6, 64), int4(3, 64, 8, seed=1), scales_of_int4(3, 64, seed=2), random(6, seed=3).abs() / 9 + 0.05
-    assist = torch.stack([compensation(matrix, as_float(of)[None]) for matrix, of in zip(weight, scale, strict=True)])
+def test_the_fused_product_quantises_each_row_of_its_swiglu(
+    counts: list[int], totals: bool, limit: float
+) -> None:
+    x, weight, scale, tokens = (
+        int8(6, 64),
+        int4(3, 64, 8, seed=1),
+        scales_of_int4(3, 64, seed=2),
+        random(6, seed=3).abs() / 9 + 0.05,
+    )
+    assist = torch.stack(
+        [compensation(matrix, as_float(of)[None]) for matrix, of in zip(weight, scale, strict=True)]
+    )
     list_of = torch.tensor(counts).cumsum(0) if totals else torch.tensor(counts)
-    options = {"weight_assist_matrix": [assist], "group_list_type": 0 if totals else 1, "swiglu_limit": limit}
-    y, scales = operators.grouped_matmul_swiglu_quant_v2(x, [weight], [scale], tokens, list_of, **options)
+    options = {
+        "weight_assist_matrix": [assist],
+        "group_list_type": 0 if totals else 1,
+        "swiglu_limit": limit,
+    }
+    y, scales = operators.grouped_matmul_swiglu_quant_v2(
+        x, [weight], [scale], tokens, list_of, **options
+    )
     assert (y.dtype, scales.dtype) == (torch.int8, torch.float32)
     for row in range(6):
         group = group_of(counts, row)
@@ -179,13 +248,17 @@ def test_a_fused_row_of_zeros_stays_zero() -> None:
 SCALE = scales_of_int4(2, 1, 64)
 
 
-def grouped(x: torch.Tensor | None = None, weight: torch.Tensor | None = None, **changes: Any) -> Callable[[], object]:
+def grouped(
+    x: torch.Tensor | None = None, weight: torch.Tensor | None = None, **changes: Any
+) -> Callable[[], object]:
     rows = int8(3, 64) if x is None else x
     given = {
         "scale": [SCALE], "bias": [random(2, 64)], "per_token_scale": [torch.ones(3)], "group_list": torch.tensor([1, 1]),
         "group_type": 0, "group_list_type": 1, "split_item": 2, "output_dtype": BF16, **changes,
     }  # fmt: skip
-    return lambda: moe_experts.npu_grouped_matmul([rows], [int4(2, 64, 8) if weight is None else weight], **given)
+    return lambda: moe_experts.npu_grouped_matmul(
+        [rows], [int4(2, 64, 8) if weight is None else weight], **given
+    )
 
 
 def fused(**changes: Any) -> Callable[[], object]:
@@ -239,6 +312,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_name(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -27,17 +27,43 @@ def which(runs: bool) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.tensor, RUNS)) if runs else (indices(*OF_ROWS),)
 
 
-def shrinking(runs: bool, *, dtype: torch.dtype = HALF, rank: int = RANK, **changes: Any) -> dict[str, Any]:
+def shrinking(
+    runs: bool, *, dtype: torch.dtype = HALF, rank: int = RANK, **changes: Any
+) -> dict[str, Any]:
     """Return the arguments of a product, by name."""
-    given = dict(zip(("lora_indices", "seq_len") if runs else ("indices",), which(runs), strict=True))
-    x, weight = random(7, INNER, seed=1, dtype=dtype), random(ADAPTERS, rank, INNER, seed=2, dtype=dtype)
-    return {"x": x, "weight": weight, **given, "y": random(7, rank, seed=3), "scale": 0.75, **changes}
+    given = dict(
+        zip(("lora_indices", "seq_len") if runs else ("indices",), which(runs), strict=True)
+    )
+    x, weight = (
+        random(7, INNER, seed=1, dtype=dtype),
+        random(ADAPTERS, rank, INNER, seed=2, dtype=dtype),
+    )
+    return {
+        "x": x,
+        "weight": weight,
+        **given,
+        "y": random(7, rank, seed=3),
+        "scale": 0.75,
+        **changes,
+    }
 
 
-def expanding(runs: bool, *, dtype: torch.dtype = HALF, rank: int = RANK, **changes: Any) -> dict[str, Any]:
-    given = dict(zip(("lora_indices", "seq_len") if runs else ("indices",), which(runs), strict=True))
+def expanding(
+    runs: bool, *, dtype: torch.dtype = HALF, rank: int = RANK, **changes: Any
+) -> dict[str, Any]:
+    given = dict(
+        zip(("lora_indices", "seq_len") if runs else ("indices",), which(runs), strict=True)
+    )
     x, weight = random(7, rank, seed=1), random(ADAPTERS, SIZE, rank, seed=2, dtype=dtype)
-    return {"x": x, "weight": weight, **given, "y": random(7, FULL, seed=3, dtype=dtype), "slice_offset": 16, "slice_size": SIZE, **changes}
+    return {
+        "x": x,
+        "weight": weight,
+        **given,
+        "y": random(7, FULL, seed=3, dtype=dtype),
+        "slice_offset": 16,
+        "slice_size": SIZE,
+        **changes,
+    }
 
 
 SHRINK: dict[str, Callable[..., None]] = {"bgmv": bgmv_shrink, "sgmv": sgmv_shrink}
@@ -47,7 +73,9 @@ EXPAND: dict[str, Callable[..., torch.Tensor]] = {"bgmv": bgmv_expand, "sgmv": s
 @pytest.mark.parametrize("ones", [False, True], ids=["three dimensions", "four dimensions"])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SHRINK)
-def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(name: str, dtype: torch.dtype, ones: bool) -> None:
+def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(
+    name: str, dtype: torch.dtype, ones: bool
+) -> None:
     given = shrinking(name == "sgmv", dtype=dtype)
     x, weight, before = given["x"].double(), given["weight"].double(), given["y"].clone()
     SHRINK[name](**{**given, "weight": given["weight"].unsqueeze(1)} if ones else given)
@@ -55,13 +83,18 @@ def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(name: str, dty
         if adapter < 0:
             assert torch.equal(given["y"][row], before[row])
         else:  # what was there is overwritten
-            close(given["y"][row], torch.stack([0.75 * (weight[adapter, r] * x[row]).sum() for r in range(RANK)]))
+            close(
+                given["y"][row],
+                torch.stack([0.75 * (weight[adapter, r] * x[row]).sum() for r in range(RANK)]),
+            )
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("name", EXPAND)
-def test_expanding_adds_the_product_of_each_rows_adapter_to_its_slice(name: str, dtype: torch.dtype, rank: int) -> None:
+def test_expanding_adds_the_product_of_each_rows_adapter_to_its_slice(
+    name: str, dtype: torch.dtype, rank: int
+) -> None:
     given = expanding(name == "sgmv", dtype=dtype, rank=rank)
     x, weight, before = given["x"].double(), given["weight"].double(), given["y"].clone()
     assert EXPAND[name](**given) is given["y"]
@@ -78,7 +111,9 @@ def test_expanding_adds_the_product_of_each_rows_adapter_to_its_slice(name: str,
 
 def test_expanding_rounds_once() -> None:
     """1 + 3/512 lies nearer to the second bfloat16 after 1; rounded twice it would be the first."""
-    given = expanding(False, x=torch.full((1, 8), 1 / 8), indices=indices(0), y=torch.ones(1, FULL, dtype=HALF))
+    given = expanding(
+        False, x=torch.full((1, 8), 1 / 8), indices=indices(0), y=torch.ones(1, FULL, dtype=HALF)
+    )
     given["weight"] = torch.full((1, SIZE, 8), 3 / 256, dtype=HALF)
     bgmv_expand(**given)
     assert given["y"][0, 16].item() == 1 + 2 / 128  # halfway between two: to the even one

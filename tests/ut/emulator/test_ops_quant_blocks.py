@@ -15,12 +15,19 @@ BLOCK = 128
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 1, 512), (3, 256)], ids=str)
-def test_the_largest_magnitude_of_each_block_becomes_127(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_largest_magnitude_of_each_block_becomes_127(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = random(*shape, dtype=dtype)
     y, scale = npu_dynamic_block_quant(x)
     assert (y.dtype, y.shape, scale.dtype) == (torch.int8, x.shape, torch.float32)
     assert scale.shape == (*shape[:-1], shape[-1] // BLOCK)
-    for block, made, factor in zip(x.reshape(-1, BLOCK).tolist(), y.reshape(-1, BLOCK).tolist(), scale.flatten().tolist(), strict=True):
+    for block, made, factor in zip(
+        x.reshape(-1, BLOCK).tolist(),
+        y.reshape(-1, BLOCK).tolist(),
+        scale.flatten().tolist(),
+        strict=True,
+    ):
         largest = max(abs(value) for value in block)
         assert factor == pytest.approx(largest / 127, rel=1e-6)
         exact = [127 * value / largest for value in block]
@@ -38,7 +45,9 @@ def test_a_block_of_zeros_has_zeros_and_scale_zero() -> None:
 
 def test_the_dtype_may_be_given_as_torch_has_it() -> None:
     x = random(2, 256, dtype=torch.bfloat16)
-    assert torch.equal(npu_dynamic_block_quant(x, dst_type=torch.int8)[0], npu_dynamic_block_quant(x)[0])
+    assert torch.equal(
+        npu_dynamic_block_quant(x, dst_type=torch.int8)[0], npu_dynamic_block_quant(x)[0]
+    )
 
 
 def wrong(x: torch.Tensor | None = None, **options: object) -> Callable[[], object]:

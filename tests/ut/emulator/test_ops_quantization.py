@@ -26,7 +26,9 @@ def bfloat(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=BFLOAT)
 
 
-def quantise(x: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> torch.Tensor:
+def quantise(
+    x: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None = None
+) -> torch.Tensor:
     return linear.npu_quantize(x, scales, zero_points, QINT8, -1, False)
 
 
@@ -37,7 +39,12 @@ def half_even(value: Fraction) -> int:
 def sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return the products in Python's integers, as float64."""
     left, right = rows.tolist(), matrix.t().tolist()
-    return torch.tensor([[float(sum(a * b for a, b in zip(row, column, strict=True))) for column in right] for row in left]).double()
+    return torch.tensor(
+        [
+            [float(sum(a * b for a, b in zip(row, column, strict=True))) for column in right]
+            for row in left
+        ]
+    ).double()
 
 
 def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -50,20 +57,43 @@ def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def test_halves_are_rounded_to_even_numbers() -> None:
-    assert quantise(bfloat(0.5, 1.5, 2.5, -0.5, -1.5, -2.5), bfloat(1.0)).tolist() == [0, 2, 2, 0, -2, -2]
+    assert quantise(bfloat(0.5, 1.5, 2.5, -0.5, -1.5, -2.5), bfloat(1.0)).tolist() == [
+        0,
+        2,
+        2,
+        0,
+        -2,
+        -2,
+    ]
 
 
 def test_what_does_not_fit_is_saturated() -> None:
-    assert quantise(bfloat(127.5, 1e30, -128.5, -1e30), bfloat(1.0)).tolist() == [127, 127, -128, -128]
+    assert quantise(bfloat(127.5, 1e30, -128.5, -1e30), bfloat(1.0)).tolist() == [
+        127,
+        127,
+        -128,
+        -128,
+    ]
     assert quantise(bfloat(100.0, -100.0), bfloat(1.0), bfloat(60.0)).tolist() == [127, -40]
 
 
-@given(st.lists(st.tuples(st.integers(-300, 300), st.integers(-90, 90), st.integers(-128, 127)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(-300, 300), st.integers(-90, 90), st.integers(-128, 127)),
+        min_size=1,
+        max_size=8,
+    )
+)
 @settings(max_examples=60, deadline=None)
-def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(columns: list[tuple[int, int, int]]) -> None:
+def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(
+    columns: list[tuple[int, int, int]],
+) -> None:
     units = zip(zip(*columns, strict=True), (16, 64, 1), strict=True)
     x, scales, zeros = (bfloat(*(value / unit for value in values)) for values, unit in units)
-    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(x.tolist(), scales.tolist(), zeros.tolist(), strict=True)]
+    exact = [
+        Fraction(a) * Fraction(b) + Fraction(c)
+        for a, b, c in zip(x.tolist(), scales.tolist(), zeros.tolist(), strict=True)
+    ]
     found = quantise(x.repeat(2, 1), scales, zeros)
     assert found.dtype == torch.int8
     assert found.tolist() == [[half_even(value) for value in exact]] * 2
@@ -72,17 +102,28 @@ def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(columns
 def test_the_product_is_rounded_once_though_x_is_bfloat16() -> None:
     """101.29 would be 101.5 in bfloat16, and 102 at the end; the exact sum is 101.496."""
     x, scale, zero = 1.0078125, 100.5, 0.2109375
-    assert quantise(bfloat(x), bfloat(scale), bfloat(zero)).tolist() == [half_even(Fraction(x) * Fraction(scale) + Fraction(zero))]
+    assert quantise(bfloat(x), bfloat(scale), bfloat(zero)).tolist() == [
+        half_even(Fraction(x) * Fraction(scale) + Fraction(zero))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 1, 5)])
-def test_a_dynamic_quantisation_makes_the_largest_of_each_row_127(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_dynamic_quantisation_makes_the_largest_of_each_row_127(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = random(*shape, dtype=dtype) * 7
     rows, scales = linear.npu_dynamic_quant(x, dst_type=INT8)
-    assert (rows.shape, rows.dtype, scales.shape, scales.dtype) == (x.shape, torch.int8, x.shape[:-1], torch.float32)
+    assert (rows.shape, rows.dtype, scales.shape, scales.dtype) == (
+        x.shape,
+        torch.int8,
+        x.shape[:-1],
+        torch.float32,
+    )
     flat = rows.reshape(-1, shape[-1])
-    for row, scale, quantised in zip(x.reshape(-1, shape[-1]).double(), scales.flatten().double(), flat, strict=True):
+    for row, scale, quantised in zip(
+        x.reshape(-1, shape[-1]).double(), scales.flatten().double(), flat, strict=True
+    ):
         assert scale.item() == pytest.approx(row.abs().max().item() / 127, rel=1e-6)
         assert quantised.abs().max() == 127
         assert ((quantised * scale - row).abs() <= scale * 0.50001).all()
@@ -99,16 +140,31 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
 def test_sums_are_exact_integers_scaled_by_column_and_row(scale_dtype: torch.dtype) -> None:
-    rows, matrix, scale = int8(4, 33, seed=1), int8(33, 6, seed=2), random(6, dtype=scale_dtype).abs()
+    rows, matrix, scale = (
+        int8(4, 33, seed=1),
+        int8(33, 6, seed=2),
+        random(6, dtype=scale_dtype).abs(),
+    )
     exact = sums(rows, matrix) * scale.double()
     near(linear.npu_quant_matmul(rows, matrix, scale, output_dtype=BF16), exact)
     tokens = random(4, seed=3).abs()
-    near(linear.npu_quant_matmul(rows, matrix, scale, pertoken_scale=tokens, output_dtype=BF16), exact * tokens.double().unsqueeze(1))
+    near(
+        linear.npu_quant_matmul(rows, matrix, scale, pertoken_scale=tokens, output_dtype=BF16),
+        exact * tokens.double().unsqueeze(1),
+    )
 
 
 def test_an_integer_bias_is_scaled_and_another_is_not() -> None:
-    rows, matrix, scale, bias = int8(2, 8), int8(8, 3, seed=1), random(3).abs(), int32(70_000, -5, 12)
-    near(linear.npu_quant_matmul(rows, matrix, scale, bias=bias, output_dtype=BF16), (sums(rows, matrix) + bias) * scale.double())
+    rows, matrix, scale, bias = (
+        int8(2, 8),
+        int8(8, 3, seed=1),
+        random(3).abs(),
+        int32(70_000, -5, 12),
+    )
+    near(
+        linear.npu_quant_matmul(rows, matrix, scale, bias=bias, output_dtype=BF16),
+        (sums(rows, matrix) + bias) * scale.double(),
+    )
     floats = random(3, seed=2)
     exact = sums(rows, matrix) * scale.double() + floats.double()
     near(linear.npu_quant_matmul(rows, matrix, scale, bias=floats, output_dtype=BF16), exact)
@@ -116,11 +172,18 @@ def test_an_integer_bias_is_scaled_and_another_is_not() -> None:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
 def test_a_result_of_int32_is_the_sums_which_no_scale_changes(scale_dtype: torch.dtype) -> None:
-    rows, matrix, scale, bias = int8(4, 33, seed=1), int8(33, 6, seed=2), random(6, dtype=scale_dtype), int32(70_000, -5, 12, 0, 1, 2)
+    rows, matrix, scale, bias = (
+        int8(4, 33, seed=1),
+        int8(33, 6, seed=2),
+        random(6, dtype=scale_dtype),
+        int32(70_000, -5, 12, 0, 1, 2),
+    )
     found = linear.npu_quant_matmul(rows, matrix, scale, output_dtype=INT32)
     assert found.dtype == torch.int32
     assert torch.equal(found.double(), sums(rows, matrix))
-    assert torch.equal(linear.npu_quant_matmul(rows, matrix, scale, bias=bias, output_dtype=INT32), found + bias)
+    assert torch.equal(
+        linear.npu_quant_matmul(rows, matrix, scale, bias=bias, output_dtype=INT32), found + bias
+    )
 
 
 def test_the_largest_sums_are_exact_too() -> None:
@@ -136,33 +199,63 @@ def test_the_largest_sums_are_exact_too() -> None:
 
 def by_group(ends: list[int], rows: int) -> list[int | None]:
     """Return the group of each row; None after the last."""
-    return [next((group for group, end in enumerate(ends) if row < end), None) for row in range(rows)]
+    return [
+        next((group for group, end in enumerate(ends) if row < end), None) for row in range(rows)
+    ]
 
 
 @pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 0], [1, 3, 6]])
 def test_a_quantised_grouped_product_scales_by_expert_and_row(ends: list[int]) -> None:
-    rows, stack, scale, tokens = int8(6, 9), int8(3, 9, 4, seed=1), random(3, 4, dtype=BFLOAT).abs(), random(6, seed=2).abs()
+    rows, stack, scale, tokens = (
+        int8(6, 9),
+        int8(3, 9, 4, seed=1),
+        random(3, 4, dtype=BFLOAT).abs(),
+        random(6, seed=2).abs(),
+    )
     (y,) = moe_experts.npu_grouped_matmul(
-        [rows], [stack], scale=[scale], per_token_scale=[tokens], split_item=2, group_type=0, group_list_type=0,
-        group_list=torch.tensor(ends), output_dtype=BF16,
+        [rows],
+        [stack],
+        scale=[scale],
+        per_token_scale=[tokens],
+        split_item=2,
+        group_type=0,
+        group_list_type=0,
+        group_list=torch.tensor(ends),
+        output_dtype=BF16,
     )
     for row, group in enumerate(by_group(ends, 6)):
         if group is None:
             assert (y[row] == POISON).all(), "rows past the last group are undefined, not zero"
         else:
-            near(y[row], (sums(rows[row : row + 1], stack[group]) * scale[group].double() * tokens[row].double())[0])
+            near(
+                y[row],
+                (
+                    sums(rows[row : row + 1], stack[group])
+                    * scale[group].double()
+                    * tokens[row].double()
+                )[0],
+            )
 
 
 @pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 0], [1, 3, 6]])
 def test_the_fused_product_quantises_each_row_of_its_swiglu(ends: list[int]) -> None:
-    x, weight, scale, tokens = int8(6, 9), int8(3, 9, 8, seed=1), random(3, 8).abs() / 400, random(6, seed=2).abs() / 9
-    y, scales, _ = experts.grouped_matmul_swiglu_quant_weight_nz(x, weight, scale, tokens, torch.tensor(ends))
+    x, weight, scale, tokens = (
+        int8(6, 9),
+        int8(3, 9, 8, seed=1),
+        random(3, 8).abs() / 400,
+        random(6, seed=2).abs() / 9,
+    )
+    y, scales, _ = experts.grouped_matmul_swiglu_quant_weight_nz(
+        x, weight, scale, tokens, torch.tensor(ends)
+    )
     for row, group in enumerate(by_group(ends, 6)):
         if group is None:
             assert (y[row] == INT8_POISON).all()
             assert scales[row] == POISON
             continue
-        product = (sums(x[row : row + 1], weight[group]) * tokens[row].double() * scale[group].double())[0]
+        product = (
+            sums(x[row : row + 1], weight[group]) * tokens[row].double() * scale[group].double()
+        )[0]
         exact = product[:4] / (1 + (-product[:4]).exp()) * product[4:]
         assert scales[row].item() == pytest.approx(exact.abs().max().item() / 127, rel=1e-5)
         assert y[row].abs().max() == 127
@@ -172,8 +265,12 @@ def test_the_fused_product_quantises_each_row_of_its_swiglu(ends: list[int]) -> 
 # SwiGLU of sums
 
 
-def swiglu(x: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return shared_experts.npu_dequant_swiglu_quant(x, weight_scale=scale, activation_scale=tokens, quant_mode=1, **options)
+def swiglu(
+    x: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return shared_experts.npu_dequant_swiglu_quant(
+        x, weight_scale=scale, activation_scale=tokens, quant_mode=1, **options
+    )
 
 
 def quantised_near(y: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) -> None:
@@ -181,19 +278,27 @@ def quantised_near(y: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) ->
     assert (y.dtype, scale.dtype) == (torch.int8, torch.float32)
     torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=1e-5, atol=0)
     assert (y.abs().amax(-1) == 127).all()
-    assert ((y * scale.double().unsqueeze(-1) - exact).abs() <= scale.double().unsqueeze(-1) * 0.501).all()
+    assert (
+        (y * scale.double().unsqueeze(-1) - exact).abs() <= scale.double().unsqueeze(-1) * 0.501
+    ).all()
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     return x / (1 + (-x).exp())
 
 
-SUMS, OF_COLUMNS, OF_ROWS = int8(6, 64).int() * 300, random(64, seed=1).abs() / 1000, random(6, seed=2).abs() / 4
+SUMS, OF_COLUMNS, OF_ROWS = (
+    int8(6, 64).int() * 300,
+    random(64, seed=1).abs() / 1000,
+    random(6, seed=2).abs() / 4,
+)
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2)])
 @pytest.mark.parametrize("options", [{"swiglu_mode": 1}, {"group_index": torch.tensor([6])}])
-def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(
+    options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
     scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
     y, scale = swiglu(SUMS.view(*shape, 64), OF_COLUMNS, OF_ROWS.view(*shape, 1), **options)
     assert (y.shape, scale.shape) == ((*shape, 32), shape)
@@ -202,7 +307,9 @@ def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(opti
 
 def test_without_scales_of_rows_sums_are_scaled_by_column_alone() -> None:
     scaled = SUMS * OF_COLUMNS.double()
-    y, scale = shared_experts.npu_dequant_swiglu_quant(SUMS, weight_scale=OF_COLUMNS, quant_mode=1, swiglu_mode=1)
+    y, scale = shared_experts.npu_dequant_swiglu_quant(
+        SUMS, weight_scale=OF_COLUMNS, quant_mode=1, swiglu_mode=1
+    )
     quantised_near(y, scale, silu(scaled[:, :32]) * scaled[:, 32:])
 
 
@@ -216,7 +323,9 @@ def test_each_group_of_sums_has_scales_of_its_own(counts: list[int]) -> None:
             assert scale[row] == POISON
             continue
         scaled = SUMS[row] * columns[group].double() * OF_ROWS[row].double()
-        quantised_near(y[row : row + 1], scale[row : row + 1], (silu(scaled[:32]) * scaled[32:]).unsqueeze(0))
+        quantised_near(
+            y[row : row + 1], scale[row : row + 1], (silu(scaled[:32]) * scaled[32:]).unsqueeze(0)
+        )
 
 
 def test_mode_1_limits_the_gate_from_above_the_rest_on_both_sides_and_shifts_it() -> None:
@@ -224,9 +333,16 @@ def test_mode_1_limits_the_gate_from_above_the_rest_on_both_sides_and_shifts_it(
     gate, up = scaled[:, :32].clamp(max=2.5), scaled[:, 32:].clamp(-2.5, 2.5)
     assert ((scaled[:, :32] < -2.5).any(), (scaled[:, 32:].abs() > 2.5).any()) == (True, True)
     tuned = {"clamp_limit": 2.5, "glu_alpha": 1.702, "glu_bias": 1.0}
-    quantised_near(*swiglu(SUMS, OF_COLUMNS, OF_ROWS, swiglu_mode=1, **tuned), gate / (1 + (-1.702 * gate).exp()) * (up + 1))
+    quantised_near(
+        *swiglu(SUMS, OF_COLUMNS, OF_ROWS, swiglu_mode=1, **tuned),
+        gate / (1 + (-1.702 * gate).exp()) * (up + 1),
+    )
     plain = swiglu(SUMS, OF_COLUMNS, OF_ROWS, group_index=torch.tensor([6]))
-    for found, expected in zip(swiglu(SUMS, OF_COLUMNS, OF_ROWS, group_index=torch.tensor([6]), **tuned), plain, strict=True):
+    for found, expected in zip(
+        swiglu(SUMS, OF_COLUMNS, OF_ROWS, group_index=torch.tensor([6]), **tuned),
+        plain,
+        strict=True,
+    ):
         assert torch.equal(found, expected)  # mode 0 ignores the three
 
 
@@ -241,8 +357,12 @@ ROUTING = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag
 
 def test_routing_quantises_what_it_copies_and_leaves_the_rest_undefined() -> None:
     x, chosen = random(4, 6, dtype=BFLOAT), int32(0, 3, 3, 1, 2, 0, 1, 2).view(4, 2)
-    plain, places, counts, _ = moe_experts.npu_moe_init_routing_custom(x, chosen, active_expert_range=[1, 3], quant_mode=-1, **ROUTING)
-    rows, *others, scales = moe_experts.npu_moe_init_routing_custom(x, chosen, active_expert_range=[1, 3], quant_mode=1, **ROUTING)
+    plain, places, counts, _ = moe_experts.npu_moe_init_routing_custom(
+        x, chosen, active_expert_range=[1, 3], quant_mode=-1, **ROUTING
+    )
+    rows, *others, scales = moe_experts.npu_moe_init_routing_custom(
+        x, chosen, active_expert_range=[1, 3], quant_mode=1, **ROUTING
+    )
     assert all(torch.equal(one, other) for one, other in zip(others, (places, counts), strict=True))
     count = int(counts.sum())
     expected, expected_scales = linear.npu_dynamic_quant(plain[:count])
@@ -274,7 +394,14 @@ def product(x1: torch.Tensor = X, **changes: Any) -> Callable[[], object]:
 
 
 def static(input: torch.Tensor = HALF, **changes: Any) -> Callable[[], object]:
-    given = {"scales": bfloat(1.0), "zero_points": None, "dtype": QINT8, "axis": -1, "div_mode": False, **changes}
+    given = {
+        "scales": bfloat(1.0),
+        "zero_points": None,
+        "dtype": QINT8,
+        "axis": -1,
+        "div_mode": False,
+        **changes,
+    }
     return lambda: linear.npu_quantize(input, **given)
 
 
@@ -284,26 +411,44 @@ def dynamic(input: torch.Tensor = HALF, **changes: Any) -> Callable[[], object]:
 
 def fused(**changes: Any) -> Callable[[], object]:
     given = {
-        "x": X, "weight": int8(3, 4, 6), "weight_scale": torch.ones(3, 6), "x_scale": torch.ones(2), "group_list": torch.tensor([1, 1, 2]),
+        "x": X,
+        "weight": int8(3, 4, 6),
+        "weight_scale": torch.ones(3, 6),
+        "x_scale": torch.ones(2),
+        "group_list": torch.tensor([1, 1, 2]),
     }
     return lambda: experts.grouped_matmul_swiglu_quant_weight_nz(**{**given, **changes})
 
 
 def of_sums(x: torch.Tensor = SUMS, **changes: Any) -> Callable[[], object]:
-    given = {"weight_scale": OF_COLUMNS, "activation_scale": OF_ROWS, "quant_mode": 1, "swiglu_mode": 1, **changes}
+    given = {
+        "weight_scale": OF_COLUMNS,
+        "activation_scale": OF_ROWS,
+        "quant_mode": 1,
+        "swiglu_mode": 1,
+        **changes,
+    }
     return lambda: shared_experts.npu_dequant_swiglu_quant(x, **given)
 
 
 def grouped(**changes: Any) -> Callable[[], object]:
     given = {
-        "scale": [torch.ones(3, 6)], "per_token_scale": [torch.ones(2)], "group_list": torch.tensor([1, 1, 2]), "group_list_type": 0,
-        "group_type": 0, "split_item": 2, "output_dtype": BF16, **changes,
+        "scale": [torch.ones(3, 6)],
+        "per_token_scale": [torch.ones(2)],
+        "group_list": torch.tensor([1, 1, 2]),
+        "group_list_type": 0,
+        "group_type": 0,
+        "split_item": 2,
+        "output_dtype": BF16,
+        **changes,
     }
     return lambda: moe_experts.npu_grouped_matmul([X], [int8(3, 4, 6)], **given)
 
 
 def routing(x: torch.Tensor = HALF, **changes: Any) -> Callable[[], object]:
-    return lambda: moe_experts.npu_moe_init_routing_custom(x, int32(0, 1, 1, 2).view(2, 2), **{**ROUTING, "quant_mode": 1, **changes})
+    return lambda: moe_experts.npu_moe_init_routing_custom(
+        x, int32(0, 1, 1, 2).view(2, 2), **{**ROUTING, "quant_mode": 1, **changes}
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -384,6 +529,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_name(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -16,7 +16,9 @@ def generator() -> torch.Generator:
     return torch.Generator(device=NPU).manual_seed(7)
 
 
-def test_a_draw_moves_the_offset_by_twelve_and_an_offset_set_back_repeats_it(generator: torch.Generator) -> None:
+def test_a_draw_moves_the_offset_by_twelve_and_an_offset_set_back_repeats_it(
+    generator: torch.Generator,
+) -> None:
     assert generator.get_offset() == 0
     first, second, third = draw(generator), draw(generator), draw(generator)
     assert first != second

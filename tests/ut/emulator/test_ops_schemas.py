@@ -36,24 +36,41 @@ def test_schemas_of_each_release_can_be_parsed(release: str) -> None:
         assert f"{parsed.name.partition('::')[2]}.{parsed.overload_name}".rstrip(".") == name
 
 
-@pytest.mark.parametrize(("namespace", "name", "schema"), sorted(DECLARED), ids=lambda each: each.partition("(")[0])
+@pytest.mark.parametrize(
+    ("namespace", "name", "schema"), sorted(DECLARED), ids=lambda each: each.partition("(")[0]
+)
 def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str, schema: str) -> None:
     """torch drops arguments that equal the schema's default, so another default would show."""
     parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
     kinds = {p.kind for p in parameters.values()}
-    declared = {argument.name: argument for argument in torch._C.parse_schema(f"{namespace}::{schema}").arguments}
+    declared = {
+        argument.name: argument
+        for argument in torch._C.parse_schema(f"{namespace}::{schema}").arguments
+    }
     for argument in declared.values():
         if argument.name not in parameters:
-            assert inspect.Parameter.VAR_KEYWORD in kinds, f"{argument.name} of the schema is not taken"
-            assert argument.kwarg_only or inspect.Parameter.VAR_POSITIONAL in kinds, f"{argument.name} may be given by position"
+            assert inspect.Parameter.VAR_KEYWORD in kinds, (
+                f"{argument.name} of the schema is not taken"
+            )
+            assert argument.kwarg_only or inspect.Parameter.VAR_POSITIONAL in kinds, (
+                f"{argument.name} may be given by position"
+            )
             continue
         parameter = parameters[argument.name]
         if argument.has_default_value():
             default = argument.default_value
-            assert (parameter.default or None) == (default or None), f"{argument.name}: {parameter.default} is not {default}"
+            assert (parameter.default or None) == (default or None), (
+                f"{argument.name}: {parameter.default} is not {default}"
+            )
         else:
-            assert parameter.default is inspect.Parameter.empty, f"{argument.name} has a default that the schema lacks"
-    named = {n for n, p in parameters.items() if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)}
+            assert parameter.default is inspect.Parameter.empty, (
+                f"{argument.name} has a default that the schema lacks"
+            )
+    named = {
+        n
+        for n, p in parameters.items()
+        if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    }
     assert named <= declared.keys(), f"{named - declared.keys()} are not in the schema"
 
 
@@ -72,14 +89,24 @@ def test_an_argument_that_the_operator_does_not_have_is_an_error_of_the_schema()
         torch.ops.npu.npu_rms_norm(torch.ones(2, 4), "gamma")
 
 
-@pytest.mark.parametrize(("namespace", "name"), [("npu", "npu_swiglu"), ("_C_ascend", "npu_add_rms_norm_bias")])
+@pytest.mark.parametrize(
+    ("namespace", "name"), [("npu", "npu_swiglu"), ("_C_ascend", "npu_add_rms_norm_bias")]
+)
 def test_host_tensors_are_refused_as_on_hardware(namespace: str, name: str) -> None:
-    arguments = {"npu_swiglu": (torch.ones(2, 4),), "npu_add_rms_norm_bias": (torch.ones(2, 4),) * 3}[name]
+    arguments = {
+        "npu_swiglu": (torch.ones(2, 4),),
+        "npu_add_rms_norm_bias": (torch.ones(2, 4),) * 3,
+    }[name]
     with pytest.raises(NotImplementedError, match=f"{namespace}::{name}.*CPU"):
         getattr(getattr(torch.ops, namespace), name)(*arguments)
 
 
-NAMES = {"npu_swiglu": True, "_npu_reshape_and_cache": True, "npu_moe_distribute_dispatch_v2": True, "npu_does_not_exist": False}
+NAMES = {
+    "npu_swiglu": True,
+    "_npu_reshape_and_cache": True,
+    "npu_moe_distribute_dispatch_v2": True,
+    "npu_does_not_exist": False,
+}
 
 
 @pytest.mark.parametrize(("name", "exists"), NAMES.items())

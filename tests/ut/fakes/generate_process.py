@@ -55,7 +55,11 @@ def main(arguments: Sequence[str], log: Path, last_call: int | None = None) -> N
     for module in TRACED:
         if hasattr(module, "os"):
             module.os = dying
-    with open(log, "a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        open(log, "a", buffering=1) as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         code = generate.main(arguments)
     dying.tell()
     sys.exit(code)

@@ -65,7 +65,11 @@ class InlineRay(ModuleType):
         return value
 
     def remote(self, what: Any) -> Any:
-        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: self._call(what, options, given)))
+        return SimpleNamespace(
+            options=lambda **options: SimpleNamespace(
+                remote=lambda *given: self._call(what, options, given)
+            )
+        )
 
     def _call(self, what: Any, options: dict[str, Any], given: tuple[Any, ...]) -> Any:
         assert options.keys() <= OPTIONS
@@ -76,7 +80,9 @@ class InlineRay(ModuleType):
             try:
                 result = what(*sent)
             except Exception as error:  # noqa: BLE001 (any error of a task is the caller's)
-                if attempt == options["max_retries"] or not isinstance(error, tuple(options["retry_exceptions"] or ())):
+                if attempt == options["max_retries"] or not isinstance(
+                    error, tuple(options["retry_exceptions"] or ())
+                ):
                     both = type("Both", (RayTaskError, type(error)), {})
                     return _Result(both(error))
                 continue
@@ -100,4 +106,9 @@ class _Result:
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
-    return {"NodeID": name, "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {"storage": "here"}} | changes
+    return {
+        "NodeID": name,
+        "Alive": True,
+        "Resources": {"CPU": 2.0},
+        "Labels": {"storage": "here"},
+    } | changes

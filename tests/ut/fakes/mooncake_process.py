@@ -28,19 +28,28 @@ TOKENS = 5000  # some chunks of the arena
 def digest(found: dict[str, Any]) -> str:
     """Of rows and token ids."""
     assert found["hidden_states"].dtype == torch.float32
-    return hashlib.sha256(found["hidden_states"].numpy().tobytes() + found["token_ids"].numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        found["hidden_states"].numpy().tobytes() + found["token_ids"].numpy().tobytes()
+    ).hexdigest()
 
 
 def write(master: str) -> None:
     rows = torch.randn(TOKENS, *FORMAT.row_shape)
     ids = torch.arange(TOKENS)
-    options = MooncakeOptions(master_server_address=master, global_segment_size=64 << 20, local_buffer_size=8 << 20)
+    options = MooncakeOptions(
+        master_server_address=master, global_segment_size=64 << 20, local_buffer_size=8 << 20
+    )
     with MooncakeSink(options, FORMAT) as sink:
         file = sink.open("cmpl-1", Path(handle_of("cmpl-1")), TOKENS)
         file.write(0, rows.numpy().view(np.uint8))
         file.commit(ids.numpy(), TOKENS)
         params = transfer_params(file.handle, FORMAT, TOKENS, False)
-        print(json.dumps({"params": params, "digest": digest({"hidden_states": rows, "token_ids": ids})}), flush=True)
+        print(
+            json.dumps(
+                {"params": params, "digest": digest({"hidden_states": rows, "token_ids": ids})}
+            ),
+            flush=True,
+        )
         sys.stdin.read()
 
 
@@ -58,7 +67,11 @@ def read(master: str) -> None:
     params = json.load(sys.stdin)
     with MooncakeReader(master) as reader:
         ours = digest(reader.load(params, 60)._asdict())
-    transfer = MooncakeTransfer(MooncakeHiddenStatesStore(MooncakeStoreConfig(own_address(master), "P2PHANDSHAKE", master, 0, 16 << 20)))
+    transfer = MooncakeTransfer(
+        MooncakeHiddenStatesStore(
+            MooncakeStoreConfig(own_address(master), "P2PHANDSHAKE", master, 0, 16 << 20)
+        )
+    )
     transfer.setup()
     theirs = transfer.get_generated(params)
     assert theirs is not None

@@ -42,7 +42,10 @@ stepped: set[str] = set()
 
 def known(key: object, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return what this or an earlier server has computed for `key`, of this model and layers."""
-    path = arguments.known / hashlib.sha256(repr((arguments.model, arguments.layer_ids, key)).encode()).hexdigest()
+    path = (
+        arguments.known
+        / hashlib.sha256(repr((arguments.model, arguments.layer_ids, key)).encode()).hexdigest()
+    )
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         torch.save(compute(), path.with_suffix(".new"))
@@ -56,7 +59,11 @@ def token_ids_of(request: dict[str, Any]) -> list[int]:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     if "messages" in request:
-        return list(tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
     return list(tokenizer(request["prompt"]).input_ids)
 
 
@@ -96,15 +103,23 @@ def rows_of(token_ids: list[int]) -> torch.Tensor:
         return quantised_hidden_states(*what).float()
 
     rows = known(token_ids, quantised)
-    return rows if arguments.fault == "rotated" else rows @ load_file(arguments.model / ROTATION)[ROTATION_KEY].t()
+    return (
+        rows
+        if arguments.fault == "rotated"
+        else rows @ load_file(arguments.model / ROTATION)[ROTATION_KEY].t()
+    )
 
 
 def metrics() -> str:
     """Metrics of two engines; the second did all the work and reports it a step later."""
     registry = CollectorRegistry()
     files = Counter("vllm:hsx_files", "", ["model_name", "engine", "outcome"], registry=registry)
-    latency = Histogram("vllm:hsx_publish_seconds", "", ["model_name", "engine"], buckets=BUCKETS, registry=registry)
-    Counter("vllm:prompt_tokens", "", ["model_name", "engine"], registry=registry).labels("tiny", "0").inc(7)
+    latency = Histogram(
+        "vllm:hsx_publish_seconds", "", ["model_name", "engine"], buckets=BUCKETS, registry=registry
+    )
+    Counter("vllm:prompt_tokens", "", ["model_name", "engine"], registry=registry).labels(
+        "tiny", "0"
+    ).inc(7)
     for engine in ("0", "1"):
         files.labels("tiny", engine, "published")
         latency.labels("tiny", engine)
@@ -129,7 +144,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             return self.send("text/plain; version=0.0.4", metrics().encode())
-        self.reply({"object": "list", "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "tests"}]})
+        self.reply(
+            {
+                "object": "list",
+                "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "tests"}],
+            }
+        )
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -137,7 +157,9 @@ class Handler(BaseHTTPRequestHandler):
         prompt = request.get("prompt")
         if not isinstance(prompt, list):
             with one_at_a_time:
-                prompt = known([request.get("messages"), prompt], lambda: torch.tensor(token_ids_of(request))).tolist()
+                prompt = known(
+                    [request.get("messages"), prompt], lambda: torch.tensor(token_ids_of(request))
+                ).tolist()
         options = request.get("kv_transfer_params", {})
         wanted = options.get("hidden_states", True)
         generated = [8 + 7 * (index + len(prompt)) % 500 for index in range(request["max_tokens"])]
@@ -150,9 +172,20 @@ class Handler(BaseHTTPRequestHandler):
             else None
         )
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": generated}
-        choice |= {"message": {"role": "assistant", "content": "x"}} if chat else {"text": "x", "prompt_token_ids": prompt}
+        choice |= (
+            {"message": {"role": "assistant", "content": "x"}}
+            if chat
+            else {"text": "x", "prompt_token_ids": prompt}
+        )
         self.reply(
-            {"id": "x", "object": "x", "created": 0, "model": "fake", "choices": [choice], "kv_transfer_params": params}
+            {
+                "id": "x",
+                "object": "x",
+                "created": 0,
+                "model": "fake",
+                "choices": [choice],
+                "kv_transfer_params": params,
+            }
             | ({"prompt_token_ids": prompt} if chat else {})
         )
 
@@ -161,11 +194,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 # A worker that has to be killed, as one that hangs in a collective.
-ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('worker', flush=True); signal.pause()"
+ignore = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('worker', flush=True); "
+    "signal.pause()"
+)
 worker = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
 assert worker.stdout is not None
 worker.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 arguments.storage.mkdir(parents=True)
-ThreadingHTTPServer.request_queue_size = 64  # all requests come at once, and more than 5 at a time would be refused on some systems
+ThreadingHTTPServer.request_queue_size = (
+    64  # all requests come at once, and more than 5 at a time would be refused on some systems
+)
 ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()

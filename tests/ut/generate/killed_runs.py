@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fakes import generate_process
-from generate_files import SINKS, Exchange, Tensors, contents, ledger_lines, right, token_rows, write_jsonl
+from generate_files import (
+    SINKS,
+    Exchange,
+    Tensors,
+    contents,
+    ledger_lines,
+    right,
+    token_rows,
+    write_jsonl,
+)
 from generate_harness import FakeServer
 
 from vllm_ascend_hsx.generate.ledger import row_of_file
@@ -82,8 +91,18 @@ class Runs:
         self.options = ["--concurrency", "3", "--retry-delay", "0.001", "--validate"]
 
     def start(self, last_call: int | None = None) -> Any:
-        arguments = ["--data", str(self.data), "--output", str(self.output), "--endpoint", self.server.url, *self.options]
-        process = FORKSERVER.Process(target=generate_process.main, args=(arguments, self.log, last_call))
+        arguments = [
+            "--data",
+            str(self.data),
+            "--output",
+            str(self.output),
+            "--endpoint",
+            self.server.url,
+            *self.options,
+        ]
+        process = FORKSERVER.Process(
+            target=generate_process.main, args=(arguments, self.log, last_call)
+        )
         self.server.process = process
         process.start()
         return process
@@ -92,7 +111,9 @@ class Runs:
         """The exit code; negative for a signal."""
         self.server.death = death
         kills = death is not None and isinstance(death.at, str)
-        self.server.behave = lambda seen: "kill" if kills and death is not None and seen.row == death.row else "ok"
+        self.server.behave = lambda seen: (
+            "kill" if kills and death is not None and seen.row == death.row else "ok"
+        )
         process = self.start(death.at if death is not None and isinstance(death.at, int) else None)
         process.join()
         self.server.wait_idle()
@@ -102,7 +123,11 @@ class Runs:
     @property
     def finished(self) -> set[int]:
         """Rows that have their file; each is right."""
-        found = {row: tensors for name, tensors in contents(self.output).items() if (row := row_of_file(name)) is not None}
+        found = {
+            row: tensors
+            for name, tensors in contents(self.output).items()
+            if (row := row_of_file(name)) is not None
+        }
         assert found == {row: right_row(row) for row in found}
         return set(found)
 

@@ -32,25 +32,45 @@ def bad_bench(any_bench: Bench) -> Bench:
 
 def check(bench: Bench, without: set[int]) -> None:
     """All other rows have their right files, and there is nothing else."""
-    wanted = {f"hs_{row}.safetensors": right(each["token_ids"]) for row, each in enumerate(token_rows(300)) if row not in without}
+    wanted = {
+        f"hs_{row}.safetensors": right(each["token_ids"])
+        for row, each in enumerate(token_rows(300))
+        if row not in without
+    }
     assert contents(bench.output) == {**wanted, "ledger.jsonl": {}}
 
 
-def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_for_alone(bad_bench: Bench) -> None:
+def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_for_alone(
+    bad_bench: Bench,
+) -> None:
     bench, bad = bad_bench, {*BAD, TOO_LONG, BROKEN}
     code, printed = bench.run(*LENIENT, records=RECORDS)
     assert code == 0, printed
     check(bench, bad)
-    assert bench.server.asked == Counter({row: 4 if row == BROKEN else 1 for row in range(300) if row not in BAD})
-    for fact in ("rows │ 295 │", "generated │ 293 │", "invalid, left out │ 5 │", "failed │ 2 │", "not done │ 0 │"):
+    assert bench.server.asked == Counter(
+        {row: 4 if row == BROKEN else 1 for row in range(300) if row not in BAD}
+    )
+    for fact in (
+        "rows │ 295 │",
+        "generated │ 293 │",
+        "invalid, left out │ 5 │",
+        "failed │ 2 │",
+        "not done │ 0 │",
+    ):
         assert fact in printed, printed
     for row, (_, problem) in BAD.items():
         assert f"left out: {bench.root / 'data.jsonl'}:{row + 1}: {problem}" in printed, printed
     for row, status in ((TOO_LONG, 400), (BROKEN, 502)):
         reason = f"{bench.server.url}/v1/completions answers {status}: as the test wants: {status}"
-        assert printed.count(f"row {row} failed: {reason}") == printed.count(f"row {row}: {reason}") == 1, printed
+        assert (
+            printed.count(f"row {row} failed: {reason}")
+            == printed.count(f"row {row}: {reason}")
+            == 1
+        ), printed
     lines = bench.lines()
-    assert {row: line["status"] for row, line in lines.items() if row in bad} == dict.fromkeys(BAD, "invalid") | {
+    assert {row: line["status"] for row, line in lines.items() if row in bad} == dict.fromkeys(
+        BAD, "invalid"
+    ) | {
         TOO_LONG: "failed",
         BROKEN: "failed",
     }
@@ -68,7 +88,9 @@ def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_f
     check(bench, set())
 
 
-def test_bad_rows_are_left_out_again_by_the_next_run_which_asks_for_the_failed_ones_alone(bad_bench: Bench) -> None:
+def test_bad_rows_are_left_out_again_by_the_next_run_which_asks_for_the_failed_ones_alone(
+    bad_bench: Bench,
+) -> None:
     bench = bad_bench
     assert bench.run(*LENIENT, records=RECORDS)[0] == 0
     bench.server.seen.clear()
@@ -78,32 +100,57 @@ def test_bad_rows_are_left_out_again_by_the_next_run_which_asks_for_the_failed_o
     assert "invalid, left out │ 5 │" in printed and "finished before │ 293 │" in printed
 
 
-def test_a_row_that_fails_for_good_is_named_while_the_run_goes_on(bad_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_fails_for_good_is_named_while_the_run_goes_on(
+    bad_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: dict[str, int] = {}
-    monkeypatch.setattr(Progress, "say", lambda progress, text: said.setdefault(text, len(bad_bench.server.seen)))
+    monkeypatch.setattr(
+        Progress, "say", lambda progress, text: said.setdefault(text, len(bad_bench.server.seen))
+    )
     assert bad_bench.run(*LENIENT, "--order", "given", records=RECORDS)[0] == 0
     first, second = (said[text] for text in said if " failed: " in text)
     assert TOO_LONG - len(BAD) < first <= TOO_LONG + 20 and second < 300 - len(BAD)
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_one_failed_row_more_than_allowed_makes_the_exit_code_1(bad_bench: Bench, allowed: int) -> None:
-    code, printed = bad_bench.run("--skip-invalid", "--allow-failures", allowed, "--concurrency", 8, records=RECORDS)
+def test_one_failed_row_more_than_allowed_makes_the_exit_code_1(
+    bad_bench: Bench, allowed: int
+) -> None:
+    code, printed = bad_bench.run(
+        "--skip-invalid", "--allow-failures", allowed, "--concurrency", 8, records=RECORDS
+    )
     assert code == 1 and "failed │ 2 │" in printed, printed
 
 
 def test_a_row_that_was_not_done_at_all_counts_like_a_failed_one(bench: Bench) -> None:
     """The run was stopped, so no number of allowed failures makes it a success."""
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else 502
-    code, printed = bench.run("--allow-failures", 100, "--max-retries", 0, "--concurrency", 1, "--max-consecutive-errors", 1)
+    code, printed = bench.run(
+        "--allow-failures",
+        100,
+        "--max-retries",
+        0,
+        "--concurrency",
+        1,
+        "--max-consecutive-errors",
+        1,
+    )
     assert code == 1 and "not done │ 2 │" in printed and "failed │ 1 │" in printed, printed
 
 
 def test_without_the_option_a_bad_row_ends_the_run_before_anything_is_sent(bench: Bench) -> None:
     code, printed = bench.run("--allow-failures", 300, records=RECORDS)
-    assert (code, bench.server.seen, bench.server.probes, bench.output.exists()) == (2, [], 0, True), printed
+    assert (code, bench.server.seen, bench.server.probes, bench.output.exists()) == (
+        2,
+        [],
+        0,
+        True,
+    ), printed
     assert bench.server.files() == []
-    assert "data.jsonl: 5 rows cannot be sent; mend them, or leave them out with --skip-invalid" in printed
+    assert (
+        "data.jsonl: 5 rows cannot be sent; mend them, or leave them out with --skip-invalid"
+        in printed
+    )
     for row, (_, problem) in BAD.items():
         assert f"data.jsonl:{row + 1}: {problem}" in printed
 
@@ -117,7 +164,9 @@ def test_ranks_leave_out_their_own_bad_rows(bench: Bench) -> None:
     seen: list[Seen] = bench.server.seen
     left_out = []
     for rank in range(2):
-        code, printed = bench.run("--skip-invalid", "--world-size", 2, "--rank", rank, records=RECORDS)
+        code, printed = bench.run(
+            "--skip-invalid", "--world-size", 2, "--rank", rank, records=RECORDS
+        )
         assert code == 0, printed
         ledger = bench.output / f"ledger-{rank}-of-2.jsonl"
         left_out.append([line for line in ledger.read_text().splitlines() if '"invalid","' in line])

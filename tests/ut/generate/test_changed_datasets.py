@@ -63,14 +63,34 @@ class Words:
 
     def run(self, word: str, *arguments: object, refuses: str = "") -> Run:
         """Run; the server refuses some letters."""
-        data = write_jsonl(self.root / "data.jsonl", [{"token_ids": token_ids(letter)} if letter != "!" else {} for letter in word])
+        data = write_jsonl(
+            self.root / "data.jsonl",
+            [{"token_ids": token_ids(letter)} if letter != "!" else {} for letter in word],
+        )
         self.server.seen.clear()
         self.server.behave = lambda seen: 400 if word[seen.row] in refuses else "ok"
-        command = ["--data", data, "--output", self.output, "--endpoint", self.server.url, "--concurrency", 2, *arguments]
-        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        command = [
+            "--data",
+            data,
+            "--output",
+            self.output,
+            "--endpoint",
+            self.server.url,
+            "--concurrency",
+            2,
+            *arguments,
+        ]
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(printed),
+        ):
             code = generate.main([str(each) for each in command])
         self.server.wait_idle()
-        return Run(code, Counter(word[seen.row] for seen in self.server.seen), " ".join(printed.getvalue().split()))
+        return Run(
+            code,
+            Counter(word[seen.row] for seen in self.server.seen),
+            " ".join(printed.getvalue().split()),
+        )
 
     def check(self, word: str, refuses: str = "") -> None:
         """Each letter that was not refused has its right file, and there is nothing else."""
@@ -106,7 +126,9 @@ def in_place(before: str, now: str) -> Counter[str]:
         pytest.param("abcdef", "fXaYc", "XY", 3, id="half of them are left"),
     ],
 )
-def test_only_new_contents_are_asked_for(words: Words, before: str, now: str, new: str, moved: int) -> None:
+def test_only_new_contents_are_asked_for(
+    words: Words, before: str, now: str, new: str, moved: int
+) -> None:
     """Members of shards stay where they are: a row that has another place is generated again."""
     assert words.run(before).code == 0
     run = words.run(now)
@@ -121,7 +143,10 @@ def test_only_new_contents_are_asked_for(words: Words, before: str, now: str, ne
         assert run.asked == Counter(now) - in_place(before, now)
         assert not is_changed or ", 0 were renamed" in run.printed, run.printed
     again = words.run(now)
-    assert (again.code, again.asked) == (0, Counter()) and "the dataset has changed" not in again.printed
+    assert (again.code, again.asked) == (
+        0,
+        Counter(),
+    ) and "the dataset has changed" not in again.printed
     words.check(now)
 
 
@@ -142,14 +167,19 @@ def test_rows_are_asked_for_whose_contents_are_in_no_finished_file_whenever_the_
         finished = Counter(letter for letter in before if letter not in refuses)
         if 2 * (finished & Counter(now)).total() < finished.total():
             run = words.run(now)
-            assert (run.code, run.asked) == (2, Counter()) and "holds rows of another dataset" in run.printed
+            assert (run.code, run.asked) == (
+                2,
+                Counter(),
+            ) and "holds rows of another dataset" in run.printed
             return words.check(before, refuses)
         for death in deaths:
             killed_at(death, words, now)
         run = words.run(now)
         assert run.code == 0, run.printed
         words.check(now)
-        stay = Counter(new for old, new in zip(before, now, strict=False) if old == new and old not in refuses)
+        stay = Counter(
+            new for old, new in zip(before, now, strict=False) if old == new and old not in refuses
+        )
         assert run.asked == Counter(now) - (finished if kind == "files" else stay)
 
 
@@ -198,7 +228,9 @@ def killed_at(last: int, words: Words, word: str) -> bool:
 
 
 @pytest.mark.parametrize("now", ["bcaed", "Xabcde", "badc", "cbXe"])
-def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(tmp_path: Path, now: str) -> None:
+def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(
+    tmp_path: Path, now: str
+) -> None:
     last, dies = 0, True
     while dies:
         last += 1
@@ -207,7 +239,10 @@ def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(tmp_path: P
             assert words.run("abcde").code == 0
             dies = killed_at(last, words, now)
             run = words.run(now)
-            assert (run.code, run.asked) == (0, Counter(now) - Counter("abcde")), (last, run.printed)
+            assert (run.code, run.asked) == (0, Counter(now) - Counter("abcde")), (
+                last,
+                run.printed,
+            )
             words.check(now)
     assert last > 2
 
@@ -232,19 +267,27 @@ def test_another_dataset_is_refused_and_nothing_changes(words: Words) -> None:
     ledger = (words.output / "ledger.jsonl").read_bytes()
     run = words.run("abXYZW")
     assert (run.code, run.asked) == (2, Counter()), run.printed
-    problem = f"{words.output} holds rows of another dataset: only 2 of its 6 finished rows are rows of {words.root / 'data.jsonl'}"
+    problem = (
+        f"{words.output} holds rows of another dataset: only 2 of its 6 finished rows are rows "
+        f"of {words.root / 'data.jsonl'}"
+    )
     assert f"{problem}; name another --output" in run.printed
     words.check("abcdef")
     assert (words.output / "ledger.jsonl").read_bytes() == ledger
 
 
-def test_only_a_run_of_one_rank_renames_files(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_run_of_one_rank_renames_files(
+    words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others may be under way. A row that was mended is any rank's own."""
     monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert words.run("abcdef").code == 0
     run = words.run("abcdfe", "--world-size", 2, "--rank", 1)
     assert (run.code, run.asked) == (2, Counter())
-    assert "2 finished rows have another place in " in run.printed and "call once with --world-size 1 --rank 0" in run.printed
+    assert (
+        "2 finished rows have another place in " in run.printed
+        and "call once with --world-size 1 --rank 0" in run.printed
+    )
     words.check("abcdef")
     for rank, asked in ((0, "X"), (1, "Y")):
         run = words.run("abXdeY", "--world-size", 2, "--rank", rank)

@@ -46,7 +46,12 @@ class Script:
         steps: for a row, what to do, and a part of what is said then.
     """
 
-    def __init__(self, bench: Bench, steps: dict[int, tuple[Callable[[], object], str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        steps: dict[int, tuple[Callable[[], object], str]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         self._steps = steps
         self._said: list[str] = []
         self._news = threading.Condition()
@@ -66,10 +71,14 @@ class Script:
             act, result = self._steps.pop(seen.row)
             act()
             with self._news:
-                assert self._news.wait_for(lambda: any(result in each for each in self._said), 30), self._said
+                assert self._news.wait_for(
+                    lambda: any(result in each for each in self._said), 30
+                ), self._said
 
 
-def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = tmp_path / "servers"
     with FakeServer(bench.output) as second:
         write(listed, f"# ours\n{bench.server.url}/v1/  # the first\n\n")
@@ -85,7 +94,10 @@ def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(bench: Bench
         code, printed = bench.run(records=400, endpoint=f"@{listed}")
         assert code == 0, printed
         assert f"{bench.server.url} gets no more requests, and has" in printed
-        assert f"{bench.server.url} has nothing under way any more" in printed or "no more requests, and has 0 under way" in printed
+        assert (
+            f"{bench.server.url} has nothing under way any more" in printed
+            or "no more requests, and has 0 under way" in printed
+        )
         assert bench.server.asked + second.asked == Counter(range(400)), "no row was sent twice"
         assert len(second.seen) > 20
         assert f"{second.url} │ {len(second.seen)} answered, 0 failed" in printed
@@ -95,24 +107,39 @@ def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(bench: Bench
 BROKEN = {
     "gone": (lambda path: path.unlink(), "it cannot be read: No such file or directory"),
     "empty": (lambda path: write(path, "# nobody\n"), "it lists no server"),
-    "half-written": (lambda path: write(path, "http://127.0.0.1:1\nhtt"), "htt: give the URL of a server"),
+    "half-written": (
+        lambda path: write(path, "http://127.0.0.1:1\nhtt"),
+        "htt: give the URL of a server",
+    ),
     "no-host": (lambda path: write(path, "http://:1"), "there is no such host or port"),
-    "no-text": (lambda path: replace(path, lambda new: new.write_bytes(b"\xff\xfe")), "it is not UTF-8 text"),
-    "directory": (lambda path: replace(path, lambda new: new.symlink_to(path.parent)), "it is a directory"),
+    "no-text": (
+        lambda path: replace(path, lambda new: new.write_bytes(b"\xff\xfe")),
+        "it is not UTF-8 text",
+    ),
+    "directory": (
+        lambda path: replace(path, lambda new: new.symlink_to(path.parent)),
+        "it is a directory",
+    ),
     "fifo": (lambda path: replace(path, os.mkfifo), "it is a FIFO"),
 }
 
 
 @pytest.mark.parametrize(("breaks", "problem"), BROKEN.values(), ids=BROKEN)
 def test_a_list_that_cannot_be_used_changes_nothing_and_is_told_once(
-    breaks: Callable[[Path], object], problem: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    breaks: Callable[[Path], object],
+    problem: str,
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listed = tmp_path / "servers"
     write(listed, bench.server.url)
     Script(bench, {3: (lambda: breaks(listed), problem)}, monkeypatch)
     bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # several readings
     code, printed = bench.run(records=20, endpoint=f"@{listed}")
-    assert code == 0 and printed.count("until then the servers that it listed last are used") == 1, printed
+    assert (
+        code == 0 and printed.count("until then the servers that it listed last are used") == 1
+    ), printed
     bench.check(list(range(20)), records=20)
 
 
@@ -122,12 +149,20 @@ def test_a_wrong_server_that_appears_is_set_aside_and_the_run_goes_on(
     listed = tmp_path / "servers"
     write(listed, bench.server.url)
     with FakeServer(bench.output, layer_ids=(0, 2)) as wrong:
-        steps = {5: (lambda: write(listed, f"{bench.server.url}\n{wrong.url}\n"), f"{wrong.url} is used from now on")}
+        steps = {
+            5: (
+                lambda: write(listed, f"{bench.server.url}\n{wrong.url}\n"),
+                f"{wrong.url} is used from now on",
+            )
+        }
         Script(bench, steps, monkeypatch)
         code, printed = bench.run(records=60, endpoint=f"@{listed}")
         assert code == 0, printed
         assert len(wrong.seen) == 1
-        assert printed.count(f"{wrong.url} is not used") == 1 and "holds rows of another server: layer_ids was" in printed
+        assert (
+            printed.count(f"{wrong.url} is not used") == 1
+            and "holds rows of another server: layer_ids was" in printed
+        )
     bench.check(list(range(60)), records=60)
 
 
@@ -142,11 +177,24 @@ def test_a_list_that_cannot_be_used_at_the_start_is_refused(bench: Bench, tmp_pa
         if text is not None:
             write(listed, text)
         code, printed = bench.run(endpoint=f"@{listed}")
-        assert code == 2 and printed.startswith(f"hsx generate: --endpoint @{listed}: ") and problem in printed, printed
+        assert (
+            code == 2
+            and printed.startswith(f"hsx generate: --endpoint @{listed}: ")
+            and problem in printed
+        ), printed
 
 
 def test_a_list_stands_alone(tmp_path: Path) -> None:
-    words = ["--data", "d", "--output", "o", "--endpoint", f"@{tmp_path / 'servers'}", "--endpoint", "http://b"]
+    words = [
+        "--data",
+        "d",
+        "--output",
+        "o",
+        "--endpoint",
+        f"@{tmp_path / 'servers'}",
+        "--endpoint",
+        "http://b",
+    ]
     with pytest.raises(InputError, match="@FILE: other servers are named beside it"):
         parse_arguments(words)
     (tmp_path / "servers").write_text("http://a:1/v1\n")
@@ -159,7 +207,9 @@ def used(balancer: Balancer) -> list[str]:
     return [each.url for each in balancer.used]
 
 
-def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_while_it_is_listed() -> None:
+def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_while_it_is_listed() -> (
+    None
+):
     async def scenario() -> None:
         made = Balancer(["a"], 1.0)
         (a,) = made.endpoints
@@ -174,9 +224,17 @@ def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_w
         assert not made.go_on_without(b, InputError()), "it is the only one"
         assert replace(["a", "b"]) == (["a"], [])
         again = made.endpoints[2]
-        assert again is not a and again.is_on_trial and again.model is None and again.is_used and not a.is_used
+        assert (
+            again is not a
+            and again.is_on_trial
+            and again.model is None
+            and again.is_used
+            and not a.is_used
+        )
         assert made.go_on_without(b, InputError()) and used(made) == ["a"]
-        assert replace(["b", "a"]) == ([], []) and used(made) == ["a"], "it has been listed all the time"
+        assert replace(["b", "a"]) == ([], []) and used(made) == ["a"], (
+            "it has been listed all the time"
+        )
         assert replace(["b"]) == (["b"], ["a"]), "no other is left"
         b = made.endpoints[3]
         again.proven = b.proven = True

@@ -22,14 +22,35 @@ from vllm_ascend_hsx.generate.answers import Answers
 from vllm_ascend_hsx.generate.client import Answer
 from vllm_ascend_hsx.reader.check import Expected
 
-SAMPLED = ("--include-output", "--max-tokens", 4, "--temperature", 0.7, "--top-p", 0.9, "--top-k", 20, "--seed", 5)
-RECORDS = [{"token_ids": [3, 4]}, {"prompt": "ab"}, {"messages": [{"role": "user", "content": "c"}]}]
+SAMPLED = (
+    "--include-output",
+    "--max-tokens",
+    4,
+    "--temperature",
+    0.7,
+    "--top-p",
+    0.9,
+    "--top-k",
+    20,
+    "--seed",
+    5,
+)
+RECORDS = [
+    {"token_ids": [3, 4]},
+    {"prompt": "ab"},
+    {"messages": [{"role": "user", "content": "c"}]},
+]
 TEXT = "<7><8><9><10>"
 
 
 def answers_of(output: Path) -> dict[int, dict[str, Any]]:
     """The last whole line of each row."""
-    texts = [line for path in sorted(output.glob("answers*.jsonl")) for line in path.read_text().splitlines() if line.endswith("}")]
+    texts = [
+        line
+        for path in sorted(output.glob("answers*.jsonl"))
+        for line in path.read_text().splitlines()
+        if line.endswith("}")
+    ]
     lines = map(json.loads, texts)
     return {line["row"]: line for line in lines}
 
@@ -39,8 +60,16 @@ def test_text_ids_finish_reason_and_mask_lie_beside_the_rows(bench: Bench) -> No
     assert code == 0, printed
     for row, line in answers_of(bench.output).items():
         prompt = bench.server.seen[[seen.row for seen in bench.server.seen].index(row)].token_ids
-        assert line["token_ids"] == [*prompt, 7, 8, 9] == stored_ids(bench.output / f"hs_{row}.safetensors")
-        assert (line["prompt_tokens"], line["output_token_ids"], line["text"]) == (len(prompt), [7, 8, 9, 10], TEXT)
+        assert (
+            line["token_ids"]
+            == [*prompt, 7, 8, 9]
+            == stored_ids(bench.output / f"hs_{row}.safetensors")
+        )
+        assert (line["prompt_tokens"], line["output_token_ids"], line["text"]) == (
+            len(prompt),
+            [7, 8, 9, 10],
+            TEXT,
+        )
         assert line["finish_reason"] == "length"
     trained = datasets.load_from_disk(bench.output / "training_data")
     for row in range(3):
@@ -53,7 +82,10 @@ def test_text_ids_finish_reason_and_mask_lie_beside_the_rows(bench: Bench) -> No
 def test_sampling_options_are_sent_and_each_row_has_its_own_seed(bench: Bench) -> None:
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     bodies = [seen.body for seen in bench.server.seen]
-    assert all((each["temperature"], each["top_p"], each["top_k"], each["max_tokens"]) == (0.7, 0.9, 20, 4) for each in bodies)
+    assert all(
+        (each["temperature"], each["top_p"], each["top_k"], each["max_tokens"]) == (0.7, 0.9, 20, 4)
+        for each in bodies
+    )
     assert len({each["seed"] for each in bodies}) == 3
     first = {seen.row: seen.body["seed"] for seen in bench.server.seen}
     bench.server.seen.clear()
@@ -66,7 +98,9 @@ def test_rows_with_an_answer_are_not_asked_for_again_and_rows_without_one_are(be
     path = bench.output / "answers.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.strip()]
     (lost,) = [line for line in lines if '"row":1,' in line]
-    path.write_text("".join(line for line in lines if line != lost) + lost[:-30])  # as where a run was killed
+    path.write_text(
+        "".join(line for line in lines if line != lost) + lost[:-30]
+    )  # as where a run was killed
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0, printed
     assert bench.server.asked == Counter({0: 1, 1: 2, 2: 1})
@@ -77,7 +111,9 @@ def test_a_row_without_an_answer_keeps_its_place_in_the_dataset(bench: Bench) ->
     bench.server.behave = lambda seen: 400 if seen.row == 1 else "ok"
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 1
     trained = datasets.load_from_disk(bench.output / "training_data")
-    assert [row["input_ids"].tolist() for row in trained][:2] == [[3, 4, 7, 8, 9], [0]] and len(trained) == 3
+    assert [row["input_ids"].tolist() for row in trained][:2] == [[3, 4, 7, 8, 9], [0]] and len(
+        trained
+    ) == 3
     assert trained[1]["loss_mask"].tolist() == [0]
 
 
@@ -93,8 +129,14 @@ def test_ranks_have_files_of_their_own_and_one_rank_writes_the_dataset(bench: Be
     records = [{"token_ids": [row + 1]} for row in range(20)]
     for rank in (0, 1):
         code, printed = bench.run(*SAMPLED, "--world-size", 2, "--rank", rank, records=records)
-        assert code == 0 and "training_data is not written: when all ranks have ended, call again" in printed, printed
-    assert sorted(path.name for path in bench.output.glob("answers*")) == ["answers-0-of-2.jsonl", "answers-1-of-2.jsonl"]
+        assert (
+            code == 0
+            and "training_data is not written: when all ranks have ended, call again" in printed
+        ), printed
+    assert sorted(path.name for path in bench.output.glob("answers*")) == [
+        "answers-0-of-2.jsonl",
+        "answers-1-of-2.jsonl",
+    ]
     assert bench.run(*SAMPLED, records=records)[0] == 0
     assert bench.server.asked == Counter(range(20))
     assert len(datasets.load_from_disk(bench.output / "training_data")) == 20
@@ -102,7 +144,9 @@ def test_ranks_have_files_of_their_own_and_one_rank_writes_the_dataset(bench: Be
 
 def the_dataset_is_of_the_files(bench: Bench, rows: int = 3) -> None:
     trained = datasets.load_from_disk(bench.output / "training_data")
-    assert [each["input_ids"].tolist() for each in trained] == [stored_ids(bench.output / f"hs_{row}.safetensors") for row in range(rows)]
+    assert [each["input_ids"].tolist() for each in trained] == [
+        stored_ids(bench.output / f"hs_{row}.safetensors") for row in range(rows)
+    ]
 
 
 def test_a_row_whose_answer_was_lost_on_the_way_is_asked_for_again(bench: Bench) -> None:
@@ -114,7 +158,9 @@ def test_a_row_whose_answer_was_lost_on_the_way_is_asked_for_again(bench: Bench)
     the_dataset_is_of_the_files(bench)
 
 
-def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run was killed after a row was sampled again, and before the new answer was stored."""
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     path = bench.output / "answers.jsonl"
@@ -125,7 +171,9 @@ def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(bench: B
         assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     path.write_bytes(first)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
-    assert code == 0 and "hs_1.safetensors: its answer is not stored; it is asked for again" in printed, printed
+    assert (
+        code == 0 and "hs_1.safetensors: its answer is not stored; it is asked for again" in printed
+    ), printed
     assert bench.server.asked == Counter({0: 1, 1: 3, 2: 1})
     the_dataset_is_of_the_files(bench)
 
@@ -136,12 +184,18 @@ def test_rows_that_moved_in_the_dataset_keep_their_answers(bench: Bench) -> None
     for _ in range(2):
         assert bench.run(*SAMPLED, records=RECORDS[1:])[0] == 0
         assert bench.server.asked == Counter(range(3))
-        assert [answers_of(bench.output)[row] for row in range(2)] == [before[row + 1] | {"row": row} for row in range(2)]
+        assert [answers_of(bench.output)[row] for row in range(2)] == [
+            before[row + 1] | {"row": row} for row in range(2)
+        ]
         the_dataset_is_of_the_files(bench, rows=2)
-    assert len((bench.output / "answers.jsonl").read_text().split()) == 5, "each is stored again once"
+    assert len((bench.output / "answers.jsonl").read_text().split()) == 5, (
+        "each is stored again once"
+    )
 
 
-def test_of_two_answers_to_a_row_the_one_of_its_file_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_answers_to_a_row_the_one_of_its_file_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The earlier one is in the file that is read last."""
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     (bench.output / "hs_1.safetensors").unlink()
@@ -153,16 +207,25 @@ def test_of_two_answers_to_a_row_the_one_of_its_file_counts(bench: Bench, monkey
     the_dataset_is_of_the_files(bench)
 
 
-def test_a_dataset_of_the_same_answers_is_left_as_it_is_with_the_files_of_the_trainer(bench: Bench) -> None:
+def test_a_dataset_of_the_same_answers_is_left_as_it_is_with_the_files_of_the_trainer(
+    bench: Bench,
+) -> None:
     vocabulary = bench.output / "training_data" / "d2t-8.npy"
-    for records, is_kept in ((RECORDS, False), (RECORDS, True), (RECORDS[:2], False), ([*RECORDS[:2], {"prompt": "d"}], False)):
+    for records, is_kept in (
+        (RECORDS, False),
+        (RECORDS, True),
+        (RECORDS[:2], False),
+        ([*RECORDS[:2], {"prompt": "d"}], False),
+    ):
         assert bench.run(*SAMPLED, records=records)[0] == 0
         assert vocabulary.exists() == is_kept
         the_dataset_is_of_the_files(bench, rows=len(records))
         vocabulary.touch()
 
 
-def test_the_document_s_command_counts_the_tokens_that_have_a_loss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_s_command_counts_the_tokens_that_have_a_loss(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     (text,) = blocks("generate.md", "token-frequencies")
     program, option, code, path = shlex.split(text)
@@ -205,16 +268,28 @@ def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench
     for batch in (batch for loader in loaders for batch in loader):
         for document in range(int(batch["document_ids"].max()) + 1):
             mine = batch["document_ids"][0] == document
-            seen.append((batch["input_ids"][0, mine].tolist(), batch["loss_mask"][0, mine].tolist()))
+            seen.append(
+                (batch["input_ids"][0, mine].tolist(), batch["loss_mask"][0, mine].tolist())
+            )
     # Without the first token, as it is trained.
-    assert [ids for ids, _ in sorted(seen)] == [[50, 7, 8, 9]] * 16 and all(mask == [0, 1, 1, 1] for _, mask in seen)
+    assert [ids for ids, _ in sorted(seen)] == [[50, 7, 8, 9]] * 16 and all(
+        mask == [0, 1, 1, 1] for _, mask in seen
+    )
 
 
 @pytest.mark.parametrize(
     ("place", "error", "reason"),
     [
-        ("datasets.arrow_writer.ArrowWriter.finalize", OSError(28, "No space left on device"), "No space left on device"),
-        ("datasets.Dataset.save_to_disk", OSError(28, "No space left on device"), "No space left on device"),
+        (
+            "datasets.arrow_writer.ArrowWriter.finalize",
+            OSError(28, "No space left on device"),
+            "No space left on device",
+        ),
+        (
+            "datasets.Dataset.save_to_disk",
+            OSError(28, "No space left on device"),
+            "No space left on device",
+        ),
     ],
 )
 def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
@@ -225,8 +300,16 @@ def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
 
     monkeypatch.setattr(place, fail)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
-    assert code == 0 and "training_data is not written: " in printed and f"{reason}; mend that, and call again" in printed, printed
-    assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {0, 1, 2}
+    assert (
+        code == 0
+        and "training_data is not written: " in printed
+        and f"{reason}; mend that, and call again" in printed
+    ), printed
+    assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {
+        0,
+        1,
+        2,
+    }
 
 
 def test_leftovers_of_a_killed_run_are_removed_with_the_next_dataset(bench: Bench) -> None:
@@ -238,11 +321,17 @@ def test_leftovers_of_a_killed_run_are_removed_with_the_next_dataset(bench: Benc
     the_dataset_is_of_the_files(bench)
 
 
-def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = bench.server.answer
 
     async def half_a_character(exchange: Exchange, path: str | None, **changes: Any) -> None:
-        choice = {"token_ids": exchange.seen.output, "text": "a\ud83d", "prompt_token_ids": exchange.seen.token_ids}
+        choice = {
+            "token_ids": exchange.seen.output,
+            "text": "a\ud83d",
+            "prompt_token_ids": exchange.seen.token_ids,
+        }
         await answer(exchange, path, choices=[choice], **changes)
 
     monkeypatch.setattr(bench.server, "answer", half_a_character)
@@ -251,38 +340,62 @@ def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(bench: Benc
     assert datasets.load_from_disk(bench.output / "training_data")[0]["text"] == "a?"
 
 
-def test_the_dataset_is_written_where_torch_is_not_installed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dataset_is_written_where_torch_is_not_installed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as without:
         without.delitem(datasets.formatting._FORMAT_TYPES, "torch")
-        without.setitem(datasets.formatting._FORMAT_TYPES_ALIASES_UNAVAILABLE, "torch", ValueError("PyTorch needs to be installed"))
+        without.setitem(
+            datasets.formatting._FORMAT_TYPES_ALIASES_UNAVAILABLE,
+            "torch",
+            ValueError("PyTorch needs to be installed"),
+        )
         assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     the_dataset_is_of_the_files(bench)
 
 
-def test_without_datasets_the_answers_stay_and_the_extra_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_datasets_the_answers_stay_and_the_extra_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
-    assert code == 0 and "training_data is not written: it needs datasets: pip install 'vllm-ascend-hsx[data]'" in printed, printed
+    assert (
+        code == 0
+        and "training_data is not written: it needs datasets: pip install 'vllm-ascend-hsx[data]'"
+        in printed
+    ), printed
     assert set(answers_of(bench.output)) == {0, 1, 2}
 
 
 def test_options_of_answers_are_refused_without_answers(bench: Bench) -> None:
     for option in (("--max-tokens", 3), ("--seed", 3), ("--temperature", 0.5)):
         code, printed = bench.run(*option)
-        assert code == 2 and f"{option[0]}" in printed and "add --include-output or leave it out" in printed, printed
+        assert (
+            code == 2
+            and f"{option[0]}" in printed
+            and "add --include-output or leave it out" in printed
+        ), printed
 
 
 def request_of(row: int, content: int) -> str:
     return f"{content:032x}-{row:012x}"
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 10**6))
-def test_answers_before_a_cut_are_known(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], cut: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12),
+    st.integers(0, 10**6),
+)
+def test_answers_before_a_cut_are_known(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], cut: int
+) -> None:
     output = tmp_path_factory.mktemp("answers")
     stored = Answers(output)
     ends = []
     for row, content in rows:
-        stored.append(row, Answer(Expected([1, 2], [3]), 0, "a } text", [3, 4], "stop", request_of(row, content)))
+        stored.append(
+            row,
+            Answer(Expected([1, 2], [3]), 0, "a } text", [3, 4], "stop", request_of(row, content)),
+        )
         ends.append(stored._path.stat().st_size)
     stored.close()
     data = stored._path.read_bytes()

@@ -30,7 +30,12 @@ pa = pytest.importorskip("pyarrow", reason="it comes with datasets")
 TOKENS = [{"token_ids": [5, 1, 2]}, {"token_ids": [0]}, {"token_ids": [7] * 300}]
 CHATS = [
     {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
-    {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Who, ü?"}]},
+    {
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "Who, ü?"},
+        ]
+    },
 ]
 TEXTS = [{"prompt": "null"}, {"prompt": "\n b"}, {"prompt": 'ü, "12"'}]
 # Tools, whose arguments differ from row to row: Arrow has all keys in all rows.
@@ -41,18 +46,37 @@ CALLS = [
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": arguments},
+                    }
+                ],
             },
         ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {"type": "object", "properties": properties},
+                },
+            }
+        ],
     }
-    for arguments, properties in (({"town": "Oslo"}, {"town": {"type": "string"}}), ({"a": 17, "b": 3}, {"a": {"type": "integer"}}))
+    for arguments, properties in (
+        ({"town": "Oslo"}, {"town": {"type": "string"}}),
+        ({"a": 17, "b": 3}, {"a": {"type": "integer"}}),
+    )
 ]
 RECORDS = {"tokens": TOKENS, "chats": CHATS, "texts": TEXTS, "calls": CALLS}
 
 
 @pytest.fixture(autouse=True)
-def _caches_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _caches_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
@@ -73,10 +97,17 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> Path:
     import csv
 
     with open(path, "w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, list(records[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer = csv.DictWriter(
+            file, list(records[0]), delimiter="\t" if path.suffix == ".tsv" else ","
+        )
         writer.writeheader()
         for record in records:
-            writer.writerow({name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()})
+            writer.writerow(
+                {
+                    name: value if isinstance(value, str) else json.dumps(value)
+                    for name, value in record.items()
+                }
+            )
     return path
 
 
@@ -98,9 +129,15 @@ def every_form(folder: Path, records: list[dict[str, Any]]) -> list[Path]:
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist(records)
-    with pa.OSFile(str(folder / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "file.arrow"), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=2)
-    with pa.OSFile(str(folder / "stream.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "stream.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=2)
     pq.write_table(table, folder / "file.parquet", row_group_size=1)
     parts = [folder / name for name in ("tables", "lines", "packed", "both/data")]
@@ -110,10 +147,18 @@ def every_form(folder: Path, records: list[dict[str, Any]]) -> list[Path]:
         for part in (parts[0], parts[3]):
             pq.write_table(table.slice(start, stop - start), part / f"train-{number:05d}.parquet")
         write_jsonl(parts[1] / f"{number:05d}.jsonl", records[start:stop])
-        (parts[2] / f"{number:05d}.jsonl.gz").write_bytes(gzip.compress((parts[1] / f"{number:05d}.jsonl").read_bytes()))
-    lines, a_list, pretty = write_jsonl(folder / "file.jsonl", records), folder / "list.json", folder / "pretty.json"
+        (parts[2] / f"{number:05d}.jsonl.gz").write_bytes(
+            gzip.compress((parts[1] / f"{number:05d}.jsonl").read_bytes())
+        )
+    lines, a_list, pretty = (
+        write_jsonl(folder / "file.jsonl", records),
+        folder / "list.json",
+        folder / "pretty.json",
+    )
     a_list.write_text(json.dumps(records))
-    pretty.write_bytes(b"\xef\xbb\xbf\n" + json.dumps(records, indent=2, ensure_ascii=False).encode())
+    pretty.write_bytes(
+        b"\xef\xbb\xbf\n" + json.dumps(records, indent=2, ensure_ascii=False).encode()
+    )
     separated = [write_csv(folder / name, records) for name in ("file.csv", "file.tsv")]
     tables = [folder / name for name in ("file.arrow", "stream.arrow", "file.parquet")]
     texts = [lines, a_list, pretty, *separated]
@@ -131,7 +176,10 @@ def every_form(folder: Path, records: list[dict[str, Any]]) -> list[Path]:
 def test_every_form_of_a_dataset_has_the_same_rows(kind: str, tmp_path: Path) -> None:
     records = RECORDS[kind]
     forms = every_form(tmp_path, records)
-    expected = [read_row(index, record, Options("", Path()), Counter()) for index, record in enumerate(records)]
+    expected = [
+        read_row(index, record, Options("", Path()), Counter())
+        for index, record in enumerate(records)
+    ]
     for path in forms:
         assert list(opened(path).rows()) == expected, path
         assert [row.index for row in opened(path).rows(lambda index: index == 1)] == [1]
@@ -140,7 +188,12 @@ def test_every_form_of_a_dataset_has_the_same_rows(kind: str, tmp_path: Path) ->
 
 
 def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
-    made = datasets.DatasetDict({name: datasets.Dataset.from_list(TOKENS[:rows]) for name, rows in (("train", 3), ("test", 1))})
+    made = datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_list(TOKENS[:rows])
+            for name, rows in (("train", 3), ("test", 1))
+        }
+    )
     made.save_to_disk(tmp_path / "saved")
     (tmp_path / "files" / "data").mkdir(parents=True)
     for name, part in made.items():
@@ -148,12 +201,22 @@ def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
     for folder in ("saved", "files"):
         assert len(checked(tmp_path / folder, split="test").identities) == 1
         for split in (None, "dev"):
-            with pytest.raises(DatasetError, match=f"{folder}: it has the splits train, test; name one of them with --split"):
+            with pytest.raises(
+                DatasetError,
+                match=f"{folder}: it has the splits train, test; name one of them with --split",
+            ):
                 opened(tmp_path / folder, split=split)
 
 
-def test_a_dataset_of_a_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(TOKENS), "test": datasets.Dataset.from_list(TOKENS[:1])})
+def test_a_dataset_of_a_hub_is_read_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = datasets.DatasetDict(
+        {
+            "train": datasets.Dataset.from_list(TOKENS),
+            "test": datasets.Dataset.from_list(TOKENS[:1]),
+        }
+    )
     made.save_to_disk(tmp_path / "cache")
     asked: list[Any] = []
     load, cached = datasets.load_dataset, datasets.load_from_disk(tmp_path / "cache")
@@ -175,23 +238,40 @@ def test_a_dataset_of_a_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: 
     assert len(asked) == 2
 
 
-def test_what_neither_a_path_nor_a_hub_has_is_told_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_neither_a_path_nor_a_hub_has_is_told_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreachable(*arguments: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    neither = "there is no such file or folder, and an id on a hub is OWNER/NAME or OWNER/NAME:CONFIG"
-    for name in (tmp_path / "nothing", "nothing", "data/train.jsonl", "data/train.parquet", "data/train.csv.gz"):
+    neither = (
+        "there is no such file or folder, and an id on a hub is OWNER/NAME or OWNER/NAME:CONFIG"
+    )
+    for name in (
+        tmp_path / "nothing",
+        "nothing",
+        "data/train.jsonl",
+        "data/train.parquet",
+        "data/train.csv.gz",
+    ):
         with pytest.raises(DatasetError, match=f"{name}: {neither}"):
             opened(name)
     with pytest.raises(
         DatasetError,
-        match="some/thing: it cannot be read: Couldn't reach the Hub; give one that can be: a file, a folder, or the id of a dataset",
+        match=(
+            "some/thing: it cannot be read: Couldn't reach the Hub; give one that can be: a "
+            "file, a folder, or the id of a dataset"
+        ),
     ):
         opened("some/thing")
 
 
-@pytest.mark.parametrize("text", ["".join(json.dumps(each) + "\n" for each in TEXTS), json.dumps(TEXTS, indent=1)], ids=["lines", "list"])
+@pytest.mark.parametrize(
+    "text",
+    ["".join(json.dumps(each) + "\n" for each in TEXTS), json.dumps(TEXTS, indent=1)],
+    ids=["lines", "list"],
+)
 def test_the_standard_input_is_read_twice(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     dataset = opened("-")
@@ -199,39 +279,71 @@ def test_the_standard_input_is_read_twice(text: str, monkeypatch: pytest.MonkeyP
     assert [row.content for row in dataset.rows()] == [each["prompt"] for each in TEXTS]
 
 
-def test_a_bad_row_of_the_standard_input_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": ""}\n')))
-    assert bad("-") == ["standard input:2: prompt is empty; there is nothing to compute for it: leave this row out"]
+def test_a_bad_row_of_the_standard_input_is_named_by_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": ""}\n'))
+    )
+    assert bad("-") == [
+        "standard input:2: prompt is empty; there is nothing to compute for it: leave this row out"
+    ]
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1), min_size=1))
 def test_token_ids_arrive_as_they_were_written(lists: list[list[int]]) -> None:
     records = [json.loads(json.dumps({"input_ids": each})) for each in lists]
-    rows = [read_row(index, record, Options("", Path()), Counter()) for index, record in enumerate(records)]
+    rows = [
+        read_row(index, record, Options("", Path()), Counter())
+        for index, record in enumerate(records)
+    ]
     assert [row.prompt()["prompt"] for row in rows] == lists
     assert len({row.identity({}) for row in rows}) == len(set(map(tuple, lists)))
 
 
-def test_token_ids_of_tables_are_no_python_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_ids_of_tables_are_no_python_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A list of 1,000 ids is one array, not 1,000 objects."""
     import pyarrow.parquet as pq
 
     column = pa.array([[5, 1], [2]], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"input_ids": column, "loss_mask": column, "embedding": column}), tmp_path / "d.parquet")
+    pq.write_table(
+        pa.table({"input_ids": column, "loss_mask": column, "embedding": column}),
+        tmp_path / "d.parquet",
+    )
     monkeypatch.setattr("vllm_ascend_hsx.generate.open_dataset._without_nones", None)
-    assert list(opened(tmp_path / "d.parquet").rows()) == [Row(0, array("q", [5, 1])), Row(1, array("q", [2]))]
+    assert list(opened(tmp_path / "d.parquet").rows()) == [
+        Row(0, array("q", [5, 1])),
+        Row(1, array("q", [2])),
+    ]
 
 
 def test_a_check_counts_rows_tokens_characters_and_what_is_not_sent(tmp_path: Path) -> None:
-    records: list[Any] = [*TOKENS, {"prompt": "abc", "score": 1}, {"prompt": ""}, {"prompt": "d", "score": 2, "lang": None}]
+    records: list[Any] = [
+        *TOKENS,
+        {"prompt": "abc", "score": 1},
+        {"prompt": ""},
+        {"prompt": "d", "score": 2, "lang": None},
+    ]
     path = write_jsonl(tmp_path / "d.jsonl", records)
     found = checked(path)
     rows = [
-        read_row(index, record, Options("", Path()), Counter()) if record.get("prompt") != "" else None
+        read_row(index, record, Options("", Path()), Counter())
+        if record.get("prompt") != ""
+        else None
         for index, record in enumerate(records)
     ]
-    assert [f"{each:016x}" for each in found.identities] == [row.identity({})[:16] if row else "0" * 16 for row in rows]
-    assert found.bad == [BadRow(4, f"{path}:5", "prompt is empty; there is nothing to compute for it: leave this row out")]
+    assert [f"{each:016x}" for each in found.identities] == [
+        row.identity({})[:16] if row else "0" * 16 for row in rows
+    ]
+    assert found.bad == [
+        BadRow(
+            4,
+            f"{path}:5",
+            "prompt is empty; there is nothing to compute for it: leave this row out",
+        )
+    ]
     assert (found.unsent, found.tokens, found.characters) == (Counter(score=2), 304, 4)
     assert [row.index for row in opened(path).rows()] == [0, 1, 2, 3, 5]
 
@@ -239,7 +351,11 @@ def test_a_check_counts_rows_tokens_characters_and_what_is_not_sent(tmp_path: Pa
 @pytest.mark.parametrize("form", ["lines", "list", "parquet"])
 def test_a_limit_checks_only_what_it_sends(form: str, tmp_path: Path) -> None:
     records = [{"prompt": "a"}, {"prompt": ""}, {"prompt": "c"}, {"prompt": ""}]
-    path = {"lines": tmp_path / "d.jsonl", "list": tmp_path / "d.json", "parquet": tmp_path / "d.parquet"}[form]
+    path = {
+        "lines": tmp_path / "d.jsonl",
+        "list": tmp_path / "d.json",
+        "parquet": tmp_path / "d.parquet",
+    }[form]
     if form == "lines":
         write_jsonl(path, records)
     elif form == "list":
@@ -256,7 +372,9 @@ def test_columns_of_tables_that_are_not_known_are_counted_and_not_read(tmp_path:
     odd = pa.array([2**55, None], pa.timestamp("ms"))  # a time that Python has no object for
     table = pa.table({"prompt": ["a", "b"], "made": odd})
     assert checked(_parquet(tmp_path / "d.parquet", table)).unsent == Counter(made=1)
-    assert bad(tmp_path / "d.parquet", column="made")[0].startswith(f"{tmp_path}/d.parquet, row 0: ")
+    assert bad(tmp_path / "d.parquet", column="made")[0].startswith(
+        f"{tmp_path}/d.parquet, row 0: "
+    )
 
 
 def _parquet(path: Path, table: Any) -> Path:
@@ -279,11 +397,20 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (b'{"prompt": "\xff"}', "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"5", "it is 5; give one JSON object per line"),
-        (b'{"other": "a", "id": 4}', "it has none of token_ids, .*, only .*'other', 'id'.*; name the column to send with --column"),
+        (
+            b'{"other": "a", "id": 4}',
+            (
+                "it has none of token_ids, .*, only .*'other', 'id'.*; name the column to send "
+                "with "
+                "--column"
+            ),
+        ),
         (b'{"input_ids": [1, -4]}', r"input_ids\[1\] is -4; token ids are whole numbers"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(line: bytes, message: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(
+    line: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n' + line + b'\n{"prompt": "c"}\n')
     (said,) = bad(path)
@@ -295,15 +422,29 @@ def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(line: byt
 TWICE = [
     ('{"prompt": "a", "id": 1, "prompt": "b"}', "it has the key 'prompt' twice"),
     ('{"prompt": "a", "score": 1, "score": 1}', "it has the key 'score' twice"),
-    ('{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "it has the key 'role' twice"),
-    ('{"prompt": "a", "meta": [[{"x": {"y": 1, "y": {"z": 1, "z": 2}}}]]}', "it has the key '[yz]' twice"),
+    (
+        '{"messages": [{"role": "user", "content": "a", "role": "system"}]}',
+        "it has the key 'role' twice",
+    ),
+    (
+        '{"prompt": "a", "meta": [[{"x": {"y": 1, "y": {"z": 1, "z": 2}}}]]}',
+        "it has the key '[yz]' twice",
+    ),
     ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "it has the key '(prompt)?' twice"),
 ]
 
 
-@pytest.mark.parametrize("form", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.json", "d.json.gz", "d.json.zst"])
-def test_a_key_that_occurs_twice_is_named_and_costs_its_row_alone(form: str, tmp_path: Path) -> None:
-    rows = ['{"prompt": "first"}', *(row for row, _ in TWICE), '{"prompt": "last", "meta": {"prompt": [{"prompt": 1}, {"prompt": 2}]}}']
+@pytest.mark.parametrize(
+    "form", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.json", "d.json.gz", "d.json.zst"]
+)
+def test_a_key_that_occurs_twice_is_named_and_costs_its_row_alone(
+    form: str, tmp_path: Path
+) -> None:
+    rows = [
+        '{"prompt": "first"}',
+        *(row for row, _ in TWICE),
+        '{"prompt": "last", "meta": {"prompt": [{"prompt": 1}, {"prompt": 2}]}}',
+    ]
     plain = tmp_path / form.removesuffix(".gz").removesuffix(".zst")
     plain.write_text("\n".join(rows) if plain.suffix == ".jsonl" else f"[{', '.join(rows)}]")
     packed(plain)
@@ -326,12 +467,20 @@ def test_a_key_that_occurs_twice_in_json_in_a_cell_is_named_with_the_column(tmp_
 @pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
 def test_a_column_of_csv_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> None:
     separator = {"d.csv": ",", "d.tsv": "\t"}[name]
-    for header, problem in ((["prompt", "id", "prompt"], "'prompt'"), (["id", "", "", "prompt"], None)):
-        (tmp_path / name).write_text("\n".join(separator.join(cells) for cells in (header, ["a"] * len(header))))
+    for header, problem in (
+        (["prompt", "id", "prompt"], "'prompt'"),
+        (["id", "", "", "prompt"], None),
+    ):
+        (tmp_path / name).write_text(
+            "\n".join(separator.join(cells) for cells in (header, ["a"] * len(header)))
+        )
         if problem is None:  # empty columns of a spreadsheet
             assert [row.content for row in opened(tmp_path / name).rows()] == ["a"]
         else:
-            with pytest.raises(DatasetError, match=f"{name}: its header has the column {problem} twice; give each column once"):
+            with pytest.raises(
+                DatasetError,
+                match=f"{name}: its header has the column {problem} twice; give each column once",
+            ):
                 checked(tmp_path / name)
 
 
@@ -349,30 +498,74 @@ def test_a_bad_row_of_a_list_a_table_and_csv_is_named(tmp_path: Path) -> None:
     ]
     assert found.unsent == {"cells beyond the header": 1}
     numbers = pa.array([[1], [2], [3, None]])
-    table = pa.table({"input_ids": numbers, "big": pa.array([[1], [2], [2**63]], pa.list_(pa.uint64()))})
+    table = pa.table(
+        {"input_ids": numbers, "big": pa.array([[1], [2], [2**63]], pa.list_(pa.uint64()))}
+    )
     path = save_to_disk(tmp_path / "saved", table)
-    assert bad(path) == [f"{path}, row 2: input_ids[1] is None; token ids are whole numbers from 0 to the vocabulary's size"]
+    assert bad(path) == [
+        (
+            f"{path}, row 2: input_ids[1] is None; token ids are whole numbers from 0 to the "
+            "vocabulary's size"
+        )
+    ]
     assert bad(path, column="big")[0].startswith(f"{path}, row 2: ")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.json", b'[{"prompt": "a"},\n {"prompt": "b"', "it cannot be read after 1 rows: parse error: premature EOF"),
-        ("d.json", b'[{"prompt": "a"},\n {"prompt" "b"}]', "it cannot be read after 1 rows: parse error: "),
-        ("d.json", b'[{"prompt": "a"}] {"prompt": "b"}', "it cannot be read after 1 rows: parse error: trailing garbage"),
-        ("d.json", b'{\n  "prompt": "a"\n}\n', "its first row has several lines; write one JSON object per line, or a list of all of them"),
-        ("d.json.gz", gzip.compress(b'{"prompt": "a"}\n' * 9, mtime=0)[:-12], "it cannot be read.*: Compressed file ended"),
-        ("d.json.zst", pa.Codec("zstd").compress(os.urandom(9000), asbytes=True)[:-12], "it cannot be read.*: Truncated compressed stream"),
+        (
+            "d.json",
+            b'[{"prompt": "a"},\n {"prompt": "b"',
+            "it cannot be read after 1 rows: parse error: premature EOF",
+        ),
+        (
+            "d.json",
+            b'[{"prompt": "a"},\n {"prompt" "b"}]',
+            "it cannot be read after 1 rows: parse error: ",
+        ),
+        (
+            "d.json",
+            b'[{"prompt": "a"}] {"prompt": "b"}',
+            "it cannot be read after 1 rows: parse error: trailing garbage",
+        ),
+        (
+            "d.json",
+            b'{\n  "prompt": "a"\n}\n',
+            (
+                "its first row has several lines; write one JSON object per line, or a list of all "
+                "of them"
+            ),
+        ),
+        (
+            "d.json.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 9, mtime=0)[:-12],
+            "it cannot be read.*: Compressed file ended",
+        ),
+        (
+            "d.json.zst",
+            pa.Codec("zstd").compress(os.urandom(9000), asbytes=True)[:-12],
+            "it cannot be read.*: Truncated compressed stream",
+        ),
         ("d.csv", b'prompt\n"a', "it cannot be read after 0 rows: unexpected end of data"),
         ("d.csv", b"prompt\n\xff", "it cannot be read after 0 rows: 'utf-8' codec can't decode"),
-        ("d.arrow", b"this is no table of any kind", "it cannot be read after 0 rows: Not an Arrow file"),
-        ("d.parquet", b"this is no table of any kind", "it cannot be read after 0 rows: Parquet magic bytes not found in footer"),
+        (
+            "d.arrow",
+            b"this is no table of any kind",
+            "it cannot be read after 0 rows: Not an Arrow file",
+        ),
+        (
+            "d.parquet",
+            b"this is no table of any kind",
+            "it cannot be read after 0 rows: Parquet magic bytes not found in footer",
+        ),
         ("blank.jsonl", b"\n\n", "it has no rows"),
         ("empty.json", b"[]", "it has no rows"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_error(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_error(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=f"{name}: {message}") as refusal:
         checked(tmp_path / name)
@@ -381,14 +574,23 @@ def test_a_file_that_cannot_be_read_is_one_error(name: str, content: bytes, mess
 
 def test_a_column_of_a_table_has_to_be_there_once(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
-    with pytest.raises(DatasetError, match="d.parquet: it cannot be read after 0 rows: Multiple matches for .*prompt"):
+    with pytest.raises(
+        DatasetError,
+        match="d.parquet: it cannot be read after 0 rows: Multiple matches for .*prompt",
+    ):
         checked(_parquet(tmp_path / "d.parquet", table))
 
 
 def test_what_datasets_keeps_of_earlier_maps_is_no_part_of_the_dataset(tmp_path: Path) -> None:
-    for name, prompt in (("cache-0123456789abcdef.arrow", "mapped"), ("train-00000.arrow", "its own")):
+    for name, prompt in (
+        ("cache-0123456789abcdef.arrow", "mapped"),
+        ("train-00000.arrow", "its own"),
+    ):
         table = pa.table({"prompt": [prompt]})
-        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        with (
+            pa.OSFile(str(tmp_path / name), "wb") as file,
+            pa.ipc.new_file(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     assert [row.content for row in opened(tmp_path).rows()] == ["its own"]
 
@@ -398,8 +600,14 @@ def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
     (tmp_path / "data.xml").touch()
     (tmp_path / "empty").mkdir()
     cases = {
-        "data.xml": "give a file of one of these forms, or a folder with files of one of them: JSON .*, .parquet or .arrow",
-        "fifo.jsonl": "it is not a regular file, and is read twice; copy it to one, or give it to --data - as standard input",
+        "data.xml": (
+            "give a file of one of these forms, or a folder with files of one of them: JSON .*, "
+            ".parquet or .arrow"
+        ),
+        "fifo.jsonl": (
+            "it is not a regular file, and is read twice; copy it to one, or give it to --data - "
+            "as standard input"
+        ),
         "empty": "it cannot be read: The directory at .*empty doesn't contain any data files",
     }
     for name, message in cases.items():
@@ -417,16 +625,26 @@ def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
         ("dataset_dict.json", '{"splits": [["a"]]}'),
     ],
 )
-def test_what_datasets_would_not_have_written_is_named(name: str, content: str, tmp_path: Path) -> None:
+def test_what_datasets_would_not_have_written_is_named(
+    name: str, content: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=f"{tmp_path}: it (cannot be read|has the splits ;)"):
         opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
-def test_an_arrow_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path, kind: str) -> None:
-    path, table = tmp_path / "d.arrow", pa.table({"prompt": [f"{row} " + "x" * 1000 for row in range(3000)]})
-    with pa.OSFile(str(path), "wb") as sink, getattr(pa.ipc, f"new_{kind}")(sink, table.schema) as writer:
+def test_an_arrow_file_that_becomes_shorter_while_it_is_read_is_named(
+    tmp_path: Path, kind: str
+) -> None:
+    path, table = (
+        tmp_path / "d.arrow",
+        pa.table({"prompt": [f"{row} " + "x" * 1000 for row in range(3000)]}),
+    )
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        getattr(pa.ipc, f"new_{kind}")(sink, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=10)
     rows = opened(path).rows()
     next(rows)
@@ -439,7 +657,9 @@ def test_a_message_that_nests_too_deep_to_be_sent_is_named(tmp_path: Path) -> No
     """The decoder's limit can be too deep for the encoder, which is called deeper in the stack."""
     path = tmp_path / "d.jsonl"
     for depth in (970, 978, 980, 982, 984):
-        path.write_text('{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}")
+        path.write_text(
+            '{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}"
+        )
         assert bad(path)[0].startswith(f"{path}:1: ")
 
 
@@ -459,12 +679,15 @@ def test_without_a_package_a_dataset_says_what_to_install(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
-        DatasetError, match=rf"reading it needs {module}: pip install 'vllm-ascend-hsx\[data\]', or convert it to JSON lines"
+        DatasetError,
+        match=rf"reading it needs {module}: pip install 'vllm-ascend-hsx\[data\]', or convert it to JSON lines",
     ):
         checked(tmp_path / Path(name).parts[0])
 
 
-def test_plain_json_lines_and_csv_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_json_lines_and_csv_need_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("datasets", "pyarrow", "ijson"):
         monkeypatch.setitem(sys.modules, module, None)
     lines = write_jsonl(tmp_path / "d.jsonl", TEXTS)
@@ -487,16 +710,24 @@ def test_no_row_is_given_once_its_file_has_changed(tmp_path: Path) -> None:
     given = [next(rows)]
     write_jsonl(path, [{"token_ids": [number]} for number in range(3000)][::-1])
     with pytest.raises(
-        DatasetError, match="it was changed while it was read; put back what was checked, or call again when it is complete"
+        DatasetError,
+        match=(
+            "it was changed while it was read; put back what was checked, or call again when it "
+            "is complete"
+        ),
     ):
         given += rows
     assert [list(row.token_ids or ()) for row in given] == [[0]]
 
 
 @pytest.mark.parametrize(
-    "write", [write_jsonl, lambda path, records: _parquet(path, pa.Table.from_pylist(records))], ids=["lines", "parquet"]
+    "write",
+    [write_jsonl, lambda path, records: _parquet(path, pa.Table.from_pylist(records))],
+    ids=["lines", "parquet"],
 )
-def test_a_file_that_changes_between_check_and_use_is_told(write: Callable[[Path, list[dict[str, Any]]], Path], tmp_path: Path) -> None:
+def test_a_file_that_changes_between_check_and_use_is_told(
+    write: Callable[[Path, list[dict[str, Any]]], Path], tmp_path: Path
+) -> None:
     path = tmp_path / ("d.jsonl" if write is write_jsonl else "d.parquet")
     write(path, TOKENS)
     dataset = opened(path)

@@ -61,7 +61,9 @@ def answer(made: Balancer, endpoint: Endpoint) -> None:
     made.give_back(endpoint)
 
 
-def fail(made: Balancer, endpoint: Endpoint, failure: Failure, retry_after: float | None = None) -> bool:
+def fail(
+    made: Balancer, endpoint: Endpoint, failure: Failure, retry_after: float | None = None
+) -> bool:
     """A request fails. True if the endpoint begins to pause."""
     begins = made.note_failure(endpoint, RequestError("as the test wants", failure, retry_after))
     made.give_back(endpoint)
@@ -89,14 +91,23 @@ def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
     async def scenario() -> None:
         made = balancer(2)
         near, other = made.endpoints
-        assert [await made.acquire(near=near) for _ in range(6)] == [near, near, near, other, near, other]
+        assert [await made.acquire(near=near) for _ in range(6)] == [
+            near,
+            near,
+            near,
+            other,
+            near,
+            other,
+        ]
         fail(made, near, Failure.UNREACHED)
         assert await made.acquire(near=near) is other, "it pauses"
 
     run(scenario)
 
 
-def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_with_one_trial() -> None:
+def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_with_one_trial() -> (
+    None
+):
     async def scenario() -> None:
         made = balancer(1)
         (endpoint,) = made.endpoints
@@ -112,14 +123,18 @@ def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_
             assert await acquired_at_once(made) is None, "the trial is not over"
             assert fail(made, endpoint, Failure.UNREACHED)
         answer(made, await made.acquire())
-        assert await acquired_at_once(made) and await acquired_at_once(made)  # well again: no trial any more
+        assert await acquired_at_once(made) and await acquired_at_once(
+            made
+        )  # well again: no trial any more
         fail(made, endpoint, Failure.UNREACHED)
         assert endpoint.pause_left() == pytest.approx(1)
 
     run(scenario)
 
 
-def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing else would wake who waits for an endpoint, for nothing is under way."""
     pauses = [1e-6]
     monkeypatch.setattr(Endpoint, "pause_left", lambda self: pauses.pop() if pauses else 0.0)
@@ -146,7 +161,9 @@ def test_others_do_the_work_while_one_pauses() -> None:
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(proven: bool) -> None:
+def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(
+    proven: bool,
+) -> None:
     async def scenario() -> None:
         made = balancer(1, proven)
         for faults in [2, 1] if proven else []:  # a good answer in between ends the row of faults
@@ -173,7 +190,9 @@ def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
 
 
 @pytest.mark.parametrize("failure", [None, Failure.REFUSED])
-def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(failure: Failure | None) -> None:
+def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(
+    failure: Failure | None,
+) -> None:
     async def scenario() -> None:
         made = balancer(1, proven=False)
         endpoint = await made.acquire()
@@ -193,17 +212,31 @@ def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(f
     [
         pytest.param([{}, {"in_flight": 50}], 1, id="another, however busy"),
         pytest.param([{}, {"pauses": 1}], 1, id="another on trial"),
-        pytest.param([{}, {"pauses": 1}, {"in_flight": 50}], 2, id="one that works before one on trial"),
-        pytest.param([{}, {"proven": False}, {"in_flight": 50}], 2, id="one that works before an unknown one"),
+        pytest.param(
+            [{}, {"pauses": 1}, {"in_flight": 50}], 2, id="one that works before one on trial"
+        ),
+        pytest.param(
+            [{}, {"proven": False}, {"in_flight": 50}], 2, id="one that works before an unknown one"
+        ),
         pytest.param([{}, {"faults": 1}, {"in_flight": 50}], 2, id="one without faults"),
-        pytest.param([{}, {"in_flight": 5}, {"in_flight": 4}], 2, id="the least busy of those that work"),
+        pytest.param(
+            [{}, {"in_flight": 5}, {"in_flight": 4}], 2, id="the least busy of those that work"
+        ),
         pytest.param([{}, {"paused_until": 9.0}], 0, id="the same while the other pauses"),
-        pytest.param([{}, {"pauses": 1, "in_flight": 1}], 0, id="the same while the trial of the other is not over"),
-        pytest.param([{"paused_until": 5.0}, {"paused_until": 9.0}], 0, id="the first whose pause ends"),
+        pytest.param(
+            [{}, {"pauses": 1, "in_flight": 1}],
+            0,
+            id="the same while the trial of the other is not over",
+        ),
+        pytest.param(
+            [{"paused_until": 5.0}, {"paused_until": 9.0}], 0, id="the first whose pause ends"
+        ),
         pytest.param([{}], 0, id="the only one"),
     ],
 )
-def test_a_row_that_has_failed_goes_to_another_endpoint(states: list[dict[str, Any]], chosen: int) -> None:
+def test_a_row_that_has_failed_goes_to_another_endpoint(
+    states: list[dict[str, Any]], chosen: int
+) -> None:
     async def scenario() -> None:
         made = balancer(len(states))
         for endpoint, state in zip(made.endpoints, states, strict=True):
@@ -217,7 +250,9 @@ REFUSALS = [Failure.REFUSED, Failure.ABSENT]
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_has_not_published_yet(failure: Failure) -> None:
+def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_has_not_published_yet(
+    failure: Failure,
+) -> None:
     async def scenario() -> None:
         made = balancer(1)
         (endpoint,) = made.endpoints
@@ -228,13 +263,20 @@ def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_ha
         endpoint.paused_until = 0.0
         endpoint.proven, endpoint.failed = False, 0
         fail(made, await made.acquire(), failure)
-        assert endpoint.failed == (failure is not Failure.REFUSED), "it has never written a file here"
+        assert endpoint.failed == (failure is not Failure.REFUSED), (
+            "it has never written a file here"
+        )
 
     run(scenario)
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Failure, None])), max_size=60), st.integers(1, 3))
-def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tuple[int, Failure | None]], count: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Failure, None])), max_size=60),
+    st.integers(1, 3),
+)
+def test_whatever_happens_requests_are_counted_and_none_is_lost(
+    events: list[tuple[int, Failure | None]], count: int
+) -> None:
     async def scenario() -> None:
         made = balancer(count)
         held: list[Endpoint] = []
@@ -248,7 +290,9 @@ def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tup
                     fail(made, failed_at, failure)
             elif (endpoint := await acquired_at_once(made, failed_at)) is not None:
                 held.append(endpoint)
-            assert Counter(each.url for each in held) == Counter({each.url: each.in_flight for each in made.endpoints if each.in_flight})
+            assert Counter(each.url for each in held) == Counter(
+                {each.url: each.in_flight for each in made.endpoints if each.in_flight}
+            )
         for endpoint in held:
             made.give_back(endpoint)
         await made.acquire()

@@ -26,7 +26,11 @@ LATE = 0.08  # of the answers come when the run has given up waiting for them
 def record(row: int) -> dict[str, Any]:
     """Token ids, a text or a chat."""
     text = f"row {row} " * (1 + row % 3)
-    return [{"token_ids": list(text.encode())}, {"prompt": text}, {"messages": [{"role": "user", "content": text}]}][row % 3]
+    return [
+        {"token_ids": list(text.encode())},
+        {"prompt": text},
+        {"messages": [{"role": "user", "content": text}]},
+    ][row % 3]
 
 
 def token_ids(row: int) -> list[int]:
@@ -63,7 +67,9 @@ class SlowServer(DeadlyServer):
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(tmp_path: Path, kind: str) -> None:
+def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(
+    tmp_path: Path, kind: str
+) -> None:
     chance = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
     runs = Runs(tmp_path, kind)
@@ -85,7 +91,9 @@ def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(tm
             again = Counter(seen.row for seen in server.seen[asked:])
             assert not finished & again.keys(), f"interrupted at {at}: {runs.log.read_text()}"
             assert set(again.values()) <= {1}
-            assert process.exitcode == (0 if at is None else 128 + signal.SIGINT), runs.log.read_text()
+            assert process.exitcode == (0 if at is None else 128 + signal.SIGINT), (
+                runs.log.read_text()
+            )
             interrupted += at is not None
             unlogged += len(finished_rows(runs) - logged_rows(runs))
     print(f"{interrupted} interrupts, after which {unlogged} rows with a file were in no ledger")
@@ -107,7 +115,9 @@ def logged_rows(runs: Runs) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(tmp_path: Path, number: signal.Signals) -> None:
+def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Two of them are answered when the signal has arrived; the third one is not."""
     runs = Runs(tmp_path)
     under_way, signalled = threading.Barrier(4), threading.Event()
@@ -143,7 +153,9 @@ def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(tmp_p
 
 
 @pytest.mark.parametrize("behaviour", [502, "drop"])
-def test_a_signal_is_not_held_up_by_a_pause_or_a_retry(tmp_path: Path, behaviour: str | int) -> None:
+def test_a_signal_is_not_held_up_by_a_pause_or_a_retry(
+    tmp_path: Path, behaviour: str | int
+) -> None:
     runs = Runs(tmp_path)
     runs.options += ["--retry-delay", "600"]
     fails = threading.Event()

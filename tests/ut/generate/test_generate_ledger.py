@@ -16,14 +16,33 @@ from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, mark_of, open_ledger, rank_file, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import (
+    Ledger,
+    State,
+    Status,
+    mark_of,
+    open_ledger,
+    rank_file,
+    row_file,
+    row_of_file,
+)
 
 REQUEST = {"max_tokens": 1, "temperature": 0.0}
 IDENTITY, OTHER = "0a" * 16, "b1" * 16  # of a row
-SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
+SERVER = {
+    "model": "tiny",
+    "layer_ids": [1, 2],
+    "layers": 2,
+    "hidden_size": 8,
+    "dtype": "bfloat16",
+    "rotated": False,
+    "lora": "",
+}
 
 
-def opened(path: Path, request: Mapping[str, Any] = REQUEST, world_size: int = 1, rank: int = 0) -> Ledger:
+def opened(
+    path: Path, request: Mapping[str, Any] = REQUEST, world_size: int = 1, rank: int = 0
+) -> Ledger:
     return open_ledger(path, request, world_size, rank)
 
 
@@ -52,10 +71,26 @@ def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
     first.close()
     again = closed(path)
     assert (again.server, logged(again)) == (SERVER, [4, 6])
-    assert list(again.finished.marks) == [0, 0, 0, 0, mark_of(IDENTITY), 0, mark_of(IDENTITY), 0, 0, mark_of(OTHER)]
+    assert list(again.finished.marks) == [
+        0,
+        0,
+        0,
+        0,
+        mark_of(IDENTITY),
+        0,
+        mark_of(IDENTITY),
+        0,
+        0,
+        mark_of(OTHER),
+    ]
     other = closed(path, world_size=3, rank=2)
     assert (other.server, logged(other)) == (SERVER, [4, 6])
-    assert other.is_done(4, IDENTITY) and other.is_done(9, OTHER) and not other.is_done(9, IDENTITY) and not other.is_done(5, IDENTITY)
+    assert (
+        other.is_done(4, IDENTITY)
+        and other.is_done(9, OTHER)
+        and not other.is_done(9, IDENTITY)
+        and not other.is_done(5, IDENTITY)
+    )
     lines = ledger_lines(path / "ledger.jsonl")
     times = [line.pop("time") for line in lines]
     assert times == sorted(times)
@@ -66,14 +101,21 @@ def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_of_two_lines_about_a_row_in_two_ledgers_the_later_one_counts(tmp_path: Path, later: int) -> None:
+def test_of_two_lines_about_a_row_in_two_ledgers_the_later_one_counts(
+    tmp_path: Path, later: int
+) -> None:
     """As after runs that divided the rows otherwise."""
     closed(tmp_path)
     closed(tmp_path, world_size=2, rank=1)
     for at, name in enumerate(("ledger.jsonl", "ledger-1-of-2.jsonl")):
         with open(tmp_path / name, "a") as file:
             for number, row in enumerate((3, 4)):
-                line = {"row": row, "status": "done", "identity": (IDENTITY, OTHER)[at], "time": 100.0 * number + (at == later)}
+                line = {
+                    "row": row,
+                    "status": "done",
+                    "identity": (IDENTITY, OTHER)[at],
+                    "time": 100.0 * number + (at == later),
+                }
                 file.write(json.dumps(line) + "\n")
     again = closed(tmp_path)
     assert all(again.is_done(row, (IDENTITY, OTHER)[later]) for row in (3, 4))
@@ -106,7 +148,10 @@ def test_it_says_what_a_run_is_about_and_how_it_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (REQUEST | {"max_tokens": 8}, "rows of requests of another kind: max_tokens was 1, is 8 .ledger.*jsonl."),
+        (
+            REQUEST | {"max_tokens": 8},
+            "rows of requests of another kind: max_tokens was 1, is 8 .ledger.*jsonl.",
+        ),
         (REQUEST | {"seed": 3}, "requests of another kind: seed was None, is 3"),
     ],
 )
@@ -123,7 +168,9 @@ def test_rows_of_something_else_are_not_mixed_with_these(
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has looked for other ledgers before any of them was there."""
     lock = ledger_module._lock
 
@@ -135,13 +182,18 @@ def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
     monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
     with pytest.raises(InputError, match="requests of another kind: max_tokens was 2, is 1"):
         opened(tmp_path, world_size=2, rank=0)
-    assert os.listdir(tmp_path) == [rank_file("ledger", 2, 1)], "the other rank can be started again"
+    assert os.listdir(tmp_path) == [rank_file("ledger", 2, 1)], (
+        "the other rank can be started again"
+    )
 
 
 def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:
     (tmp_path / row_file(1)).touch()
     (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger":3,"req')
-    with pytest.raises(InputError, match=r"holds files of rows, and no ledger that says what they were made from; name another"):
+    with pytest.raises(
+        InputError,
+        match=r"holds files of rows, and no ledger that says what they were made from; name another",
+    ):
         opened(tmp_path)
     (tmp_path / row_file(1)).unlink()
     closed(tmp_path)
@@ -158,14 +210,18 @@ def test_an_output_that_is_no_directory_is_named(tmp_path: Path) -> None:
 def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> None:
     first = opened(tmp_path)
     before = (tmp_path / "ledger.jsonl").read_bytes()
-    with pytest.raises(InputError, match="ledger.jsonl belongs to a run that is under way; wait for its end"):
+    with pytest.raises(
+        InputError, match="ledger.jsonl belongs to a run that is under way; wait for its end"
+    ):
         opened(tmp_path)
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
     first.close()
     closed(tmp_path)
 
 
-@pytest.mark.parametrize(("first", "second"), [((1, 0), (2, 1)), ((2, 1), (1, 0)), ((2, 0), (3, 2))])
+@pytest.mark.parametrize(
+    ("first", "second"), [((1, 0), (2, 1)), ((2, 1), (1, 0)), ((2, 0), (3, 2))]
+)
 @pytest.mark.parametrize("is_new", [True, False])
 def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
     tmp_path: Path, first: tuple[int, int], second: tuple[int, int], is_new: bool
@@ -176,10 +232,15 @@ def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
     one = opened(tmp_path, world_size=first[0], rank=first[1])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     ledger = rank_file("ledger", *first)
-    message = f"{ledger} belongs to a run that is under way, of another --world-size than {second[0]}.*; wait for its end"
+    message = (
+        f"{ledger} belongs to a run that is under way, of another --world-size than "
+        f"{second[0]}.*; wait for its end"
+    )
     with pytest.raises(InputError, match=message):
         opened(tmp_path, world_size=second[0], rank=second[1])
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "it has no ledger that names it as a rank"
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, (
+        "it has no ledger that names it as a rank"
+    )
     one.append(3, Status.DONE, IDENTITY)
     one.close()
     again = opened(tmp_path, world_size=second[0], rank=second[1])
@@ -189,7 +250,9 @@ def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
     again.close()
 
 
-def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has listed the ledgers before the other one was there."""
     lock = ledger_module._lock
     others: list[Ledger] = []
@@ -201,7 +264,9 @@ def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_
         lock(path, fd, waits)
 
     monkeypatch.setattr(ledger_module, "_lock", other_division_is_faster)
-    with pytest.raises(InputError, match="belongs to a run that is under way, of another --world-size than 1"):
+    with pytest.raises(
+        InputError, match="belongs to a run that is under way, of another --world-size than 1"
+    ):
         opened(tmp_path)
     assert others and os.listdir(tmp_path) == [rank_file("ledger", 2, 1)]
     others[0].close()
@@ -212,7 +277,9 @@ LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(Status)), max_siz
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.data())
-def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(tmp_path: Path, lines: list[tuple[int, Any]], data: st.DataObject) -> None:
+def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(
+    tmp_path: Path, lines: list[tuple[int, Any]], data: st.DataObject
+) -> None:
     path = tmp_path / "ledger.jsonl"
     path.unlink(missing_ok=True)
     ledger = opened(tmp_path)
@@ -229,7 +296,10 @@ def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(tmp_path: Path, line
     # A last line that lacks nothing but its end counts.
     expected = [row for row, _ in lines[: max(kept, 0)]]
     found = [line["row"] for line in map(_parsed, path.read_bytes().splitlines()) if "row" in line]
-    assert found in ([*expected, 19], [*expected, lines[kept][0], 19] if 0 <= kept < len(lines) else [])
+    assert found in (
+        [*expected, 19],
+        [*expected, lines[kept][0], 19] if 0 <= kept < len(lines) else [],
+    )
     assert 19 in logged(closed(tmp_path))
 
 
@@ -241,24 +311,52 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return value
 
 
-def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
+def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_refused(
+    tmp_path: Path,
+) -> None:
     ledger = opened(tmp_path)
     ledger.append(1, Status.DONE, IDENTITY)
     ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
-        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done", "identity": "%b"}\n{"server": 4}\n' % IDENTITY.encode())
-        odd = [("done", "x"), ("done", None), ("done", IDENTITY[:-1]), ("over", IDENTITY), ([], IDENTITY), (None, IDENTITY)]
+        file.write(
+            (
+                b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done", "identity": '
+                b'"%b"}\n{"server": 4}\n'
+            )
+            % IDENTITY.encode()
+        )
+        odd = [
+            ("done", "x"),
+            ("done", None),
+            ("done", IDENTITY[:-1]),
+            ("over", IDENTITY),
+            ([], IDENTITY),
+            (None, IDENTITY),
+        ]
         for status, identity in odd:
-            file.write(json.dumps({"row": 4, "status": status, "identity": identity}).encode() + b"\n")
+            file.write(
+                json.dumps({"row": 4, "status": status, "identity": identity}).encode() + b"\n"
+            )
         for row in (-1, 10**9, True, 4.0):
-            file.write(json.dumps({"row": row, "status": "done", "identity": IDENTITY}).encode() + b"\n")
+            file.write(
+                json.dumps({"row": row, "status": "done", "identity": IDENTITY}).encode() + b"\n"
+            )
         file.write(b'{"row": 20}\n{"row": 1, "status": "failed", "identity": ""}\n{"row": 3')
     again = closed(tmp_path)
     assert (again.server, logged(again), len(again.finished.marks)) == (None, [2], 3)
-    for notes in ("somebody's notes\n", "somebody's notes", "\n", '{"ledger":1', '{"ledger":2,"dataset":{}}\n', "x" * 5000):
+    for notes in (
+        "somebody's notes\n",
+        "somebody's notes",
+        "\n",
+        '{"ledger":1',
+        '{"ledger":2,"dataset":{}}\n',
+        "x" * 5000,
+    ):
         path.write_text(notes)
-        with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):
+        with pytest.raises(
+            InputError, match="ledger.jsonl does not begin as a ledger of this version does"
+        ):
             opened(tmp_path)
         assert path.read_text() == notes
 
@@ -266,11 +364,19 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
 @given(st.integers(0, 10**12))
 def test_names_of_files_lead_back_to_their_rows(row: int) -> None:
     assert row_of_file(row_file(row)) == row
-    for name in (f"hs_0{row}.safetensors", f"hs_{row}.safetensors.lock", f"hs_{row}", f"xhs_{row}.safetensors", f"hs_-{row}.safetensors"):
+    for name in (
+        f"hs_0{row}.safetensors",
+        f"hs_{row}.safetensors.lock",
+        f"hs_{row}",
+        f"xhs_{row}.safetensors",
+        f"hs_-{row}.safetensors",
+    ):
         assert row_of_file(name) is None
 
 
-def test_a_line_that_another_thread_adds_during_a_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_another_thread_adds_during_a_check_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger, real_fstat, under_way = opened(tmp_path), os.fstat, list[int]()
 
     def fstat(fd: int) -> os.stat_result:

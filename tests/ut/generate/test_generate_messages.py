@@ -21,41 +21,76 @@ def row_of(column: str, value: Any) -> Row:
     return read_row(0, {column: value}, Options("data", Path("out"), column=column), Counter())
 
 
-def call(arguments: str = '{"town": "Oslo"}', name: str = "weather", call_id: str = "call00000") -> dict[str, Any]:
+def call(
+    arguments: str = '{"town": "Oslo"}', name: str = "weather", call_id: str = "call00000"
+) -> dict[str, Any]:
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
-ASKED, TOLD = {"role": "user", "content": "rain?"}, {"role": "tool", "content": "yes", "tool_call_id": "call00000"}
+ASKED, TOLD = (
+    {"role": "user", "content": "rain?"},
+    {"role": "tool", "content": "yes", "tool_call_id": "call00000"},
+)
 CALLED = {"role": "assistant", "tool_calls": [call()]}
 FORMS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
     "a key without a value": ([{**ASKED, "tool_calls": None, "name": None}], [ASKED]),
     "an empty list of calls": ([{**ASKED, "tool_calls": []}], [{**ASKED, "tool_calls": []}]),
     "keys beside from and value": (
         [{"from": "gpt", "value": "4", "reasoning_content": "2 and 2", "name": "x", "weight": 0}],
-        [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2", "name": "x", "weight": 0}],
+        [
+            {
+                "role": "assistant",
+                "content": "4",
+                "reasoning_content": "2 and 2",
+                "name": "x",
+                "weight": 0,
+            }
+        ],
     ),
     "speculators' name of reasoning": (
         [{"role": "assistant", "content": "4", "thinking": "2 and 2"}],
         [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}],
     ),
     "a call of OpenAI's old form": (
-        [ASKED, {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"town": "Oslo"}'}}],
+        [
+            ASKED,
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "weather", "arguments": '{"town": "Oslo"}'},
+            },
+        ],
         [ASKED, CALLED],
     ),
     "the result of a function": (
         [
-            {"role": "assistant", "function_call": {"name": "weather", "arguments": {"town": "Oslo"}}},
+            {
+                "role": "assistant",
+                "function_call": {"name": "weather", "arguments": {"town": "Oslo"}},
+            },
             {"role": "function", "name": "weather", "content": "yes"},
         ],
         [CALLED, {**TOLD, "name": "weather"}],
     ),
     "LlamaFactory's call and observation": (
-        [{"from": "function_call", "value": '{"name": "weather", "arguments": {"town": "Oslo"}}'}, {"from": "observation", "value": "yes"}],
+        [
+            {
+                "from": "function_call",
+                "value": '{"name": "weather", "arguments": {"town": "Oslo"}}',
+            },
+            {"from": "observation", "value": "yes"},
+        ],
         [CALLED, TOLD],
     ),
     "LlamaFactory's calls": (
         [
-            {"from": "function_call", "value": '[{"name": "weather", "arguments": {"town": "Oslo"}}, {"name": "sun", "arguments": {}}]'},
+            {
+                "from": "function_call",
+                "value": (
+                    '[{"name": "weather", "arguments": {"town": "Oslo"}}, {"name": "sun", '
+                    '"arguments": {}}]'
+                ),
+            },
             {"from": "observation", "value": "yes"},
             {"from": "function", "value": "no"},
             {"from": "observation", "value": "?"},
@@ -94,21 +129,31 @@ FORMS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
         [{"role": "assistant", "content": None, "reasoning": "hm"}],
         [{"role": "assistant", "reasoning": "hm"}],
     ),
-    "a role that a template may know": ([{"role": "ipython", "content": "x"}], [{"role": "ipython", "content": "x"}]),
+    "a role that a template may know": (
+        [{"role": "ipython", "content": "x"}],
+        [{"role": "ipython", "content": "x"}],
+    ),
     "parts": (
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
     ),
     "all roles of ShareGPT": (
-        [{"from": role, "value": "{}" if role != "function_call" else '{"name": "f"}'} for role in ROLES],
         [
-            {"role": role, "content": "{}"} if said != "function_call" else {"role": role, "tool_calls": [call("{}", "f")]}
+            {"from": role, "value": "{}" if role != "function_call" else '{"name": "f"}'}
+            for role in ROLES
+        ],
+        [
+            {"role": role, "content": "{}"}
+            if said != "function_call"
+            else {"role": role, "tool_calls": [call("{}", "f")]}
             for said, role in ROLES.items()
             if role != "tool"
         ],
     ),
 }
-FORMS["all roles of ShareGPT"][0][:] = [each for each in FORMS["all roles of ShareGPT"][0] if ROLES[each["from"]] != "tool"]
+FORMS["all roles of ShareGPT"][0][:] = [
+    each for each in FORMS["all roles of ShareGPT"][0] if ROLES[each["from"]] != "tool"
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -138,7 +183,11 @@ BAD_VALUES = [
     ("messages", [{"role": "user"}], r"messages\[0\].content is None; give the message's text"),
     ("messages", [{"role": "user", "content": 4}], r"messages\[0\].content is 4"),
     ("messages", [{"role": "assistant", "tool_calls": []}], r"messages\[0\].content is None"),
-    ("messages", [{"role": "assistant", "tool_calls": ["x"]}], r"messages\[0\].tool_calls\[0\] is not JSON .*; give a tool call such as"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": ["x"]}],
+        r"messages\[0\].tool_calls\[0\] is not JSON .*; give a tool call such as",
+    ),
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
@@ -150,9 +199,21 @@ BAD_VALUES = [
         r"messages\[0\].tool_calls\[0\].function.arguments is not JSON .*; give an object",
     ),
     ("messages", [{"role": "user", "content": "\udfff"}], "messages cannot be sent as JSON"),
-    ("messages", [{"role": "user", "content": [{"x": float("nan")}]}], "messages cannot be sent as JSON"),
-    ("conversations", [{"from": "robot", "value": "x"}], r"conversations\[0\].from is 'robot'; use one of human, user, gpt"),
-    ("conversations", [{"from": ["human"], "value": "x"}], r"conversations\[0\].from is \['human'\]"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"x": float("nan")}]}],
+        "messages cannot be sent as JSON",
+    ),
+    (
+        "conversations",
+        [{"from": "robot", "value": "x"}],
+        r"conversations\[0\].from is 'robot'; use one of human, user, gpt",
+    ),
+    (
+        "conversations",
+        [{"from": ["human"], "value": "x"}],
+        r"conversations\[0\].from is \['human'\]",
+    ),
     ("conversations", [{"from": "human"}], r"conversations\[0\].content is None"),
     (
         "conversations",
@@ -163,18 +224,26 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("column", "value", "message"), BAD_VALUES)
-def test_a_value_that_cannot_be_sent_is_named_with_its_key_and_remedy(column: str, value: Any, message: str) -> None:
+def test_a_value_that_cannot_be_sent_is_named_with_its_key_and_remedy(
+    column: str, value: Any, message: str
+) -> None:
     with pytest.raises(RowError, match=message):
         row_of(column, value)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-KEYS = st.sampled_from(["role", "from", "value", "content", "tool_calls", "function", "arguments", "name", "x"])
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3))
+KEYS = st.sampled_from(
+    ["role", "from", "value", "content", "tool_calls", "function", "arguments", "name", "x"]
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+)
 
 
 @given(st.sampled_from(CONTENT), VALUES)
-def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(column: str, value: Any) -> None:
+def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(
+    column: str, value: Any
+) -> None:
     try:
         row = row_of(column, value)
     except RowError as error:

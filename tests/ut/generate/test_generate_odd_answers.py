@@ -72,7 +72,9 @@ ELSEWHERE: dict[str, Callable[[OddServer, Seen], str]] = {
     "another row's": lambda server, seen: f"{server.storage}/hs_77.safetensors",
     "any file": lambda server, seen: f"{server.storage.parent}/notes.txt",
     "our name elsewhere": lambda server, seen: f"{server.storage.parent}/other/hs_2.safetensors",
-    "our name by way of elsewhere": lambda server, seen: f"{server.storage}/../other/hs_2.safetensors",
+    "our name by way of elsewhere": lambda server, seen: (
+        f"{server.storage}/../other/hs_2.safetensors"
+    ),
     "its lock": lambda server, seen: f"{server.path(seen)}.lock",
     "the root": lambda server, seen: "/",
     "NUL": lambda server, seen: f"{server.storage}\0/hs_2.safetensors",
@@ -83,7 +85,9 @@ ELSEWHERE: dict[str, Callable[[OddServer, Seen], str]] = {
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 @pytest.mark.parametrize("stores", [True, False])
-def test_only_the_file_of_the_request_itself_is_taken_or_removed(bench: Bench, server: OddServer, what: str, stores: bool) -> None:
+def test_only_the_file_of_the_request_itself_is_taken_or_removed(
+    bench: Bench, server: OddServer, what: str, stores: bool
+) -> None:
     touched: list[Path] = []
 
     def name(seen: Seen) -> str:
@@ -114,32 +118,61 @@ def chat_of(server: OddServer, ids: object) -> dict[str, object]:
 
 # What the server sends: status, body, and what is said of the row.
 BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
-    "texts for ids": (200, lambda server: chat_of(server, ["a", "b"]), "the answer has no token ids"),
-    "an id of no size": (200, lambda server: chat_of(server, [10**30]), "the answer has no token ids"),
+    "texts for ids": (
+        200,
+        lambda server: chat_of(server, ["a", "b"]),
+        "the answer has no token ids",
+    ),
+    "an id of no size": (
+        200,
+        lambda server: chat_of(server, [10**30]),
+        "the answer has no token ids",
+    ),
     "a negative id": (200, lambda server: chat_of(server, [-1]), "the answer has no token ids"),
-    "ids in lists": (200, lambda server: chat_of(server, [[1], [2, 3]]), "the answer has no token ids"),
+    "ids in lists": (
+        200,
+        lambda server: chat_of(server, [[1], [2, 3]]),
+        "the answer has no token ids",
+    ),
     "deep": (200, lambda server: b"[" * 100_000, "answers no JSON"),
-    "deep enough to be read": (200, lambda server: b"[" * 900 + b"]" * 900, "unexpected response format"),
+    "deep enough to be read": (
+        200,
+        lambda server: b"[" * 900 + b"]" * 900,
+        "unexpected response format",
+    ),
     "deep parameters": (
         200,
-        lambda server: chat_of(server, [1]) | {"kv_transfer_params": {"x": json.loads("[" * 900 + "]" * 900)}},
+        lambda server: (
+            chat_of(server, [1]) | {"kv_transfer_params": {"x": json.loads("[" * 900 + "]" * 900)}}
+        ),
         "the answer names no file",
     ),
     "a deep error": (400, lambda server: b'{"error": ' + b"[" * 100_000, "answers 400"),
-    "an error of escape sequences": (400, lambda server: {"error": {"message": ESCAPES}}, r"\x1b]0;owned\x07\x1b[2J bad \ud800"),
+    "an error of escape sequences": (
+        400,
+        lambda server: {"error": {"message": ESCAPES}},
+        r"\x1b]0;owned\x07\x1b[2J bad \ud800",
+    ),
     "a reason of escape sequences": (
         200,
-        lambda server: chat_of(server, [1]) | {"kv_transfer_params": {"hidden_states_error": ESCAPES}},
+        lambda server: (
+            chat_of(server, [1]) | {"kv_transfer_params": {"hidden_states_error": ESCAPES}}
+        ),
         r"\x1b]0;owned\x07\x1b[2J bad \ud800",
     ),
 }
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_an_odd_answer_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, what: str) -> None:
+def test_an_odd_answer_is_the_failure_of_its_row_alone(
+    bench: Bench, server: OddServer, what: str
+) -> None:
     server.status, body, reason = BODIES[what]
     server.body, server.stores = body(server), False
-    records = [{"prompt": str(row)} if row != 2 else {"messages": [{"role": "user", "content": "2"}]} for row in range(4)]
+    records = [
+        {"prompt": str(row)} if row != 2 else {"messages": [{"role": "user", "content": "2"}]}
+        for row in range(4)
+    ]
     code, printed = bench.run("--max-retries", 0, records=records)
     assert (code, bench.rows) == (1, [0, 1, 3])
     assert "Traceback" not in printed and "\x1b" not in printed
@@ -147,28 +180,61 @@ def test_an_odd_answer_is_the_failure_of_its_row_alone(bench: Bench, server: Odd
     assert bench.lines()[2]["status"] == "failed"
 
 
-def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(bench: Bench, server: OddServer) -> None:
+def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(
+    bench: Bench, server: OddServer
+) -> None:
     server.fails = ESCAPES.replace("\ud800", "")
     code, printed = bench.run("--max-retries", 0)
     assert code == 1
     assert r"\x1b]0;owned\x07\x1b[2J bad" in printed and "\x1b" not in printed
 
 
-@pytest.mark.parametrize("location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"])
-def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, location: str) -> None:
+@pytest.mark.parametrize(
+    "location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"]
+)
+def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(
+    bench: Bench, server: OddServer, location: str
+) -> None:
     """A proxy may send one at the end of a session."""
-    server.body, server.status, server.headers, server.stores = {}, 302, f"Location: {location}\r\n", False
+    server.body, server.status, server.headers, server.stores = (
+        {},
+        302,
+        f"Location: {location}\r\n",
+        False,
+    )
     code, printed = bench.run("--max-retries", 0)
     assert (code, bench.rows) == (1, [0, 1, 3, 4, 5])
-    assert "/v1/completions answers 302" in printed and "Traceback" not in printed and "--endpoint" not in printed, printed
+    assert (
+        "/v1/completions answers 302" in printed
+        and "Traceback" not in printed
+        and "--endpoint" not in printed
+    ), printed
 
 
-@pytest.mark.parametrize("body", [{"data": [{"id": 5}]}, {"data": [{"id": [["x"]]}]}, {"data": "m"}, [1], b"[" * 100_000, b'{"a": 1'])
-def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"data": [{"id": 5}]},
+        {"data": [{"id": [["x"]]}]},
+        {"data": "m"},
+        [1],
+        b"[" * 100_000,
+        b'{"a": 1',
+    ],
+)
+def test_a_list_of_models_that_is_none_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object
+) -> None:
     send = FakeServer.send
 
     def odd(self: FakeServer, writer: Any, status: int, answer: object, headers: str = "") -> None:
-        send(self, writer, status, body if isinstance(answer, dict) and "data" in answer else answer, headers)
+        send(
+            self,
+            writer,
+            status,
+            body if isinstance(answer, dict) and "data" in answer else answer,
+            headers,
+        )
 
     monkeypatch.setattr(FakeServer, "send", odd)
     code, printed = bench.run("--max-retries", 0)
@@ -182,7 +248,9 @@ def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServe
         server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
         async with Client(Options("", Path())) as client:
             with pytest.raises(RequestError) as error:
-                await client.ask(server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors", "0" * 32)
+                await client.ask(
+                    server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors", "0" * 32
+                )
             return error.value.retry_after
 
     assert asyncio.run(ask()) == LONGEST_DELAY_S

@@ -28,7 +28,12 @@ KINDS = ("tokens", "text", "chat")
 def row_of(index: int, kind: str, letters: Sequence[str]) -> Row:
     if kind == "tokens":
         return Row(index, array("q", map(ord, letters)))
-    return Row(index, "".join(letters) if kind == "text" else [{"role": "user", "content": each} for each in letters])
+    return Row(
+        index,
+        "".join(letters)
+        if kind == "text"
+        else [{"role": "user", "content": each} for each in letters],
+    )
 
 
 def shared_by(one: Row, other: Row) -> int:
@@ -66,7 +71,9 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
     under_way: list[Turn] = []
     taken: list[int] = []
     ended: set[int] = set()
-    block_of = {row.index: block for block in blocks_of(rows, block_rows, block_bytes) for row in block}
+    block_of = {
+        row.index: block for block in blocks_of(rows, block_rows, block_bytes) for row in block
+    }
     largest = max((order._key(row).num_bytes for row in rows), default=0)
     with patch.multiple(order, LEAST_TOKENS=1, _CHARACTERS_PER_TOKEN=1):
         made = RowOrder(reading(), block_rows, block_bytes)
@@ -77,9 +84,15 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
                 ended.add(turn.row.index)
                 continue
             next_turn = made.take()
-            in_memory = [row for row in read if row.index not in taken and (next_turn is None or row is not next_turn.row)]
+            in_memory = [
+                row
+                for row in read
+                if row.index not in taken and (next_turn is None or row is not next_turn.row)
+            ]
             assert len(in_memory) <= 3 * block_rows
-            assert sum(order._key(row).num_bytes for row in in_memory) <= 3 * (block_bytes + largest)
+            assert sum(order._key(row).num_bytes for row in in_memory) <= 3 * (
+                block_bytes + largest
+            )
             if next_turn is None:
                 assert made.is_over or under_way, "nothing is under way, and nothing may be sent"
                 if under_way:
@@ -90,19 +103,31 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
             others = [each for each in block_of[row.index] if each.index != row.index]
             shared = {each.index: shared_by(each, row) for each in others}
             for each in others:
-                is_prefix = shared[each.index] == len(order._key(each).value[1]) < len(order._key(row).value[1])
+                is_prefix = (
+                    shared[each.index]
+                    == len(order._key(each).value[1])
+                    < len(order._key(row).value[1])
+                )
                 assert not is_prefix or each.index in taken, "sent before what it begins with"
-            before = [each for each in others if (order._key(each).value, each.index) < (order._key(row).value, row.index)]
+            before = [
+                each
+                for each in others
+                if (order._key(each).value, each.index) < (order._key(row).value, row.index)
+            ]
             longest = max((shared[each.index] for each in before), default=0)
             if longest:
-                assert any(shared[each.index] >= longest for each in others if each.index in ended), "sent too early"
+                assert any(
+                    shared[each.index] >= longest for each in others if each.index in ended
+                ), "sent too early"
             taken.append(row.index)
             under_way.append(next_turn)
         assert made.take() is None
     assert sorted(taken) == list(range(len(rows)))
 
 
-def conversation(name: int, turns: int = 4, system: Sequence[int] = range(1000, 1200)) -> list[list[int]]:
+def conversation(
+    name: int, turns: int = 4, system: Sequence[int] = range(1000, 1200)
+) -> list[list[int]]:
     """Prompts that extend each other by 128 tokens, after a common one of 200."""
     said = [name * 7919 + at for at in range(128 * turns)]
     return [[*system, *said[: 128 * turn]] for turn in range(1, turns + 1)]
@@ -125,7 +150,9 @@ def test_conversations_are_completed_before_others_begin() -> None:
     while not made.is_over or under_way:
         while len(under_way) < 3 and (turn := made.take()) is not None:
             name = turn.row.content[200]
-            assert len(turn.row.content) == 200 + 128 * (seen[name] + 1), "turns come one after the other"  # type: ignore[index]
+            assert len(turn.row.content) == 200 + 128 * (seen[name] + 1), (
+                "turns come one after the other"
+            )  # type: ignore[index]
             seen[name] += 1  # type: ignore[index]
             under_way.append(turn)
         assert len(under_way) == 3 or sum(seen.values()) > 70, "first turns wait for one row alone"
@@ -150,7 +177,9 @@ def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
             yield row
 
     made = RowOrder(rows(), block_rows=5)
-    assert [made.take() is not None for _ in range(8)] == [True, True, *[False] * 6], "each the first of its block"
+    assert [made.take() is not None for _ in range(8)] == [True, True, *[False] * 6], (
+        "each the first of its block"
+    )
     assert len(read) <= 15
 
 
@@ -169,12 +198,18 @@ def test_the_given_order_reads_nothing_ahead() -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_each_row_is_one_rank_s_and_neighbours_mostly_the_same_one_s(rows: int, world_size: int) -> None:
+def test_each_row_is_one_rank_s_and_neighbours_mostly_the_same_one_s(
+    rows: int, world_size: int
+) -> None:
     ranks = [Options(*PATHS, world_size=world_size, rank=rank) for rank in range(world_size)]
     owners = [[rank for rank, each in enumerate(ranks) if each.is_ours(row)] for row in range(rows)]
     assert all(len(each) == 1 for each in owners)
-    assert [each.count_ours(rows) for each in ranks] == [owners.count([rank]) for rank in range(world_size)]
-    assert sum(a != b for a, b in zip(owners, owners[1:], strict=False)) <= rows // options.RANK_ROWS
+    assert [each.count_ours(rows) for each in ranks] == [
+        owners.count([rank]) for rank in range(world_size)
+    ]
+    assert (
+        sum(a != b for a, b in zip(owners, owners[1:], strict=False)) <= rows // options.RANK_ROWS
+    )
 
 
 PATHS: Any = ("", "")
@@ -190,13 +225,18 @@ def records() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 7])
-def test_every_token_is_computed_once_and_the_summary_says_what_was_reused(bench: Bench, concurrency: int) -> None:
+def test_every_token_is_computed_once_and_the_summary_says_what_was_reused(
+    bench: Bench, concurrency: int
+) -> None:
     bench.server.reuses = True
     code, printed = bench.run("--concurrency", concurrency, records=records())
     assert code == 0, printed
     tokens = sum(len(each["token_ids"]) for each in records())
     computed = 200 + 12 * 4 * 128
-    assert re.search(rf"reused │ {tokens - computed:,} of {tokens:,} prompt tokens \({1 - computed / tokens:.0%}\) │", printed), printed
+    assert re.search(
+        rf"reused │ {tokens - computed:,} of {tokens:,} prompt tokens \({1 - computed / tokens:.0%}\) │",
+        printed,
+    ), printed
     assert sum(line.get("reused", 0) for line in bench.lines().values()) == tokens - computed
     assert bench.server.asked == Counter(range(48)) and bench.rows == list(range(48))
 
@@ -210,20 +250,35 @@ def test_in_the_given_order_rows_meet_what_they_begin_with_by_chance(bench: Benc
     assert 0 < reused < tokens - computed and f"{reused:,} of {tokens:,} prompt tokens" in printed
 
 
-def test_rows_do_not_wait_for_one_that_failed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_wait_for_one_that_failed_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(random, "uniform", lambda least, most: 1.0)
     bench.server.behave = lambda seen: 502 if (seen.row, seen.time) == (1, 1) else "ok"
     turns = conversation(1, turns=3)
-    prompts = [turns[0][:200], *turns]  # all begin with the first, which shows that the server works: it gets no rest
-    code, printed = bench.run("--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts])
+    prompts = [
+        turns[0][:200],
+        *turns,
+    ]  # all begin with the first, which shows that the server works: it gets no rest
+    code, printed = bench.run(
+        "--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts]
+    )
     assert code == 0, printed
-    assert [seen.row for seen in bench.server.seen] == [0, 1, 2, 3, 1], "the rows that begin with row 1 come before its retry"
+    assert [seen.row for seen in bench.server.seen] == [0, 1, 2, 3, 1], (
+        "the rows that begin with row 1 come before its retry"
+    )
 
 
 def test_chats_are_sent_turn_by_turn(bench: Bench) -> None:
     system = {"role": "system", "content": "Be brief. " * 60}
-    chats = [[system, *({"role": "user", "content": f"{name}{at}" * 300} for at in range(turns))] for name in "ab" for turns in (1, 2, 3)]
-    code, printed = bench.run("--concurrency", 1, records=[{"messages": chat} for chat in chats[::-1]])
+    chats = [
+        [system, *({"role": "user", "content": f"{name}{at}" * 300} for at in range(turns))]
+        for name in "ab"
+        for turns in (1, 2, 3)
+    ]
+    code, printed = bench.run(
+        "--concurrency", 1, records=[{"messages": chat} for chat in chats[::-1]]
+    )
     assert code == 0, printed
     assert [seen.row for seen in bench.server.seen] == [5, 4, 3, 2, 1, 0]
 
@@ -239,7 +294,9 @@ def test_a_resumed_run_sends_what_is_missing_in_order(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("odd", ["many", -1, 10**9, 1.5, None, [3]])
-def test_a_number_of_reused_tokens_that_makes_no_sense_is_not_counted(bench: Bench, odd: Any) -> None:
+def test_a_number_of_reused_tokens_that_makes_no_sense_is_not_counted(
+    bench: Bench, odd: Any
+) -> None:
     bench.server.reuses = odd
     code, printed = bench.run()
     assert code == 0 and "reused │ 0 of 27 prompt tokens (0%) │" in printed, printed

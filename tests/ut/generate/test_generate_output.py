@@ -38,17 +38,26 @@ def test_a_folder_below_the_storage_directory_receives_rows(any_bench: Bench, be
     bench.check(list(range(6)))
 
 
-def test_a_directory_that_has_another_name_on_the_server_s_machine(any_bench: Bench, tmp_path: Path) -> None:
+def test_a_directory_that_has_another_name_on_the_server_s_machine(
+    any_bench: Bench, tmp_path: Path
+) -> None:
     bench = any_bench
     (tmp_path / "mounted").symlink_to(bench.output)
-    maps = ["--map-path", f"/nowhere={tmp_path}", "--map-path", f"{bench.output}={tmp_path / 'mounted'}"]
+    maps = [
+        "--map-path",
+        f"/nowhere={tmp_path}",
+        "--map-path",
+        f"{bench.output}={tmp_path / 'mounted'}",
+    ]
     assert bench.run("--output", tmp_path / "mounted", *maps, "--limit", 3)[0] == 0
     assert bench.run()[0] == 0
     assert bench.server.asked == Counter(range(6))
     bench.check(list(range(6)))
 
 
-def test_rows_that_somebody_removes_during_the_run_are_missing(any_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_somebody_removes_during_the_run_are_missing(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = any_bench
     assert bench.run("--limit", 2)[0] == 0
     tidy = RowFiles.remove_companions
@@ -62,7 +71,9 @@ def test_rows_that_somebody_removes_during_the_run_are_missing(any_bench: Bench,
         patch.setattr(RowFiles, "remove_companions", lose)
         code, printed = bench.run()
     assert code == 1
-    assert "2 finished rows were removed during the run: 1, 4; run the same command again" in printed
+    assert (
+        "2 finished rows were removed during the run: 1, 4; run the same command again" in printed
+    )
     assert "not done │ 2 │" in printed
     assert {row for row, line in bench.lines().items() if line["status"] == "failed"} == {1, 4}
     assert bench.run()[0] == 0
@@ -72,34 +83,47 @@ def test_rows_that_somebody_removes_during_the_run_are_missing(any_bench: Bench,
     assert bench.run("--limit", 4)[0] == 0, "row 5 is not of this run"
 
 
-def test_rows_that_cannot_be_listed_at_the_end_are_not_said_to_be_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_listed_at_the_end_are_not_said_to_be_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(output: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "theirs.jsonl")
 
     monkeypatch.setattr("vllm_ascend_hsx.generate.run.files_of_rows", refuse)
     code, printed = bench.run()
     assert code == 1
-    assert "whether all rows are still there could not be seen: Permission denied (EACCES)" in printed
+    assert (
+        "whether all rows are still there could not be seen: Permission denied (EACCES)" in printed
+    )
 
 
-def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(any_bench: Bench) -> None:
+def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(
+    any_bench: Bench,
+) -> None:
     """As after `mv a a_old; mv b a` below a server of shards, whose members keep their paths."""
     bench, storage = any_bench, any_bench.output
     for folder in ("a", "b"):
         bench.output = storage / folder
-        assert bench.run("--validate", records=[{"prompt": f"{folder} {row}"} for row in range(6)])[0] == 0
+        assert (
+            bench.run("--validate", records=[{"prompt": f"{folder} {row}"} for row in range(6)])[0]
+            == 0
+        )
     rows_of_b = contents(storage / "b")
     os.replace(storage / "b" / "ledger.jsonl", storage / "a" / "ledger.jsonl")
     bench.output = storage / "a"
     for _ in range(2):
-        code, printed = bench.run("--validate", records=[{"prompt": f"b {row}"} for row in range(6)])
+        code, printed = bench.run(
+            "--validate", records=[{"prompt": f"b {row}"} for row in range(6)]
+        )
         assert code == 0
         assert contents(storage / "a") == rows_of_b
     assert "asked for again" not in printed, "in the second run"
 
 
 @pytest.mark.parametrize("after", [3, 6])
-@pytest.mark.parametrize("how", [shutil.move, lambda here, there: shutil.rmtree(here)], ids=["moved", "removed"])
+@pytest.mark.parametrize(
+    "how", [shutil.move, lambda here, there: shutil.rmtree(here)], ids=["moved", "removed"]
+)
 def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
     any_bench: Bench, tmp_path: Path, how: Callable[[Path, Path], object], after: int
 ) -> None:
@@ -134,12 +158,16 @@ def test_an_output_that_is_replaced_or_moved_after_the_last_row_ends_the_run(
     monkeypatch.setattr(ledger_module.Ledger, "append", append)
     code, printed = any_bench.run("--concurrency", 1)
     assert code == 1
-    assert f"stopped: {any_bench.output} was moved, removed or replaced during the run" in printed, printed
+    assert (
+        f"stopped: {any_bench.output} was moved, removed or replaced during the run" in printed
+    ), printed
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(any_bench: Bench, whole: bool, last: bool) -> None:
+def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(
+    any_bench: Bench, whole: bool, last: bool
+) -> None:
     """Later lines would begin a file that is no ledger, or go on in the middle of another line."""
     bench, ledger = any_bench, any_bench.output / "ledger.jsonl"
     before: list[bytes] = []
@@ -158,7 +186,10 @@ def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(any_bench: Bench, wh
     code, printed = bench.run()
     if whole:
         assert code == 2
-        assert "holds files of rows, and no ledger that says what they were made from; name another --output" in printed
+        assert (
+            "holds files of rows, and no ledger that says what they were made from; name another "
+            "--output"
+        ) in printed
         ledger.write_bytes(before[0])  # as the error says
         code, printed = bench.run()
     assert code == 0, printed
@@ -167,7 +198,9 @@ def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(any_bench: Bench, wh
 
 
 @pytest.mark.parametrize("output", ["out", "other/../out", "."])
-def test_the_output_may_be_relative(bench: Bench, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_may_be_relative(
+    bench: Bench, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(bench.output if output == "." else tmp_path)
     code, printed = bench.run("--output", output)
@@ -175,8 +208,12 @@ def test_the_output_may_be_relative(bench: Bench, tmp_path: Path, output: str, m
     bench.check(list(range(6)))
 
 
-def test_a_server_without_locks_may_publish_after_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(tmp_path / "out", options=FileOptions(checksum="none", use_lock=False)) as server:
+def test_a_server_without_locks_may_publish_after_its_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer(
+        tmp_path / "out", options=FileOptions(checksum="none", use_lock=False)
+    ) as server:
         server.behave = lambda seen: "answer-then-publish"
         bench = Bench(tmp_path, server, capsys)
         assert bench.run("--validate", "--retry-delay", 0.2, "--concurrency", 8)[0] == 0
@@ -195,23 +232,44 @@ def test_files_that_are_there_are_checked_and_bad_ones_made_anew(any_bench: Benc
     assert bench.run()[0] == 0
     assert len(bench.server.seen) == 6  # without --validate rows are not read
     code, printed = bench.run("--validate")
-    assert code == 0 and "hs_1.safetensors: it is not as it was written" in printed and printed.count("; it is asked for again") == 1
+    assert (
+        code == 0
+        and "hs_1.safetensors: it is not as it was written" in printed
+        and printed.count("; it is asked for again") == 1
+    )
     assert bench.server.asked == Counter({**dict.fromkeys(range(6), 1), 1: 2})
     assert contents(bench.output) == whole
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: os.truncate(path, 4100), "this is not a file of hidden states: "),
-    "another row's": (lambda path: os.replace(path.with_name("hs_3.safetensors"), path), "it is of another row, or of another request"),
-    "an error": (lambda path: path.with_name(f"{path.name}.error").write_text('{"reason": "old"}'), "hs_2.safetensors: old"),
-    "a link to itself": (lambda path: (path.unlink(), path.symlink_to(path.name)), "is a symbolic link that leads nowhere, not a regular"),
-    "a link below a file": (lambda path: (path.unlink(), path.symlink_to("hs_1.safetensors/x")), "is a symbolic link that leads nowhere"),
-    "a FIFO for its lock": (lambda path: os.mkfifo(f"{path}.lock"), "is a FIFO, not a regular file"),
+    "another row's": (
+        lambda path: os.replace(path.with_name("hs_3.safetensors"), path),
+        "it is of another row, or of another request",
+    ),
+    "an error": (
+        lambda path: path.with_name(f"{path.name}.error").write_text('{"reason": "old"}'),
+        "hs_2.safetensors: old",
+    ),
+    "a link to itself": (
+        lambda path: (path.unlink(), path.symlink_to(path.name)),
+        "is a symbolic link that leads nowhere, not a regular",
+    ),
+    "a link below a file": (
+        lambda path: (path.unlink(), path.symlink_to("hs_1.safetensors/x")),
+        "is a symbolic link that leads nowhere",
+    ),
+    "a FIFO for its lock": (
+        lambda path: os.mkfifo(f"{path}.lock"),
+        "is a FIFO, not a regular file",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(bench: Bench, name: str) -> None:
+def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(
+    bench: Bench, name: str
+) -> None:
     change, message = BAD[name]
     assert bench.run()[0] == 0
     change(bench.output / "hs_2.safetensors")
@@ -220,7 +278,9 @@ def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(bench:
     bench.check(list(range(6)))
 
 
-def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(bench: Bench) -> None:
+def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(
+    bench: Bench,
+) -> None:
     records, elsewhere = [{"prompt": f"text {row}"} for row in range(6)], bench.root / "elsewhere"
     assert bench.run(records=[{"prompt": f"other {row}"} for row in range(6)])[0] == 0
     shutil.copytree(bench.output, elsewhere)
@@ -231,7 +291,9 @@ def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_fo
         shutil.copy2(elsewhere / f"hs_{row}.safetensors", bench.output)
     code, printed = bench.run(records=records)
     assert code == 0, printed
-    assert [bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)] == [each["prompt"] for each in records]
+    assert [
+        bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)
+    ] == [each["prompt"] for each in records]
 
 
 def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -> None:
@@ -243,7 +305,9 @@ def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(any_bench: Bench, proven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(
+    any_bench: Bench, proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next run does not know the tokens of a text, and would accept any valid file."""
     bench = any_bench
     records = [{"prompt": f"text {row}"} for row in range(6)]
@@ -255,11 +319,16 @@ def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(any_bench: Bench, 
     bench.server.behave = lambda seen: "other-tokens" if seen.row == 2 * proven else "ok"
     with monkeypatch.context() as patch:
         patch.setattr(Generation, "_delay", end)  # before the row is asked for again
-        assert bench.run("--concurrency", 1, "--max-consecutive-errors", 9, records=records)[0] == 128 + signal.SIGTERM
+        assert (
+            bench.run("--concurrency", 1, "--max-consecutive-errors", 9, records=records)[0]
+            == 128 + signal.SIGTERM
+        )
     assert bench.rows == [0, 1] * proven
     bench.server.behave = lambda seen: "ok"
     assert bench.run(records=records)[0] == 0
-    assert [bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)] == [each["prompt"] for each in records]
+    assert [
+        bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)
+    ] == [each["prompt"] for each in records]
 
 
 def test_a_wrong_file_that_cannot_be_removed_costs_its_row_alone(bench: Bench) -> None:
@@ -267,8 +336,13 @@ def test_a_wrong_file_that_cannot_be_removed_costs_its_row_alone(bench: Bench) -
     (bench.output / "hs_2.safetensors").mkdir()
     bench.server.behave = lambda seen: 503 if seen.row == 2 else "ok"
     code, printed = bench.run()
-    assert code == 1 and "hs_2.safetensors is a directory, not a regular file; it cannot be removed: " in printed
-    assert bench.lines()[2]["status"] == "failed" and {bench.lines()[row]["status"] for row in (0, 1, 3, 4, 5)} == {"done"}
+    assert (
+        code == 1
+        and "hs_2.safetensors is a directory, not a regular file; it cannot be removed: " in printed
+    )
+    assert bench.lines()[2]["status"] == "failed" and {
+        bench.lines()[row]["status"] for row in (0, 1, 3, 4, 5)
+    } == {"done"}
 
 
 def test_a_lock_that_a_killed_run_did_not_remove_goes_with_the_next_one(bench: Bench) -> None:
@@ -287,7 +361,9 @@ def test_a_row_that_another_run_makes_at_the_same_time_is_not_removed(bench: Ben
         with pytest.raises(SinkError, match="another request is writing this file") as refused:
             await bench.server.begin(exchange)
         await bench.server.publish(exchange, first)
-        await bench.server.answer(exchange, None, kv_transfer_params={"hidden_states_error": str(refused.value)})
+        await bench.server.answer(
+            exchange, None, kv_transfer_params={"hidden_states_error": str(refused.value)}
+        )
 
     bench.server.do_race = do_race  # type: ignore[attr-defined]
     bench.server.behave = lambda seen: "race" if seen.row == 3 else "ok"
@@ -313,27 +389,44 @@ def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
-    ledger.write_text("".join(line for line in lines if not line.startswith('{"row":3,')) + '{"row":3,"stat')
+    ledger.write_text(
+        "".join(line for line in lines if not line.startswith('{"row":3,')) + '{"row":3,"stat'
+    )
     assert bench.run()[0] == 0
     path = bench.output / "hs_3.safetensors"
     loaded = load(path)
-    facts = {"identity": identity_in(loaded.metadata), "tokens": len(loaded.token_ids), "bytes": path.stat().st_size}
+    facts = {
+        "identity": identity_in(loaded.metadata),
+        "tokens": len(loaded.token_ids),
+        "bytes": path.stat().st_size,
+    }
     assert {**bench.lines()[3], "time": 0} == {"row": 3, "status": "found", "time": 0, **facts}
     assert len(bench.server.seen) == 6
 
 
 def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None:
     assert bench.run()[0] == 0
-    first, run, state, second = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:4])
+    first, run, state, second = map(
+        json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:4]
+    )
     assert run.pop("time") > 0 and run == {"run": {"rows": 6, "invalid": 0}}
     assert state.pop("time") > 0 and state == {"state": "running"}
     assert first["request"] == {"max_tokens": 1, "temperature": 0.0}
-    server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16", "rotated": False}
+    server = {
+        "model": "tiny",
+        "layer_ids": [2, 0, 3],
+        "layers": 3,
+        "hidden_size": 8,
+        "dtype": "bfloat16",
+        "rotated": False,
+    }
     server |= {"lora": "", "weights": None}
     assert second.pop("time") > 0 and second == {"server": server}
 
 
-def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_when_a_run_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
@@ -348,11 +441,16 @@ def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytes
     assert f"{ledger} cannot be written: No space left on device (ENOSPC)" in printed
 
 
-def test_a_lock_that_cannot_be_removed_fails_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_removed_fails_no_row(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(path: Path, **_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), os.fspath(path))
 
     monkeypatch.setattr(files, "remove", broken)
     code, printed = bench.run(records=3)
     assert code == 0, printed
-    assert "locks and errors of this run could not be removed: [Errno 37] No locks available" in printed
+    assert (
+        "locks and errors of this run could not be removed: [Errno 37] No locks available"
+        in printed
+    )

@@ -25,7 +25,9 @@ class Time:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_says_how_much_is_done_how_fast_and_how_long_it_will_take(terminal: bool) -> None:
+def test_the_progress_says_how_much_is_done_how_fast_and_how_long_it_will_take(
+    terminal: bool,
+) -> None:
     time = Time()
     target = console(terminal)
     outcome = Outcome(100)
@@ -35,7 +37,8 @@ def test_the_progress_says_how_much_is_done_how_fast_and_how_long_it_will_take(t
         outcome.before, outcome.failed, outcome.retries = 20, 1, 1
         progress.say("http://a is left alone for 2 s")
         assert progress.line() == (
-            "40 of 100 rows, 2.0 rows/s, 2,000 tokens/s, 100.0 MB/s, 1 failed, 1 retries, ETA 0:00:30"
+            "40 of 100 rows, 2.0 rows/s, 2,000 tokens/s, 100.0 MB/s, 1 failed, 1 retries, ETA "
+            "0:00:30"
         )
     assert "http://a is left alone for 2 s" in target.file.getvalue()  # type: ignore[attr-defined]
 
@@ -47,7 +50,11 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
     for tokens in (1000, 30):
         for _ in range(100):
             time.now += 1
-            outcome.done, outcome.tokens, outcome.bytes = outcome.done + 1, outcome.tokens + tokens, outcome.bytes + 2 * tokens
+            outcome.done, outcome.tokens, outcome.bytes = (
+                outcome.done + 1,
+                outcome.tokens + tokens,
+                outcome.bytes + 2 * tokens,
+            )
             line = progress.line()
     assert "200 of 300 rows, 1.0 rows/s, 30 tokens/s, 60 bytes/s" in line
     time.now += 1000
@@ -62,18 +69,37 @@ def test_without_a_terminal_lines_come_by_themselves(monkeypatch: pytest.MonkeyP
             progress._thread.join(0.001)
 
 
-def test_help_names_every_option_and_the_aliases_of_speculators(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_option_and_the_aliases_of_speculators(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as end:
         generate.main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--endpoint", "--data", "--preprocessed-data", "--output", "--concurrency", "--validate-outputs", "--request-timeout"):
+    for option in (
+        "--endpoint",
+        "--data",
+        "--preprocessed-data",
+        "--output",
+        "--concurrency",
+        "--validate-outputs",
+        "--request-timeout",
+    ):
         assert option in text
-    for option in ("--max-retries", "--max-consecutive-errors", "--world-size", "--rank", "--max-samples", "--map-path"):
+    for option in (
+        "--max-retries",
+        "--max-consecutive-errors",
+        "--world-size",
+        "--rank",
+        "--max-samples",
+        "--map-path",
+    ):
         assert option in text
 
 
-def test_names_that_the_console_would_take_for_markup_or_cannot_write_are_no_trouble(bench: Bench) -> None:
+def test_names_that_the_console_would_take_for_markup_or_cannot_write_are_no_trouble(
+    bench: Bench,
+) -> None:
     bench.root /= "[/x]\udcff"
     bench.root.mkdir(parents=True)
     bench.output /= "[x]"

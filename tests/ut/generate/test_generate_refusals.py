@@ -59,12 +59,16 @@ def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
                 while True:
                     connection, _ = listener.accept()
                     connection.recv(1)  # the handshake has begun
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                     connection.close()
 
         thread = threading.Thread(target=reset)
         thread.start()
-        code, printed = bench.run("--max-retries", 1, endpoint=f"https://127.0.0.1:{listener.getsockname()[1]}")
+        code, printed = bench.run(
+            "--max-retries", 1, endpoint=f"https://127.0.0.1:{listener.getsockname()[1]}"
+        )
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert code == 2 and "/v1/models: [Errno 104] Connection reset by peer" in printed, printed
@@ -81,13 +85,20 @@ def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_re
         bench = Bench(tmp_path, server, capsys)
         code, printed = bench.run()
         assert (code, server.probes) == (2, 0)
-        assert f"{server.url}/v1/models: its certificate is not trusted: self-signed certificate; " in printed
+        assert (
+            f"{server.url}/v1/models: its certificate is not trusted: self-signed certificate; "
+            in printed
+        )
         assert "name it, or that of its authority, in SSL_CERT_FILE or SSL_CERT_DIR" in printed
         assert "tried again" not in printed
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert bench.run("--limit", 1)[0] == 0
         code, printed = bench.run(endpoint=server.url.replace("127.0.0.1", "localhost"))
-        assert code == 2 and "Hostname mismatch" in printed and "the endpoint by a name that it has" in printed
+        assert (
+            code == 2
+            and "Hostname mismatch" in printed
+            and "the endpoint by a name that it has" in printed
+        )
 
 
 def self_signed(address: str) -> bytes:
@@ -95,8 +106,16 @@ def self_signed(address: str) -> bytes:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a server of a test")])
     now = datetime.datetime.now(datetime.timezone.utc)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
-    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+    )
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+        now + datetime.timedelta(days=1)
+    )
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     made = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -112,19 +131,39 @@ def self_signed(address: str) -> bytes:
         (["--endpoint", "http://a/v1,http://a"], "--endpoint: one is named twice"),
         (["--endpoint", ","], "--endpoint: give the URL of at least one server"),
         (["--map-path", "/a"], "--map-path /a: give SERVER=LOCAL"),
-        (["--endpoint", "http://localhost:99999"], "--endpoint http://localhost:99999: Port out of range 0-65535; give the URL"),
-        (["--endpoint", "http://a..b"], "--endpoint http://a..b: encoding with 'idna' codec failed"),
+        (
+            ["--endpoint", "http://localhost:99999"],
+            "--endpoint http://localhost:99999: Port out of range 0-65535; give the URL",
+        ),
+        (
+            ["--endpoint", "http://a..b"],
+            "--endpoint http://a..b: encoding with 'idna' codec failed",
+        ),
         (["--endpoint", "http://a/\x1b[2J"], r"--endpoint http://a/\x1b[2J: "),
-        (["--api-key", "k\u00e9y"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
-        (["--api-key", "key\nX-Other: 1"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
-        (["--data", "a" * 300], "a'; give one that can be: a file, a folder, or the id of a dataset on a hub"),
-        (["--max-tokens", "4"], "--max-tokens: the prompt's rows do not depend on it; add --include-output"),
+        (
+            ["--api-key", "k\u00e9y"],
+            "--api-key (or OPENAI_API_KEY): it has characters that no header can have",
+        ),
+        (
+            ["--api-key", "key\nX-Other: 1"],
+            "--api-key (or OPENAI_API_KEY): it has characters that no header can have",
+        ),
+        (
+            ["--data", "a" * 300],
+            "a'; give one that can be: a file, a folder, or the id of a dataset on a hub",
+        ),
+        (
+            ["--max-tokens", "4"],
+            "--max-tokens: the prompt's rows do not depend on it; add --include-output",
+        ),
         (["--include-output-tokens"], "--include-output: give --max-tokens"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: there is no such file or folder"),
         (["--column", "text"], "data.jsonl:1: it has no 'text', only ['token_ids']"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_remedy(bench: Bench, arguments: list[str], message: str) -> None:
+def test_a_wrong_option_is_named_with_its_remedy(
+    bench: Bench, arguments: list[str], message: str
+) -> None:
     data = write_jsonl(bench.root / "data.jsonl", token_rows(2))
     command = ["--data", str(data), "--output", str(bench.output), *arguments]
     if "--endpoint" not in arguments:
@@ -144,11 +183,16 @@ def test_a_bad_row_anywhere_is_named_before_anything_is_sent(bench: Bench) -> No
     assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
 
 
-def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_folder_below(bench: Bench) -> None:
+def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_folder_below(
+    bench: Bench,
+) -> None:
     assert bench.run(records=8)[0] == 0
     others = [{"token_ids": [7, row]} for row in range(6)]
     code, printed = bench.run(records=others)
-    assert code == 2 and "holds rows of another dataset: only 0 of its 8 finished rows are rows of" in printed
+    assert (
+        code == 2
+        and "holds rows of another dataset: only 0 of its 8 finished rows are rows of" in printed
+    )
     assert "name another --output, such as a new folder below this one" in printed
     assert len(bench.server.seen) == 8
     bench.output /= "below/it"
@@ -156,8 +200,12 @@ def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_fold
     assert bench.rows == [*range(6)]
 
 
-async def other_layers(exchange: Exchange, server: FakeServer, *, weights: str = "", **changes: Any) -> None:
-    row_format = RowFormat(**{"layer_ids": (2, 0, 3), "hidden_size": 8, "dtype": "BF16", "model": "tiny"} | changes)
+async def other_layers(
+    exchange: Exchange, server: FakeServer, *, weights: str = "", **changes: Any
+) -> None:
+    row_format = RowFormat(
+        **{"layer_ids": (2, 0, 3), "hidden_size": 8, "dtype": "BF16", "model": "tiny"} | changes
+    )
     with server.make_sink(server.storage, row_format, FileOptions()) as sink:
         file = await server.begin(exchange, sink)
         file.origin = Origin([WeightVersion(fingerprint=weights)])
@@ -175,7 +223,9 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
-def test_another_server_than_before_is_refused_and_nothing_of_it_stays(any_bench: Bench, name: str, ledger: str) -> None:
+def test_another_server_than_before_is_refused_and_nothing_of_it_stays(
+    any_bench: Bench, name: str, ledger: str
+) -> None:
     bench, (changes, message) = any_bench, OTHERS[name]
     bench.server.behave = lambda seen: 400 if seen.row == 3 else "ok"
     assert bench.run()[0] == 1
@@ -194,11 +244,15 @@ def test_another_server_than_before_is_refused_and_nothing_of_it_stays(any_bench
 
 def keep_lines(bench: Bench, wanted: Callable[[dict[str, Any]], bool]) -> None:
     ledger = bench.output / "ledger.jsonl"
-    ledger.write_text("".join(line for line in ledger.read_text().splitlines(True) if wanted(json.loads(line))))
+    ledger.write_text(
+        "".join(line for line in ledger.read_text().splitlines(True) if wanted(json.loads(line)))
+    )
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_rows_that_differ_from_what_the_ledger_says_are_not_replaced(bench: Bench, validate: bool) -> None:
+def test_rows_that_differ_from_what_the_ledger_says_are_not_replaced(
+    bench: Bench, validate: bool
+) -> None:
     """One changed digit in the ledger, and every file looks like one of another server."""
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
@@ -206,7 +260,9 @@ def test_rows_that_differ_from_what_the_ledger_says_are_not_replaced(bench: Benc
     (bench.output / "hs_0.safetensors").unlink()
     whole = contents(bench.output)
     code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
-    assert (code == 2 and "of another server than" in printed) or "holds rows of another server: layer_ids was [2, 0, 4]" in printed
+    assert (
+        code == 2 and "of another server than" in printed
+    ) or "holds rows of another server: layer_ids was [2, 0, 4]" in printed
     assert contents(bench.output) == whole
 
 
@@ -221,25 +277,40 @@ def test_two_servers_that_differ_are_refused(bench: Bench) -> None:
     assert len({str(tensors) for tensors in map(len, contents(bench.output).values())}) <= 2
 
 
-def test_a_server_without_extraction_or_of_another_kind_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_extraction_or_of_another_kind_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeServer, "do_ok", FakeServer.do_no_params)
     code, printed = bench.run("--concurrency", 8)
     assert code == 2 and "was the server started with hidden-state extraction?" in printed
     asked = len(bench.server.seen)
     assert asked <= 4
     code, printed = bench.run(endpoint=bench.server.url + "/elsewhere")
-    assert code == 2 and "answers 404: " in printed and "give --endpoint the URL of a `vllm serve`" in printed
+    assert (
+        code == 2
+        and "answers 404: " in printed
+        and "give --endpoint the URL of a `vllm serve`" in printed
+    )
     code, printed = bench.run("--model", "huge")
     assert code == 2 and "serves tiny, and not huge; name one with --model" in printed
     assert len(bench.server.seen) == asked
 
 
-def test_the_key_of_the_server_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_server_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with FakeServer(tmp_path / "store", api_key="secret") as server:
         bench = Bench(tmp_path, server, capsys)
         code, printed = bench.run()
-        assert code == 2 and "answers 401: Unauthorized; give the server's key with --api-key or in OPENAI_API_KEY" in printed
+        assert (
+            code == 2
+            and (
+                "answers 401: Unauthorized; give the server's key with --api-key or in "
+                "OPENAI_API_KEY"
+            )
+            in printed
+        )
         assert bench.run("--api-key", "secret", "--limit", 1)[0] == 0
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
         assert bench.run()[0] == 0
@@ -275,18 +346,27 @@ def test_a_server_that_lets_no_request_name_its_file_is_told_at_once(bench: Benc
     bench.server.allow_path = False
     code, printed = bench.run()
     assert code == 2 and "refuses the path of a row's file: " in printed
-    assert "kv_connector_extra_config.allow_custom_save_path=true" in printed and "`hsx serve` allows" in printed
+    assert (
+        "kv_connector_extra_config.allow_custom_save_path=true" in printed
+        and "`hsx serve` allows" in printed
+    )
     assert len(bench.server.seen) == 1
     assert contents(bench.output) == {}
 
 
-@pytest.mark.parametrize("more", [[], ["--include-output", "--max-tokens", 2], ["--world-size", 2, "--rank", 1]])
+@pytest.mark.parametrize(
+    "more", [[], ["--include-output", "--max-tokens", 2], ["--world-size", 2, "--rank", 1]]
+)
 def test_another_directory_than_the_server_s_is_told_at_once_and_nothing_stays_in_it(
     bench: Bench, tmp_path: Path, more: list[object]
 ) -> None:
     bench.output = tmp_path / "elsewhere" / "below"
     code, printed = bench.run(*more, records=40)
-    assert code == 2 and f"use a path below {bench.server.storage}" in printed and "--map-path SERVER=HERE" in printed
+    assert (
+        code == 2
+        and f"use a path below {bench.server.storage}" in printed
+        and "--map-path SERVER=HERE" in printed
+    )
     assert len(bench.server.seen) == 1
     assert not (tmp_path / "elsewhere").exists()
 
@@ -310,7 +390,9 @@ def test_a_refused_output_keeps_its_ledger_while_another_server_may_write_there(
         assert asked.wait(30)
 
     with FakeServer(tmp_path / "other", at=wait) as other:
-        bench.server.at = lambda seen, stage: asked.set() if stage == {"ok": "answered", "hang": "asked"}[behaviour] else None
+        bench.server.at = lambda seen, stage: (
+            asked.set() if stage == {"ok": "answered", "hang": "asked"}[behaviour] else None
+        )
         bench.server.behave = lambda seen: behaviour
         code, printed = bench.run("--endpoint", other.url)
     assert code == 2 and f"{other.url} refuses the path" in printed, printed
@@ -326,12 +408,19 @@ def test_a_refused_dataset_adds_no_ledger(bench: Bench, more: list[object]) -> N
     assert contents(bench.output) == before
 
 
-def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(bench: Bench, tmp_path: Path) -> None:
+def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(
+    bench: Bench, tmp_path: Path
+) -> None:
     """The server writes, and nothing is found here."""
     bench.output = tmp_path / "mounted"
-    code, printed = bench.run("--map-path", f"{bench.server.storage}={bench.output}", "--concurrency", 8)
+    code, printed = bench.run(
+        "--map-path", f"{bench.server.storage}={bench.output}", "--concurrency", 8
+    )
     assert code == 2, printed
-    assert re.search(r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount", printed)
+    assert re.search(
+        r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount",
+        printed,
+    )
     assert len(bench.server.seen) <= 4
 
 
@@ -348,8 +437,12 @@ def test_a_server_that_turns_rows_away_rests_while_another_one_works(
     assert len([*bench.output.glob("*.safetensors")]) == 60
 
 
-def test_a_run_ends_if_the_only_server_wants_a_key_in_the_middle_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.server, "behave", lambda seen: "ok" if len(bench.server.seen) < 5 else 401)
+def test_a_run_ends_if_the_only_server_wants_a_key_in_the_middle_of_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        bench.server, "behave", lambda seen: "ok" if len(bench.server.seen) < 5 else 401
+    )
     code, printed = bench.run("--concurrency", 1, records=60)
     assert code == 2 and "give the server's key with --api-key" in printed
     assert len(bench.server.seen) == 5

@@ -42,20 +42,27 @@ def test_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
     assert runs.server.asked == Counter(range(ROWS))
 
 
-DEATHS = st.builds(Death, st.sampled_from(["asked", "begun", "written", "answered"]), st.integers(0, ROWS - 1), st.booleans()) | st.builds(
-    Death, st.integers(1, 130)
-)
+DEATHS = st.builds(
+    Death,
+    st.sampled_from(["asked", "begun", "written", "answered"]),
+    st.integers(0, ROWS - 1),
+    st.booleans(),
+) | st.builds(Death, st.integers(1, 130))
 
 
 @settings(max_examples=depth(32, share=10))
 @given(deaths=st.lists(DEATHS, min_size=1, max_size=3), kind=st.sampled_from(sorted(SINKS)))
-def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death], kind: str) -> None:
+def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(
+    deaths: list[Death], kind: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         play(Runs(Path(folder), kind), deaths)
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(kind: str, tmp_path: Path) -> None:
+def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(
+    kind: str, tmp_path: Path
+) -> None:
     runs = Runs(tmp_path, kind)
     with runs.server:
         assert runs.run() == 0
@@ -69,7 +76,9 @@ def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_nex
         assert max(runs.server.asked.values()) <= 2
 
 
-def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_for(
+    tmp_path: Path,
+) -> None:
     runs = Runs(tmp_path)
     published = threading.Event()
 
@@ -92,7 +101,9 @@ def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_
         assert runs.run() == 0
         assert published.wait(30)
         assert runs.server.asked[4] == 1
-        assert {line["row"]: line["status"] for line in ledger_lines(runs.output / "ledger.jsonl")}[4] == "found"
+        assert {line["row"]: line["status"] for line in ledger_lines(runs.output / "ledger.jsonl")}[
+            4
+        ] == "found"
         runs.check_complete()
 
 
@@ -115,7 +126,10 @@ def test_what_a_killed_run_left_is_never_taken_for_rows_of_another_dataset(tmp_p
         assert (runs.server.seen, contents(runs.output)) == ([], whole)
         (runs.output / "ledger.jsonl").unlink()
         assert runs.run() == 2
-        assert (runs.server.seen, contents(runs.output)) == ([], {name: whole[name] for name in whole if name != "ledger.jsonl"})
+        assert (runs.server.seen, contents(runs.output)) == (
+            [],
+            {name: whole[name] for name in whole if name != "ledger.jsonl"},
+        )
 
 
 def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_path: Path) -> None:
@@ -137,16 +151,22 @@ def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_pat
         runs.check_complete()
 
 
-def test_rows_that_were_read_before_the_dataset_was_written_anew_are_sent_as_they_were(tmp_path: Path) -> None:
+def test_rows_that_were_read_before_the_dataset_was_written_anew_are_sent_as_they_were(
+    tmp_path: Path,
+) -> None:
     runs = Runs(tmp_path)
-    runs.server.at = lambda seen, stage: None if stage != "asked" else write_jsonl(runs.data, token_rows(ROWS)[::-1])  # type: ignore[assignment]
+    runs.server.at = lambda seen, stage: (
+        None if stage != "asked" else write_jsonl(runs.data, token_rows(ROWS)[::-1])
+    )  # type: ignore[assignment]
     with runs.server:
         assert runs.run() == 0
         runs.check_complete()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     runs = Runs(tmp_path)
     others_are_answered = threading.Semaphore(0)
 
@@ -167,7 +187,10 @@ def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(t
         assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
         finished = runs.finished  # others may have been on their way when the signal came
         assert 3 not in finished
-        assert runs.server.files() == [*(f"hs_{row}.safetensors" for row in sorted(finished)), "ledger.jsonl"]
+        assert runs.server.files() == [
+            *(f"hs_{row}.safetensors" for row in sorted(finished)),
+            "ledger.jsonl",
+        ]
         assert runs.run() == 0
         assert runs.server.asked == Counter([*range(ROWS), *(set(range(ROWS)) - finished)])
         runs.check_complete()
@@ -197,7 +220,9 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
 
     runs.server.__class__ = Stuck
     # A server gets one request at a time until one has succeeded; rows may come in any order.
-    runs.server.behave = lambda seen: {1: "hang", 2: "stuck"}.get(runs.server.seen.index(seen), "ok")
+    runs.server.behave = lambda seen: {1: "hang", 2: "stuck"}.get(
+        runs.server.seen.index(seen), "ok"
+    )
     with runs.server:
         process = runs.start()
         assert gone.wait(60)
@@ -239,12 +264,32 @@ def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the
 
     monkeypatch.setattr(files, "SETTLE_S", 0.01)
     runs = Runs(tmp_path)
-    runs.server.behave = lambda seen: "file-when-asked-again" if seen.row == 2 and seen.time == 1 else "ok"
+    runs.server.behave = lambda seen: (
+        "file-when-asked-again" if seen.row == 2 and seen.time == 1 else "ok"
+    )
     with runs.server:
-        arguments = ["--data", str(runs.data), "--output", str(runs.output), "--endpoint", runs.server.url, *runs.options]
-        arguments += ["--request-timeout", "1.5", "--concurrency", "1", "--max-consecutive-errors", "9"]
+        arguments = [
+            "--data",
+            str(runs.data),
+            "--output",
+            str(runs.output),
+            "--endpoint",
+            runs.server.url,
+            *runs.options,
+        ]
+        arguments += [
+            "--request-timeout",
+            "1.5",
+            "--concurrency",
+            "1",
+            "--max-consecutive-errors",
+            "9",
+        ]
         assert generate.main([*arguments, "--max-retries", "0"]) == 1
-        assert "is still being written by the server; the next run checks it" in capsys.readouterr().err
+        assert (
+            "is still being written by the server; the next run checks it"
+            in capsys.readouterr().err
+        )
         assert generate.main(arguments) == 0
         runs.log.touch()
         runs.check_complete()

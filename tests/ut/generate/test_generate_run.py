@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 from documents import blocks
 from generate_bench import Bench
-from generate_files import Exchange, Seen, contents, ledger_lines, right, stored_ids, token_rows, write_jsonl
+from generate_files import (
+    Exchange,
+    Seen,
+    contents,
+    ledger_lines,
+    right,
+    stored_ids,
+    token_rows,
+    write_jsonl,
+)
 from generate_harness import FakeServer
 
 from vllm_ascend_hsx.generate.files import identity_in
@@ -43,7 +52,13 @@ def test_every_row_gets_its_file_and_its_line(any_bench: Bench) -> None:
         tokens = len(token_rows(6)[row]["token_ids"])
         found = check(bench.output / row_file(row))
         identity, size = identity_in(found.metadata), found.file_bytes
-        facts = {"identity": identity, "tokens": tokens, "bytes": size, "attempts": 1, "endpoint": bench.server.url}
+        facts = {
+            "identity": identity,
+            "tokens": tokens,
+            "bytes": size,
+            "attempts": 1,
+            "endpoint": bench.server.url,
+        }
         assert line == {"row": row, "status": "done", **facts}
     assert re.search(r"generated │ 6 │", printed) and re.search(r"tokens │ 27, ", printed)
     # Again: there is nothing to do, and no server is needed.
@@ -63,8 +78,14 @@ def test_prompts_and_chats_are_sent_as_such(bench: Bench) -> None:
 
 def test_rows_of_generated_tokens(bench: Bench) -> None:
     records = [{"token_ids": [3, 4]}, {"prompt": "ab"}]
-    assert bench.run("--validate", "--include-output-tokens", "--max-tokens", 4, records=records)[0] == 0
-    assert [stored_ids(bench.output / f"hs_{row}.safetensors") for row in (0, 1)] == [[3, 4, 7, 8, 9], [97, 98, 7, 8, 9]]
+    assert (
+        bench.run("--validate", "--include-output-tokens", "--max-tokens", 4, records=records)[0]
+        == 0
+    )
+    assert [stored_ids(bench.output / f"hs_{row}.safetensors") for row in (0, 1)] == [
+        [3, 4, 7, 8, 9],
+        [97, 98, 7, 8, 9],
+    ]
     # The same rows, asked for otherwise, are others.
     code, printed = bench.run(records=records)
     assert code == 2 and "requests of another kind: max_tokens was 4, is 1" in printed
@@ -117,17 +138,25 @@ CASES = {
     "error-file": Case(["error-file", "ok"], 2),
     "error-file-for-ever": Case(["error-file"], 4, "failed", "no space on the server's disk"),
     "error-in-the-answer": Case(["error-in-answer", "ok"], 2),
-    "error-in-the-answer-for-ever": Case(["error-in-answer"], 4, "failed", "could not store the hidden states: it cannot be opened"),
+    "error-in-the-answer-for-ever": Case(
+        ["error-in-answer"], 4, "failed", "could not store the hidden states: it cannot be opened"
+    ),
     "no-file": Case(["no-file", "ok"], 2),
-    "no-file-named": Case(["no-params"], 4, "failed", "the answer names no file (kv_transfer_params are {})"),
+    "no-file-named": Case(
+        ["no-params"], 4, "failed", "the answer names no file (kv_transfer_params are {})"
+    ),
     "no-json": Case(["no-json"], 4, "failed", "answers no JSON: <html>a proxy's page</html>"),
     "not-finite": Case(["not-finite", "ok"], 2, options=("--validate",)),
     "not-finite-for-ever": Case(["not-finite"], 4, "failed", "not finite", ("--validate",)),
     "corrupt": Case(["corrupt", "ok"], 2, options=("--validate",)),
-    "rows-of-another-request": Case(["other-tokens"], 4, "failed", "of the prompt is 201 in it, and was 200"),
+    "rows-of-another-request": Case(
+        ["other-tokens"], 4, "failed", "of the prompt is 201 in it, and was 200"
+    ),
     "other-layers-and-no-answer": Case(["drop-other-layers", "ok"], 2),
     "an-answer-of-other-tokens-with-the-right-file": Case(["other-prompt"], 1),
-    "other-tokens-were-computed": Case(["other-computed"], 4, "failed", "token 1 of the prompt is 1 in it, and was 201"),
+    "other-tokens-were-computed": Case(
+        ["other-computed"], 4, "failed", "token 1 of the prompt is 1 in it, and was 201"
+    ),
     "everything-at-once": Case([500, "drop", "error-file", "ok"], 4),
 }
 
@@ -178,7 +207,12 @@ def test_so_many_errors_in_a_row_end_the_run(bench: Bench) -> None:
 
 def test_errors_with_finished_rows_in_between_do_not(bench: Bench) -> None:
     bench.server.behave = lambda seen: 503 if seen.row % 2 else "ok"  # type: ignore[operator]
-    assert bench.run("--max-consecutive-errors", 3, "--concurrency", 1, "--max-retries", 0, records=20)[0] == 1
+    assert (
+        bench.run(
+            "--max-consecutive-errors", 3, "--concurrency", 1, "--max-retries", 0, records=20
+        )[0]
+        == 1
+    )
     bench.check(list(range(0, 20, 2)), records=20)
 
 
@@ -186,7 +220,9 @@ def test_refusals_of_rows_do_not_end_the_run_however_many(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row < 10 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--max-consecutive-errors", 3, "--concurrency", 1, records=20)
     assert code == 1 and "errors in a row" not in printed
-    assert [line["status"] for _, line in sorted(bench.lines().items())] == ["failed"] * 10 + ["done"] * 10
+    assert [line["status"] for _, line in sorted(bench.lines().items())] == ["failed"] * 10 + [
+        "done"
+    ] * 10
     bench.check(list(range(10, 20)), records=20)
 
 
@@ -199,7 +235,10 @@ def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) ->
     bench.server.behave = lambda seen: "drop" if seen.row >= 3 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--concurrency", 1, "--max-consecutive-errors", 3, records=40)
     assert code == 1
-    assert "is tried again in" in printed and "every server fails; 2 more errors end the run" in printed
+    assert (
+        "is tried again in" in printed
+        and "every server fails; 2 more errors end the run" in printed
+    )
     assert "stopped: 3 errors in a row" in printed
     bench.check([0, 1, 2], records=40)
 
@@ -211,7 +250,10 @@ def test_quantised_rows_are_rows_too(bench: Bench, tmp_path: Path) -> None:
     assert bench.rows == list(range(6))
     for row in bench.rows:
         states = load(bench.output / f"hs_{row}.safetensors", 0, verify=True)
-        assert states.token_ids.tolist() == token_rows(6)[row]["token_ids"] and states.scales is not None
+        assert (
+            states.token_ids.tolist() == token_rows(6)[row]["token_ids"]
+            and states.scales is not None
+        )
 
 
 # Several servers, several runs
@@ -242,8 +284,12 @@ def test_a_limit_can_be_raised_later(bench: Bench) -> None:
 
 def test_many_are_under_way_at_a_time_and_no_more_than_wanted(bench: Bench) -> None:
     # The first one to come is answered at once: until then the server gets one at a time.
-    bench.server.behave = lambda seen: "after-next" if seen.row % 4 and len(bench.server.seen) > 1 else "ok"
-    assert bench.run("--concurrency", 4, records=41)[0] == 0  # with less than 4 at a time no answer would ever come
+    bench.server.behave = lambda seen: (
+        "after-next" if seen.row % 4 and len(bench.server.seen) > 1 else "ok"
+    )
+    assert (
+        bench.run("--concurrency", 4, records=41)[0] == 0
+    )  # with less than 4 at a time no answer would ever come
     assert bench.server.most_at_once == 4
     bench.check(list(range(41)), records=41)
 
@@ -251,7 +297,9 @@ def test_many_are_under_way_at_a_time_and_no_more_than_wanted(bench: Bench) -> N
 def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> None:
     async def do_in_use(exchange: Exchange) -> None:
         problem = path_in_use(str(bench.server.path(exchange.seen)))
-        await bench.server.answer(exchange, None, kv_transfer_params={"hidden_states_error": problem})
+        await bench.server.answer(
+            exchange, None, kv_transfer_params={"hidden_states_error": problem}
+        )
 
     bench.server.do_in_use = do_in_use  # type: ignore[attr-defined]
     bench.server.behave = lambda seen: "in-use" if seen.row == 3 and seen.time < 3 else "ok"
@@ -261,13 +309,24 @@ def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> 
     bench.check(list(range(6)))
 
 
-@pytest.mark.parametrize("record", [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}], ids=["text", "chat"])
-def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken(any_bench: Bench, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
+    ids=["text", "chat"],
+)
+def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken(
+    any_bench: Bench, record: dict[str, Any]
+) -> None:
     """A killed run's server may still write rows of another dataset under this name."""
     bench = any_bench
 
     async def do_other_publishes(exchange: Exchange) -> None:
-        earlier = Seen(exchange.seen.row, 0, "completions", {**exchange.seen.body, "prompt": "old", "request_id": "earlier"})
+        earlier = Seen(
+            exchange.seen.row,
+            0,
+            "completions",
+            {**exchange.seen.body, "prompt": "old", "request_id": "earlier"},
+        )
         earlier.body.pop("messages", None)
         old = replace(exchange, seen=earlier)
         await bench.server.publish(old, await bench.server.begin(old))
@@ -278,11 +337,20 @@ def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken
     code, printed = bench.run("--validate", records=[record])
     assert code == 0, printed
     assert bench.server.asked == Counter({0: 2})
-    assert contents(bench.output) == {"hs_0.safetensors": right(bench.server.seen[-1].stored), "ledger.jsonl": {}}
+    assert contents(bench.output) == {
+        "hs_0.safetensors": right(bench.server.seen[-1].stored),
+        "ledger.jsonl": {},
+    }
 
 
-@pytest.mark.parametrize("record", [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}], ids=["text", "chat"])
-def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(any_bench: Bench, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
+    ids=["text", "chat"],
+)
+def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(
+    any_bench: Bench, record: dict[str, Any]
+) -> None:
     any_bench.server.behave = lambda seen: "drop-complete"
     assert any_bench.run(records=[record])[0] == 0
     assert any_bench.server.asked == Counter({0: 1})
@@ -292,11 +360,23 @@ def test_the_documented_command_does_what_it_says(bench: Bench, tmp_path: Path) 
     (shown,) = blocks("generate.md", "generate")
     with FakeServer(bench.output) as second:
         data = write_jsonl(
-            tmp_path / "conversations.jsonl", [{"conversations": [{"from": "human", "value": str(row)}]} for row in range(9)]
+            tmp_path / "conversations.jsonl",
+            [{"conversations": [{"from": "human", "value": str(row)}]} for row in range(9)],
         )
-        command = shown.replace("http://node1:8000", bench.server.url).replace("http://node2:8000", second.url)
-        words = shlex.split(command.replace("conversations.jsonl", str(data)).replace("/data/hidden_states", str(bench.output)))
-        done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words[1:]], text=True, capture_output=True, check=False)
+        command = shown.replace("http://node1:8000", bench.server.url).replace(
+            "http://node2:8000", second.url
+        )
+        words = shlex.split(
+            command.replace("conversations.jsonl", str(data)).replace(
+                "/data/hidden_states", str(bench.output)
+            )
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words[1:]],
+            text=True,
+            capture_output=True,
+            check=False,
+        )
         assert words[0] == "hsx" and done.returncode == 0, done.stderr
         assert second.asked + bench.server.asked == Counter(range(9))
     assert bench.rows == list(range(9))

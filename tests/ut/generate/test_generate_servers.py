@@ -17,13 +17,18 @@ from generate_harness import FakeServer
 from test_generate_refusals import other_layers
 
 
-def test_several_servers_share_the_rows_and_a_dead_one_loses_none(bench: Bench, tmp_path: Path) -> None:
+def test_several_servers_share_the_rows_and_a_dead_one_loses_none(
+    bench: Bench, tmp_path: Path
+) -> None:
     with FakeServer(bench.output) as second, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         code, printed = bench.run("--endpoint", f"{dead},{second.url}/v1/", records=150)
         assert code == 0
-        assert f"{dead}/v1/models: [Errno 111] Connect call failed" in printed and f"; {dead} is tried again in" in printed
+        assert (
+            f"{dead}/v1/models: [Errno 111] Connect call failed" in printed
+            and f"; {dead} is tried again in" in printed
+        )
         both = bench.server.asked + second.asked
         assert both == Counter(range(150))
         assert min(len(bench.server.seen), len(second.seen)) > 5
@@ -43,7 +48,10 @@ def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
 
     bench.server.at = start
     try:
-        assert bench.run("--endpoint", f"http://127.0.0.1:{port}", "--concurrency", 2, records=400)[0] == 0
+        assert (
+            bench.run("--endpoint", f"http://127.0.0.1:{port}", "--concurrency", 2, records=400)[0]
+            == 0
+        )
         assert second.seen
     finally:
         second.__exit__(None, None, None)
@@ -53,7 +61,9 @@ def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
 def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Bench) -> None:
     with ExitStack() as servers:
         bad = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(5)]
-        code, printed = bench.run("--endpoint", ",".join(each.url for each in bad), "--max-retries", 1, records=60)
+        code, printed = bench.run(
+            "--endpoint", ",".join(each.url for each in bad), "--max-retries", 1, records=60
+        )
         assert code == 0, printed
         assert sum(len(each.seen) for each in bad) > 5
     bench.check(list(range(60)), records=60)
@@ -63,7 +73,10 @@ def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Benc
 def test_one_row_at_a_time_finds_the_one_server_that_works(bench: Bench, bad: int) -> None:
     with ExitStack() as servers:
         bench.server.behave = lambda seen: 502
-        others = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(bad - 1)]
+        others = [
+            servers.enter_context(FakeServer(bench.output, lambda seen: 502))
+            for _ in range(bad - 1)
+        ]
         good = servers.enter_context(FakeServer(bench.output))
         endpoints = ",".join(each.url for each in (*others, good))
         code, printed = bench.run("--endpoint", endpoints, "--concurrency", 1, records=2)
@@ -83,7 +96,9 @@ def test_a_trial_of_a_server_costs_no_row_its_attempts(bench: Bench) -> None:
 
     bench.server.at = start
     try:
-        code, printed = bench.run("--endpoint", f"http://127.0.0.1:{port}", "--max-retries", 0, records=400)
+        code, printed = bench.run(
+            "--endpoint", f"http://127.0.0.1:{port}", "--max-retries", 0, records=400
+        )
         assert code == 0, printed
         assert bad.seen
     finally:
@@ -95,7 +110,9 @@ def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
     with FakeServer(bench.output) as second:
         for server in (bench.server, second):
             server.behave = lambda seen: 502 if seen.row >= 10 else "ok"  # type: ignore[operator]
-        code, printed = bench.run("--endpoint", second.url, "--max-consecutive-errors", 4, records=60)
+        code, printed = bench.run(
+            "--endpoint", second.url, "--max-consecutive-errors", 4, records=60
+        )
     assert code == 1
     assert "stopped: 4 errors in a row" in printed
     assert max(bench.lines()) < 20
@@ -103,7 +120,9 @@ def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("stage", "behaviour"), [("written", "ok"), ("asked", 502)])
-def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(bench: Bench, stage: str, behaviour: str | int) -> None:
+def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(
+    bench: Bench, stage: str, behaviour: str | int
+) -> None:
     """As where a suspended run goes on: its directory was rotated, and another run has ended."""
     storage = bench.output
     bench.output = storage / "b"
@@ -131,22 +150,34 @@ def states(bench: Bench) -> list[str]:
 
 
 @pytest.mark.parametrize("behaviour", ["drop", 502])
-def test_a_run_says_once_that_it_waits_for_its_only_server_and_goes_on(bench: Bench, behaviour: str | int) -> None:
+def test_a_run_says_once_that_it_waits_for_its_only_server_and_goes_on(
+    bench: Bench, behaviour: str | int
+) -> None:
     bench.server.behave = lambda seen: behaviour if 10 <= len(bench.server.seen) < 18 else "ok"
     # One at a time: a good answer to a request sent before the first failure ends the pauses.
-    code, printed = bench.run("--max-consecutive-errors", 40, "--max-retries", 30, "--concurrency", 1, records=60)
+    code, printed = bench.run(
+        "--max-consecutive-errors", 40, "--max-retries", 30, "--concurrency", 1, records=60
+    )
     assert code == 0, printed
     assert printed.count(f"; {bench.server.url} is tried again in 0 s") == 1, printed
-    assert printed.count("every server fails; 39 more errors end the run (--max-consecutive-errors)") == 1, printed
+    assert (
+        printed.count("every server fails; 39 more errors end the run (--max-consecutive-errors)")
+        == 1
+    ), printed
     assert states(bench) == ["running", "waiting", "running", "finished"]
     bench.check(list(range(60)), records=60)
 
 
 def test_a_run_that_gives_up_says_before_how_many_errors_are_left(bench: Bench) -> None:
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
-    code, printed = bench.run("--max-consecutive-errors", 3, "--max-retries", 30, "--concurrency", 1)
+    code, printed = bench.run(
+        "--max-consecutive-errors", 3, "--max-retries", 30, "--concurrency", 1
+    )
     assert code == 1 and len(bench.server.seen) == 6, printed
-    assert printed.count("every server fails; 2 more errors end the run (--max-consecutive-errors)") == 1, printed
+    assert (
+        printed.count("every server fails; 2 more errors end the run (--max-consecutive-errors)")
+        == 1
+    ), printed
     assert "stopped: 3 errors in a row (--max-consecutive-errors), the last: " in printed
     assert states(bench) == ["running", "waiting", "stopped"]
 
@@ -154,7 +185,11 @@ def test_a_run_that_gives_up_says_before_how_many_errors_are_left(bench: Bench) 
 def test_a_run_whose_first_error_ends_it_says_nothing_of_further_ones(bench: Bench) -> None:
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
     code, printed = bench.run("--max-consecutive-errors", 1, "--concurrency", 1)
-    assert code == 1 and "every server fails" not in printed and "stopped: 1 errors in a row" in printed, printed
+    assert (
+        code == 1
+        and "every server fails" not in printed
+        and "stopped: 1 errors in a row" in printed
+    ), printed
     assert states(bench) == ["running", "stopped"]
 
 
@@ -167,21 +202,31 @@ def test_while_one_server_works_the_run_does_not_wait(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "tiny")])
-def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(bench: Bench, model: tuple[str, ...]) -> None:
+def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(
+    bench: Bench, model: tuple[str, ...]
+) -> None:
     """It answers 404 to the name that the run learnt at its first request."""
     server = bench.server
 
     def behave(seen: Seen) -> str | int:
         if seen.row == 20:
             server.model = "other"
-        return ("ok" if server.model == "tiny" else "other") if seen.body["model"] == server.model else 404
+        return (
+            ("ok" if server.model == "tiny" else "other")
+            if seen.body["model"] == server.model
+            else 404
+        )
 
     async def do_other(exchange: Exchange) -> None:
         await other_layers(exchange, server, model="other")
 
     server.behave, server.do_other = behave, do_other  # type: ignore[attr-defined]
     code, printed = bench.run(*model, records=60)
-    reason = f"{server.url} serves other, and not tiny" if model else "holds rows of another server: model was tiny, is other"
+    reason = (
+        f"{server.url} serves other, and not tiny"
+        if model
+        else "holds rows of another server: model was tiny, is other"
+    )
     assert code == 2 and reason in printed, printed
     assert "tried again in" not in printed and len(server.seen) <= 26
     assert set(bench.rows) <= set(range(23)), "no row of the other model is kept"
@@ -190,7 +235,9 @@ def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(bench
     bench.check(list(range(60)), records=60)
 
 
-def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_on(bench: Bench) -> None:
+def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_on(
+    bench: Bench,
+) -> None:
     server = bench.server
 
     def behave(seen: Seen) -> str | int:
@@ -204,7 +251,9 @@ def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_o
     bench.check(list(range(60)), records=60)
 
 
-def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(bench: Bench, tmp_path: Path) -> None:
+def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(
+    bench: Bench, tmp_path: Path
+) -> None:
     """Servers follow no link out of their storage."""
     (tmp_path / "elsewhere").mkdir()
     (bench.output / "link").symlink_to(tmp_path / "elsewhere")
@@ -213,6 +262,9 @@ def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(b
     assert (code, len(bench.server.seen)) == (2, 4), printed
     problem = "a directory on the way to it cannot be entered: Not a directory (ENOTDIR)"
     remedy = "mend its storage, or name a folder in it, and no link, with --output"
-    assert f"{bench.server.url}: the server could not store the hidden states: {problem}; {remedy}" in printed, printed
+    assert (
+        f"{bench.server.url}: the server could not store the hidden states: {problem}; {remedy}"
+        in printed
+    ), printed
     assert printed.count("is tried again in") == 1 and "every server fails" in printed
     assert contents(bench.output) == {}

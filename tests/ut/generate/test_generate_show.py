@@ -14,7 +14,9 @@ from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.show import second_bos
 
 DIFFERENTLY = "is rendered differently where the conversation ends: its loss is not shown"
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+}
 
 
 def test_the_first_run_shows_one_row_and_the_next_none(bench: Bench) -> None:
@@ -26,7 +28,9 @@ def test_the_first_run_shows_one_row_and_the_next_none(bench: Bench) -> None:
 
 def test_tokens_of_the_assistant_are_between_marks(bench: Bench) -> None:
     bench.server.asked.clear()
-    code, printed = bench.run("--show", 3, records=[CHAT, {"prompt": "a text"}, {"token_ids": list(b"ids\x1b[2J")}])
+    code, printed = bench.run(
+        "--show", 3, records=[CHAT, {"prompt": "a text"}, {"token_ids": list(b"ids\x1b[2J")}]
+    )
     assert code == 0, printed
     # The fake server renders an assistant's message as <assistant> and its text.
     assert "row 0: 24 tokens, 3 of them with a loss <user>Why?<assistant>[[So.]]" in printed
@@ -39,9 +43,13 @@ def test_a_long_row_is_shown_by_its_beginning_and_its_end(bench: Bench) -> None:
     assert f"{'a' * 1000} ... {'z' * 1000}" in printed and "a" * 1001 not in printed
 
 
-def test_a_turn_that_is_rendered_otherwise_within_the_conversation_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_is_rendered_otherwise_within_the_conversation_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     render = bench.server.render
-    monkeypatch.setattr(bench.server, "render", lambda ids: render(ids if len(ids) > 22 else [1, *ids]))
+    monkeypatch.setattr(
+        bench.server, "render", lambda ids: render(ids if len(ids) > 22 else [1, *ids])
+    )
     code, printed = bench.run("--show", 1, records=[CHAT])
     assert code == 0 and f"message 1 of row 0 {DIFFERENTLY}" in printed, printed
 
@@ -51,9 +59,19 @@ def test_a_conversation_whose_beginning_the_server_refuses_is_shown_without_that
     bench: Bench, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """A template may want a question of the user before any answer."""
-    chat = {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}, *CHAT["messages"]]}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "assistant", "content": "a"},
+            *CHAT["messages"],
+        ]
+    }
     render = bench.server.render
-    monkeypatch.setattr(bench.server, "render", lambda ids: render(ids) if b"<user>" in bytes(ids) else (status, {"error": "no question"}))
+    monkeypatch.setattr(
+        bench.server,
+        "render",
+        lambda ids: render(ids) if b"<user>" in bytes(ids) else (status, {"error": "no question"}),
+    )
     code, printed = bench.run("--show", 1, records=[chat])
     assert code == 0 and f"message 1 of row 0 {DIFFERENTLY}" in printed, printed
     assert "<system>s<assistant>a<user>Why?<assistant>[[So.]]" in printed
@@ -62,7 +80,11 @@ def test_a_conversation_whose_beginning_the_server_refuses_is_shown_without_that
 def test_a_message_that_is_to_be_continued_is_shown_as_it_is_rendered(bench: Bench) -> None:
     code, printed = bench.run("--show", 1, records=[CHAT | {"continue_final_message": True}])
     assert code == 0 and "<user>Why?<assistant>[[So.]]" in printed, printed
-    assert [seen["continue_final_message"] for seen in bench.server.rendered if "continue_final_message" in seen] == [True, False, True]
+    assert [
+        seen["continue_final_message"]
+        for seen in bench.server.rendered
+        if "continue_final_message" in seen
+    ] == [True, False, True]
 
 
 @pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, {"other": 1}), (200, [])])
@@ -74,19 +96,34 @@ def test_a_server_that_renders_nothing_is_reported_and_the_run_goes_on(
     assert code == 0 and "rows cannot be shown: " in printed, printed
 
 
-def test_a_second_bos_token_is_reported_once_with_the_option(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Seen, "token_ids", property(lambda seen: list(b"x" + seen.body["prompt"].encode())))
+def test_a_second_bos_token_is_reported_once_with_the_option(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Seen, "token_ids", property(lambda seen: list(b"x" + seen.body["prompt"].encode()))
+    )
     records = [{"prompt": f"xtext {row}"} for row in range(4)]
     _, printed = bench.run(records=records)
-    assert printed.count("texts that begin with x get a second one; ") == 1 and "add --no-special-tokens" in printed
+    assert (
+        printed.count("texts that begin with x get a second one; ") == 1
+        and "add --no-special-tokens" in printed
+    )
     assert all("add_special_tokens" not in seen.body for seen in bench.server.seen)
 
 
 @pytest.mark.parametrize(
     ("text", "ids", "is_noted"),
-    [("xa", b"xxa", True), ("xxa", b"xxa", False), ("x", b"x", False), ("ax", b"xax", False), ("b", b"xx", False)],
+    [
+        ("xa", b"xxa", True),
+        ("xxa", b"xxa", False),
+        ("x", b"x", False),
+        ("ax", b"xax", False),
+        ("b", b"xx", False),
+    ],
 )
-def test_only_a_text_that_has_its_bos_already_is_noted(bench: Bench, text: str, ids: bytes, is_noted: bool) -> None:
+def test_only_a_text_that_has_its_bos_already_is_noted(
+    bench: Bench, text: str, ids: bytes, is_noted: bool
+) -> None:
     async def note() -> str:
         async with Client(Options("", bench.output)) as client:
             return await second_bos(client, bench.server.url, "tiny", text, list(ids))

@@ -53,7 +53,13 @@ class Rows:
         identities = array("Q", [int(identity(row)[:16], 16) for row in self.all] + [0] * bad)
         tokens = sum(len(row.token_ids or ()) for row in self.all)
         characters = sum(len(str(row.content)) for row in self.all if row.token_ids is None)
-        return Checked(identities, [BadRow(len(self.all) + at, "", "") for at in range(bad)], Counter(), tokens, characters)
+        return Checked(
+            identities,
+            [BadRow(len(self.all) + at, "", "") for at in range(bad)],
+            Counter(),
+            tokens,
+            characters,
+        )
 
 
 def identity(row: Row) -> str:
@@ -75,8 +81,17 @@ def run(time: float = 1000.0) -> dict[str, Any]:
     return {"run": {"rows": 100, "invalid": 0}, "time": time}
 
 
-def done(row: Row, tokens: int, num_bytes: int, time: float = 1010.0, status: str = "done") -> dict[str, Any]:
-    return {"row": row.index, "status": status, "identity": identity(row), "time": time, "tokens": tokens, "bytes": num_bytes}
+def done(
+    row: Row, tokens: int, num_bytes: int, time: float = 1010.0, status: str = "done"
+) -> dict[str, Any]:
+    return {
+        "row": row.index,
+        "status": status,
+        "identity": identity(row),
+        "time": time,
+        "tokens": tokens,
+        "bytes": num_bytes,
+    }
 
 
 def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str, str]:
@@ -99,7 +114,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @contextmanager
-def renderer(answer: Callable[[dict[str, Any]], Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+def renderer(
+    answer: Callable[[dict[str, Any]], Any],
+) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """A server that renders prompts. Yields its URL, and a list of paths and bodies."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
@@ -139,7 +156,9 @@ def test_tokens_of_token_ids_are_exact_and_a_new_directory_stays_unmade(tmp_path
     assert not (tmp_path / "new").exists()
 
 
-def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_content(tmp_path: Path) -> None:
+def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_content(
+    tmp_path: Path,
+) -> None:
     dataset = Rows(*(ids(1 + each) for each in range(8)))
     rows = dataset.all
     failed = {"row": 3, "status": "failed", "identity": identity(rows[3]), "time": 1020.0}
@@ -147,7 +166,16 @@ def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_con
     of_another_content = {**done(rows[5], 6, 60), "identity": identity(rows[6])}
     outside = {**done(rows[6], 7, 70), "row": 1000}
     lines = [done(each, 1, 10) for each in (rows[0], rows[3], rows[4])]
-    write_ledger(tmp_path, run(), *lines, done(rows[1], 2, 20, status="found"), failed, changed, of_another_content, outside)
+    write_ledger(
+        tmp_path,
+        run(),
+        *lines,
+        done(rows[1], 2, 20, status="found"),
+        failed,
+        changed,
+        of_another_content,
+        outside,
+    )
     assert shown(tmp_path, dataset, bad=2)["rows"] == "8, of which 2 are there"
 
 
@@ -161,7 +189,9 @@ def test_a_row_may_be_there_by_any_ranks_ledger(tmp_path: Path) -> None:
 def test_tokens_of_texts_are_estimated_from_the_files_of_a_ledger(tmp_path: Path) -> None:
     dataset = Rows(*["some text"] * 10)
     write_ledger(tmp_path, run(), done(dataset.all[0], 4, 400), done(dataset.all[1], 6, 600))
-    assert shown(tmp_path, dataset)["tokens"] == "50 (estimate: 5 a row, as in the 2 files of ledgers)"
+    assert (
+        shown(tmp_path, dataset)["tokens"] == "50 (estimate: 5 a row, as in the 2 files of ledgers)"
+    )
 
 
 def test_tokens_of_texts_are_estimated_as_a_server_renders_some(tmp_path: Path) -> None:
@@ -169,7 +199,10 @@ def test_tokens_of_texts_are_estimated_as_a_server_renders_some(tmp_path: Path) 
     dataset = Rows(*texts, ids(1000))
     with renderer(lambda body: [{"token_ids": [1] * (2 * len(body["prompt"]))}]) as (url, seen):
         lines = shown(tmp_path, dataset, endpoints=(url,))
-    assert lines["tokens"] == f"{2 * sum(map(len, texts)) + 1000:,} (estimate: as a server renders some of the texts)"
+    assert (
+        lines["tokens"]
+        == f"{2 * sum(map(len, texts)) + 1000:,} (estimate: as a server renders some of the texts)"
+    )
     assert {path for path, _ in seen} == {"/v1/completions/render"} and 1 < len(seen) <= SAMPLE
 
 
@@ -183,25 +216,36 @@ def test_a_chat_is_rendered_as_it_would_be_sent(tmp_path: Path) -> None:
 
 def test_rows_that_a_server_does_not_render_are_left_out_of_the_estimate(tmp_path: Path) -> None:
     dataset = Rows("x" * 10, "y" * 990)
-    with renderer(lambda body: [{"token_ids": [1] * 5}] if body["prompt"].startswith("x") else REFUSED) as (url, _):
-        assert shown(tmp_path, dataset, endpoints=(url,))["tokens"].startswith("500 (estimate: as a server")
+    with renderer(
+        lambda body: [{"token_ids": [1] * 5}] if body["prompt"].startswith("x") else REFUSED
+    ) as (url, _):
+        assert shown(tmp_path, dataset, endpoints=(url,))["tokens"].startswith(
+            "500 (estimate: as a server"
+        )
 
 
 @pytest.mark.parametrize("answer", [REFUSED, {}, [], [[]], {"token_ids": 3}, "text", None], ids=str)
-def test_without_a_server_that_renders_four_characters_are_a_token(answer: Any, tmp_path: Path) -> None:
+def test_without_a_server_that_renders_four_characters_are_a_token(
+    answer: Any, tmp_path: Path
+) -> None:
     told = "10 (estimate: a token for 4 characters, as no server renders the texts)"
     assert shown(tmp_path, Rows("x" * 40))["tokens"] == told
     with renderer(lambda body: answer) as (url, _):
         assert shown(tmp_path, Rows("x" * 40), endpoints=(url,))["tokens"] == told
 
 
-def test_generated_tokens_come_on_top_as_an_upper_bound_until_a_ledger_tells_them(tmp_path: Path) -> None:
+def test_generated_tokens_come_on_top_as_an_upper_bound_until_a_ledger_tells_them(
+    tmp_path: Path,
+) -> None:
     dataset = Rows(ids(3), ids(4))
     wanted = {"include_output": True, "max_tokens": 100}
     told = "207 (of all token ids; at most, with --max-tokens generated tokens for each row)"
     assert shown(tmp_path, dataset, **wanted)["tokens"] == told
     write_ledger(tmp_path, run(), done(dataset.all[0], 13, 130))
-    assert shown(tmp_path, dataset, **wanted)["tokens"] == "26 (estimate: 13 a row, as in the 1 files of ledgers)"
+    assert (
+        shown(tmp_path, dataset, **wanted)["tokens"]
+        == "26 (estimate: 13 a row, as in the 1 files of ledgers)"
+    )
 
 
 # Bytes and time
@@ -210,17 +254,25 @@ def test_generated_tokens_come_on_top_as_an_upper_bound_until_a_ledger_tells_the
 def test_bytes_of_a_token_are_those_of_the_files_that_are_there(tmp_path: Path) -> None:
     dataset = Rows(ids(30), ids(30), ids(30))
     write_ledger(tmp_path, run(), done(dataset.all[0], 30, 60_000))
-    assert shown(tmp_path, dataset, bytes_per_token=7)["size of the rows to come"] == "120.0 kB, 2,000 bytes a token"
+    assert (
+        shown(tmp_path, dataset, bytes_per_token=7)["size of the rows to come"]
+        == "120.0 kB, 2,000 bytes a token"
+    )
 
 
 def test_bytes_of_a_token_may_be_given_and_are_unknown_otherwise(tmp_path: Path) -> None:
     dataset = Rows(ids(10))
-    assert shown(tmp_path, dataset, bytes_per_token=24_576)["size of the rows to come"] == "245.8 kB, 24,576 bytes a token"
+    assert (
+        shown(tmp_path, dataset, bytes_per_token=24_576)["size of the rows to come"]
+        == "245.8 kB, 24,576 bytes a token"
+    )
     assert shown(tmp_path, dataset)["size of the rows to come"] == "unknown; give --bytes-per-token"
 
 
 @pytest.mark.parametrize(("left", "told"), [(10_000, "10.0 kB"), (9_999, "10.0 kB, too little")])
-def test_too_little_free_space_is_said(left: int, told: str, free: Callable[[int], None], tmp_path: Path) -> None:
+def test_too_little_free_space_is_said(
+    left: int, told: str, free: Callable[[int], None], tmp_path: Path
+) -> None:
     free(left)
     assert shown(tmp_path, Rows(ids(10)), bytes_per_token=1000)["free space"] == told
 
@@ -228,11 +280,26 @@ def test_too_little_free_space_is_said(left: int, told: str, free: Callable[[int
 def test_time_is_that_of_the_given_rate_or_of_the_last_run_of_all_ranks(tmp_path: Path) -> None:
     dataset = Rows(*[ids(36_000)] * 40)
     assert shown(tmp_path, dataset)["time for the rows to come"] == "unknown; give --rate"
-    assert shown(tmp_path, dataset, rate=400.0)["time for the rows to come"] == "1:00:00 at 400 tokens/s"
+    assert (
+        shown(tmp_path, dataset, rate=400.0)["time for the rows to come"]
+        == "1:00:00 at 400 tokens/s"
+    )
     early = done(dataset.all[0], 36_000, 36, time=500.0)
-    write_ledger(tmp_path, run(400.0), early, run(1000.0), done(dataset.all[1], 36_000, 36, time=1100.0), rank=0, world_size=2)
-    write_ledger(tmp_path, run(1000.0), done(dataset.all[16], 36_000, 36, time=1200.0), rank=1, world_size=2)
-    write_ledger(tmp_path, run(0.0), done(dataset.all[20], 36_000, 36, time=1.0))  # of an earlier run, by one rank
+    write_ledger(
+        tmp_path,
+        run(400.0),
+        early,
+        run(1000.0),
+        done(dataset.all[1], 36_000, 36, time=1100.0),
+        rank=0,
+        world_size=2,
+    )
+    write_ledger(
+        tmp_path, run(1000.0), done(dataset.all[16], 36_000, 36, time=1200.0), rank=1, world_size=2
+    )
+    write_ledger(
+        tmp_path, run(0.0), done(dataset.all[20], 36_000, 36, time=1.0)
+    )  # of an earlier run, by one rank
     assert shown(tmp_path, dataset)["time for the rows to come"] == "0:40:00 at 540 tokens/s"
 
 
@@ -261,10 +328,14 @@ def test_a_run_warns_when_rows_to_come_exceed_the_free_space(
     problem = space_problem(Options("data", tmp_path, world_size=world_size), so_far)
     assert (problem is not None) == is_told
     if problem is not None:
-        assert f"rows to come take about 1.0 MB, and {tmp_path} has 1.0 MB free; make room" in problem
+        assert (
+            f"rows to come take about 1.0 MB, and {tmp_path} has 1.0 MB free; make room" in problem
+        )
 
 
-def test_storage_that_cannot_be_asked_is_no_reason_to_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_cannot_be_asked_is_no_reason_to_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(path: Path) -> None:
         raise OSError(116, "Stale file handle")
 
@@ -272,7 +343,9 @@ def test_storage_that_cannot_be_asked_is_no_reason_to_warn(tmp_path: Path, monke
     assert space_problem(Options("data", tmp_path), outcome(SAMPLE, 10**9)) is None
 
 
-def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_that_of_the_nearest_directory_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Path] = []
 
     def usage(path: Path) -> Usage:
@@ -281,7 +354,11 @@ def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path: Path,
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.chdir(tmp_path)
-    assert (free_space(tmp_path / "a" / "b"), free_space(Path("c") / "d"), free_space(Path())) == (7, 7, 7)
+    assert (free_space(tmp_path / "a" / "b"), free_space(Path("c") / "d"), free_space(Path())) == (
+        7,
+        7,
+        7,
+    )
     assert asked == [tmp_path, tmp_path, Path()]
 
 
@@ -289,4 +366,8 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
     (command,) = blocks("generate.md", "dry-run")
     words = shlex.split(command)
     options = generate.parse_arguments(words[2:])
-    assert words[:2] == ["hsx", "generate"] and options.dry_run and (options.bytes_per_token, options.rate) == (24_584, 20_000)
+    assert (
+        words[:2] == ["hsx", "generate"]
+        and options.dry_run
+        and (options.bytes_per_token, options.rate) == (24_584, 20_000)
+    )

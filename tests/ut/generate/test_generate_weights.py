@@ -37,7 +37,9 @@ def serving(bench: Bench, weights: str, sink: str = "files") -> FakeServer:
     return FakeServer(bench.output, weights=weights, make_sink=SINKS[sink])
 
 
-def run_with(bench: Bench, weights: str, *arguments: object, sink: str = "files", fails: int | None = None) -> tuple[int, str, int]:
+def run_with(
+    bench: Bench, weights: str, *arguments: object, sink: str = "files", fails: int | None = None
+) -> tuple[int, str, int]:
     """(exit code, what was printed, requests)."""
     with serving(bench, weights, sink) as server:
         server.behave = lambda seen: 400 if seen.row == fails else "ok"
@@ -53,7 +55,9 @@ def noted(bench: Bench) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
-def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(bench: Bench, sink: str, ledger: str) -> None:
+def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(
+    bench: Bench, sink: str, ledger: str
+) -> None:
     assert run_with(bench, OLD, sink=sink, fails=3)[0] == 1
     if ledger != "whole":
         keep_lines(bench, lambda line: "ledger" in line)
@@ -74,14 +78,19 @@ def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench: Bench, validate: bool) -> None:
+def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(
+    bench: Bench, validate: bool
+) -> None:
     assert run_with(bench, OLD)[0] == 0
     with bench.server.make_sink(bench.output, FORMAT, FileOptions()) as sink:
         replace_row(bench, 5, sink, NEW)
     code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
     assert (code, len(bench.server.seen)) == (2, 0), printed
     path = bench.output / "hs_5.safetensors"
-    assert f"{path} is a row of another server than " in printed and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
+    assert (
+        f"{path} is a row of another server than " in printed
+        and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
+    )
     assert tensors_of(path) == right(token_rows(6)[5]["token_ids"])
 
 
@@ -93,10 +102,15 @@ def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench:
         ((Adapter("a", OLD), Adapter("a", NEW)), f"weights was {OLD}+{OLD}, is {OLD}+{NEW}"),
     ],
 )
-def test_rows_of_an_adapter_are_not_mixed_with_others(bench: Bench, adapters: tuple[Adapter, Adapter], difference: str) -> None:
+def test_rows_of_an_adapter_are_not_mixed_with_others(
+    bench: Bench, adapters: tuple[Adapter, Adapter], difference: str
+) -> None:
     def as_noted(line: dict[str, Any]) -> dict[str, Any]:
         if "server" in line:
-            line["server"] |= {"lora": adapters[0].name, "weights": "+".join(filter(None, (OLD, adapters[0].weights)))}
+            line["server"] |= {
+                "lora": adapters[0].name,
+                "weights": "+".join(filter(None, (OLD, adapters[0].weights))),
+            }
         return line
 
     assert run_with(bench, OLD)[0] == 0
@@ -109,7 +123,14 @@ def test_rows_of_an_adapter_are_not_mixed_with_others(bench: Bench, adapters: tu
     assert difference in printed
 
 
-def replace_row(bench: Bench, row: int, sink: Any, weights: str, adapter: Adapter = NO_ADAPTER, content: str | None = None) -> None:
+def replace_row(
+    bench: Bench,
+    row: int,
+    sink: Any,
+    weights: str,
+    adapter: Adapter = NO_ADAPTER,
+    content: str | None = None,
+) -> None:
     """As a server with that sink writes it, asked for the row's token ids or text."""
     import numpy as np
     from generate_files import expected_rows
@@ -117,7 +138,9 @@ def replace_row(bench: Bench, row: int, sink: Any, weights: str, adapter: Adapte
     ids = token_rows(6)[row]["token_ids"] if content is None else list(content.encode())
     path = bench.output / f"hs_{row}.safetensors"
     path.unlink(missing_ok=True)
-    identity = Row(row, array("q", ids) if content is None else content).identity(Options("", bench.output).request)
+    identity = Row(row, array("q", ids) if content is None else content).identity(
+        Options("", bench.output).request
+    )
     file = sink.open(f"cmpl-{identity}-0123456789ab-0-0123abcd", path, len(ids), adapter=adapter)
     file.origin = Origin([WeightVersion(fingerprint=weights)])
     file.write(0, expected_rows(ids))
@@ -127,14 +150,22 @@ def replace_row(bench: Bench, row: int, sink: Any, weights: str, adapter: Adapte
 
 def write_ledger(bench: Bench, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     ledger = bench.output / "ledger.jsonl"
-    lines = [json.dumps(change(json.loads(line)), separators=(",", ":")) + "\n" for line in ledger.read_text().splitlines()]
+    lines = [
+        json.dumps(change(json.loads(line)), separators=(",", ":")) + "\n"
+        for line in ledger.read_text().splitlines()
+    ]
     ledger.write_text("".join(lines))
 
 
 def test_two_endpoints_of_different_weights_are_refused(bench: Bench) -> None:
     with serving(bench, OLD) as one, serving(bench, NEW) as other:
         code, printed = bench.run(endpoint=f"{one.url},{other.url}", records=40)
-        assert code == 2 and "holds rows of another server: weights was " in printed and OLD in printed and NEW in printed, printed
+        assert (
+            code == 2
+            and "holds rows of another server: weights was " in printed
+            and OLD in printed
+            and NEW in printed
+        ), printed
         for server in (one, other):
             server.wait_idle()
         done = {row for row, line in bench.lines().items() if line["status"] == "done"}
@@ -150,10 +181,15 @@ def weights_in(bench: Bench, row: int) -> str | None:
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
-    [({"weights": NEW}, f"weights was {OLD}, is {NEW}"), ({"layer_ids": (1, 0, 3)}, "layer_ids was [2, 0, 3], is [1, 0, 3]")],
+    [
+        ({"weights": NEW}, f"weights was {OLD}, is {NEW}"),
+        ({"layer_ids": (1, 0, 3)}, "layer_ids was [2, 0, 3], is [1, 0, 3]"),
+    ],
     ids=["weights", "layers"],
 )
-def test_a_server_that_comes_back_as_another_ends_the_run(bench: Bench, changes: dict[str, Any], difference: str) -> None:
+def test_a_server_that_comes_back_as_another_ends_the_run(
+    bench: Bench, changes: dict[str, Any], difference: str
+) -> None:
     """It is known by then, so requests that it answers wrongly in other ways are repeated."""
     with serving(bench, OLD) as server:
 
@@ -170,7 +206,9 @@ def test_a_server_that_comes_back_as_another_ends_the_run(bench: Bench, changes:
 
 
 @pytest.mark.parametrize(("first", "second"), [("", OLD), (OLD, "")])
-def test_weights_that_are_not_told_are_those_of_another_server(bench: Bench, first: str, second: str) -> None:
+def test_weights_that_are_not_told_are_those_of_another_server(
+    bench: Bench, first: str, second: str
+) -> None:
     assert run_with(bench, first, "--limit", 3)[0] == 0
     told = [weights or None for weights in (first, second)]
     assert [each["weights"] for each in noted(bench)] == told[:1]
@@ -182,7 +220,9 @@ def test_weights_that_are_not_told_are_those_of_another_server(bench: Bench, fir
 
 
 @pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (None, NEW)])
-def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_path: Path, first: str | None, second: str) -> None:
+def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(
+    tmp_path: Path, first: str | None, second: str
+) -> None:
     for rank, weights in enumerate((first, second)):
         ledger = opened(tmp_path / str(rank), world_size=3, rank=rank)
         ledger.note_server(SERVER | {"weights": weights})
@@ -190,23 +230,46 @@ def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_pa
     for rank in (0, 2):
         ledger = opened(tmp_path / "0", world_size=3, rank=rank)
         ledger.close()
-        assert ledger.server == SERVER | {"weights": first}, "each rank knows the server of the others"
-    (tmp_path / "0" / "ledger-1-of-3.jsonl").write_bytes((tmp_path / "1/ledger-1-of-3.jsonl").read_bytes())
+        assert ledger.server == SERVER | {"weights": first}, (
+            "each rank knows the server of the others"
+        )
+    (tmp_path / "0" / "ledger-1-of-3.jsonl").write_bytes(
+        (tmp_path / "1/ledger-1-of-3.jsonl").read_bytes()
+    )
     for world_size, rank in ((3, 0), (3, 1), (3, 2), (1, 0)):
-        with pytest.raises(InputError, match=f"0 holds rows of two servers: weights was {first}, is {second}.*name another --output"):
+        with pytest.raises(
+            InputError,
+            match=(
+                f"0 holds rows of two servers: weights was {first}, is {second}.*name another "
+                "--output"
+            ),
+        ):
             open_ledger(tmp_path / "0", REQUEST, world_size, rank)
 
 
-def leave(bench: Bench, *rows: int, weights: str = NEW, model: str = "tiny", sink: str = "files", texts: str = "") -> None:
+def leave(
+    bench: Bench,
+    *rows: int,
+    weights: str = NEW,
+    model: str = "tiny",
+    sink: str = "files",
+    texts: str = "",
+) -> None:
     """Rows that a server wrote after its run had ended."""
     with SINKS[sink](bench.output, replace(FORMAT, model=model), FileOptions()) as other:
         for row in rows:
             replace_row(bench, row, other, weights, content=texts[row] if texts else None)
 
 
-@pytest.mark.parametrize("changes", [{"weights": NEW}, {"weights": OLD, "layer_ids": (1, 0, 3)}], ids=["weights", "layers"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"weights": NEW}, {"weights": OLD, "layer_ids": (1, 0, 3)}],
+    ids=["weights", "layers"],
+)
 @pytest.mark.parametrize("sink", SINKS)
-def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink: str, changes: dict[str, Any]) -> None:
+def test_rows_in_flight_when_a_server_is_refused_do_not_stay(
+    bench: Bench, sink: str, changes: dict[str, Any]
+) -> None:
     """The server publishes them, and their answers never come. Two were done once, and lost.
 
     One that is in flight has the right weights, and stays.
@@ -217,7 +280,10 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
     for row in (3, 9):
         remove(bench.output / f"hs_{row}.safetensors")
     written = threading.Barrier(4)
-    with serving(bench, OLD, sink) as server, FakeServer(bench.output, make_sink=SINKS[sink], **changes) as other:
+    with (
+        serving(bench, OLD, sink) as server,
+        FakeServer(bench.output, make_sink=SINKS[sink], **changes) as other,
+    ):
 
         async def do_other(exchange: Exchange) -> None:
             at = server.seen.index(exchange.seen)
@@ -242,7 +308,9 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
 
 @pytest.mark.parametrize("texts", ["", "abcdef"], ids=["token ids", "texts"])
 @pytest.mark.parametrize("sink", SINKS)
-def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(bench: Bench, sink: str, texts: str) -> None:
+def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(
+    bench: Bench, sink: str, texts: str
+) -> None:
     records: Any = [{"prompt": text} for text in texts] or 6
     with serving(bench, OLD, sink) as server:
         server.behave = lambda seen: 400 if seen.row == 3 else "ok"
@@ -255,7 +323,10 @@ def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(ben
         code, printed = bench.run(records=records, endpoint=server.url)
     assert (code, sorted(server.asked)) == (0, [3, 5]), printed
     for row in (3, 5):
-        problem = f"hs_{row}.safetensors: it is of another server: weights was {OLD}, is {NEW}; it is asked for again"
+        problem = (
+            f"hs_{row}.safetensors: it is of another server: weights was {OLD}, is {NEW}; it is "
+            "asked for again"
+        )
         assert printed.count(problem) == 1, printed
     assert {weights_in(bench, row) for row in range(6)} == {OLD}
 
@@ -269,7 +340,9 @@ def test_rows_of_the_right_weights_that_no_ledger_names_are_kept(bench: Bench) -
     bench.check(list(range(6)))
 
 
-def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_rows_are_neither_checked_nor_removed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
     leave(bench, 3)
@@ -279,7 +352,9 @@ def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench, monkeypa
     assert (code, requests) == (0, 3) and "hs_3.safetensors: it is of another server" in printed
 
 
-def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert run_with(bench, OLD)[0] == 0
     leave(bench, 3)
@@ -292,11 +367,18 @@ def test_a_file_of_another_model_that_no_ledger_names_is_generated_again(bench: 
     assert run_with(bench, OLD, fails=3)[0] == 1
     leave(bench, 3, weights=OLD, model="other")
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (0, 1) and "it is of another server: model was tiny, is other; it is asked for again" in printed, printed
+    assert (code, requests) == (
+        0,
+        1,
+    ) and "it is of another server: model was tiny, is other; it is asked for again" in printed, (
+        printed
+    )
     bench.check(list(range(6)))
 
 
-def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_server(bench: Bench) -> None:
+def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_server(
+    bench: Bench,
+) -> None:
     """The run that asked for them was killed before it noted anything."""
     assert run_with(bench, OLD)[0] == 0
     keep_lines(bench, lambda line: "ledger" in line)

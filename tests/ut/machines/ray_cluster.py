@@ -22,7 +22,11 @@ PORT = 6379
 SERVER = "http://127.0.0.1:8000"  # each machine has its own
 _NAMESPACES = ("--net", "--ipc", "--uts", "--mount", "--pid")
 # A node that is switched off says nothing: Ray takes it for dead after some of these.
-_HEALTH = {"RAY_health_check_period_ms": "2000", "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3"}
+_HEALTH = {
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+}
 # The cluster's own, whatever the user's home directory has.
 _TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 
@@ -43,7 +47,14 @@ class Node:
 
     def start(self, words: Sequence[str | Path], log: Path) -> subprocess.Popen[bytes]:
         """Start a command there, with its output in `log`."""
-        command = ["nsenter", f"--target={self.init}", *_NAMESPACES, f"--wd={ROOT}", "--", *map(str, words)]
+        command = [
+            "nsenter",
+            f"--target={self.init}",
+            *_NAMESPACES,
+            f"--wd={ROOT}",
+            "--",
+            *map(str, words),
+        ]
         path = os.pathsep.join(str(ROOT / each) for each in ("", "tests", "tests/ut"))
         variables = {**os.environ, "PYTHONPATH": path, **_HEALTH, **_TOKEN}
         with open(log, "w") as output:
@@ -86,17 +97,45 @@ class Cluster:
         node = self._boot(f"node{number}", f"{NETWORK}.{number}")
         self.nodes.append(node)
         said = self._work / f"{node.name}.server"
-        server = node.start([sys.executable, ROOT / "tests/ut/fakes/generate_server.py", self._storage, "8000", self.log(node)], said)
+        server = node.start(
+            [
+                sys.executable,
+                ROOT / "tests/ut/fakes/generate_server.py",
+                self._storage,
+                "8000",
+                self.log(node),
+            ],
+            said,
+        )
         self._stack.callback(server.wait)
         self._stack.callback(server.kill)
         while "serving" not in said.read_text():
             assert server.poll() is None, said.read_text()
             time.sleep(0.05)
-        ray = [Path(sys.executable).with_name("ray"), "start", "--node-ip-address", node.address, "--disable-usage-stats"]
+        ray = [
+            Path(sys.executable).with_name("ray"),
+            "start",
+            "--node-ip-address",
+            node.address,
+            "--disable-usage-stats",
+        ]
         ray += ["--num-cpus", "2", "--object-store-memory", str(80 << 20), *ray_options]
-        first = ["--head", "--port", str(PORT), "--include-dashboard", "false", "--temp-dir", str(self._temporary)]
+        first = [
+            "--head",
+            "--port",
+            str(PORT),
+            "--include-dashboard",
+            "false",
+            "--temp-dir",
+            str(self._temporary),
+        ]
         said = self._work / f"{node.name}.ray"  # no pipe: what it starts would hold it open
-        assert node.start([*ray, *(first if number == 1 else ["--address", self.address])], said).wait(timeout=120) == 0, said.read_text()
+        assert (
+            node.start([*ray, *(first if number == 1 else ["--address", self.address])], said).wait(
+                timeout=120
+            )
+            == 0
+        ), said.read_text()
         return node
 
     def log(self, node: Node) -> Path:
@@ -109,10 +148,23 @@ class Cluster:
 
     def _boot(self, name: str, address: str) -> Node:
         """Boot a machine and plug its cable into the switch, which is in the first one."""
-        mounts = " && ".join(f"mount -t tmpfs tmpfs {each}" for each in ("/dev/shm", self._temporary))
+        mounts = " && ".join(
+            f"mount -t tmpfs tmpfs {each}" for each in ("/dev/shm", self._temporary)
+        )
         boot = f"{mounts} && hostname {name} && echo booted && exec sleep infinity"
-        command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", boot]
-        process = self._stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        command = [
+            "unshare",
+            *_NAMESPACES,
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            boot,
+        ]
+        process = self._stack.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
         self._stack.callback(process.kill)
         assert process.stdout is not None
         if (said := process.stdout.readline().strip()) != "booted":
@@ -128,21 +180,32 @@ class Cluster:
             else:
                 port = f"port{len(self.nodes)}"
                 with _network(self._first), IPRoute() as routes:
-                    routes.link("add", ifname=port, kind="veth", peer={"ifname": "eth0", "net_ns_pid": init})
-                    routes.link("set", index=routes.link_lookup(ifname=port)[0], master=routes.link_lookup(ifname="switch")[0])
+                    routes.link(
+                        "add", ifname=port, kind="veth", peer={"ifname": "eth0", "net_ns_pid": init}
+                    )
+                    routes.link(
+                        "set",
+                        index=routes.link_lookup(ifname=port)[0],
+                        master=routes.link_lookup(ifname="switch")[0],
+                    )
                     _up(routes, port)
                 with _network(init), IPRoute() as routes:
                     _up(routes, "lo")
                     _up(routes, "eth0", address)
         except NetlinkError as error:
-            pytest.skip(f"machines are joined by veth pairs and a bridge, which this system does not make: {error}")
+            pytest.skip(
+                "machines are joined by veth pairs and a bridge, which this system does not "
+                f"make: {error}"
+            )
         return Node(name, address, init)
 
 
 @contextmanager
 def ray_cluster(storage: Path, work: Path) -> Iterator[Cluster]:
     """A cluster without nodes; skips the test where there can be none."""
-    pytest.importorskip("ray", reason="needs Ray, which `make test-all` installs (requirements/test-all.txt)")
+    pytest.importorskip(
+        "ray", reason="needs Ray, which `make test-all` installs (requirements/test-all.txt)"
+    )
     if os.geteuid() != 0:
         pytest.skip("machines are network namespaces, which root alone makes")
     # Short: it holds sockets, whose names have at most 107 characters.

@@ -38,27 +38,75 @@ PLACES: dict[str, tuple[Mapping[str, str], int | None, int | None, Place]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("environment", "world_size", "rank", "place"), PLACES.values(), ids=PLACES)
-def test_the_place_of_a_run(environment: Mapping[str, str], world_size: int | None, rank: int | None, place: Place) -> None:
+@pytest.mark.parametrize(
+    ("environment", "world_size", "rank", "place"), PLACES.values(), ids=PLACES
+)
+def test_the_place_of_a_run(
+    environment: Mapping[str, str], world_size: int | None, rank: int | None, place: Place
+) -> None:
     assert place_of(world_size, rank, environment) == place
 
 
 REFUSED: dict[str, tuple[Mapping[str, str], int | None, int | None, str]] = {
-    "two-ranks": ({**STEP, **TORCHRUN, "RANK": "2"}, None, None, "SLURM_PROCID=3 contradicts RANK=2: two launchers started this process."),
-    "two-sizes": ({**STEP, **TORCHRUN, "WORLD_SIZE": "16"}, None, None, "SLURM_STEP_NUM_TASKS=8 contradicts WORLD_SIZE=16: two"),
-    "two-ranks-of-a-given-size": ({**INDEXED, "RANK": "2"}, 8, None, "JOB_COMPLETION_INDEX=3 contradicts RANK=2"),
-    "kubernetes-tells-no-size": (INDEXED, None, None, "JOB_COMPLETION_INDEX='3' is the rank of this process, and WORLD_SIZE does not say"),
-    "rank-alone": ({"RANK": "1"}, None, None, "RANK='1' is the rank of this process, and WORLD_SIZE does not say of how many. Give"),
-    "no-number": ({**TORCHRUN, "RANK": "x"}, None, None, "RANK='x' is not a whole number from 0 to 999999. Give --world-size and --rank"),
-    "no-size": ({**TORCHRUN, "WORLD_SIZE": "0"}, None, None, "WORLD_SIZE='0' is not a whole number from 1 to 1000000."),
+    "two-ranks": (
+        {**STEP, **TORCHRUN, "RANK": "2"},
+        None,
+        None,
+        "SLURM_PROCID=3 contradicts RANK=2: two launchers started this process.",
+    ),
+    "two-sizes": (
+        {**STEP, **TORCHRUN, "WORLD_SIZE": "16"},
+        None,
+        None,
+        "SLURM_STEP_NUM_TASKS=8 contradicts WORLD_SIZE=16: two",
+    ),
+    "two-ranks-of-a-given-size": (
+        {**INDEXED, "RANK": "2"},
+        8,
+        None,
+        "JOB_COMPLETION_INDEX=3 contradicts RANK=2",
+    ),
+    "kubernetes-tells-no-size": (
+        INDEXED,
+        None,
+        None,
+        "JOB_COMPLETION_INDEX='3' is the rank of this process, and WORLD_SIZE does not say",
+    ),
+    "rank-alone": (
+        {"RANK": "1"},
+        None,
+        None,
+        "RANK='1' is the rank of this process, and WORLD_SIZE does not say of how many. Give",
+    ),
+    "no-number": (
+        {**TORCHRUN, "RANK": "x"},
+        None,
+        None,
+        "RANK='x' is not a whole number from 0 to 999999. Give --world-size and --rank",
+    ),
+    "no-size": (
+        {**TORCHRUN, "WORLD_SIZE": "0"},
+        None,
+        None,
+        "WORLD_SIZE='0' is not a whole number from 1 to 1000000.",
+    ),
     "digits-without-end": ({**TORCHRUN, "RANK": "9" * 5000}, None, None, "is not a whole number"),
-    "more-processes-than-given": (STEP, 2, None, "SLURM_PROCID=3 is not below the world size, 2. Start as many processes"),
+    "more-processes-than-given": (
+        STEP,
+        2,
+        None,
+        "SLURM_PROCID=3 is not below the world size, 2. Start as many processes",
+    ),
     "a-given-rank-too-high": (STEP, None, 8, "--rank=8 is not below the world size, 8."),
 }
 
 
-@pytest.mark.parametrize(("environment", "world_size", "rank", "problem"), REFUSED.values(), ids=REFUSED)
-def test_what_makes_no_place_is_refused(environment: Mapping[str, str], world_size: int | None, rank: int | None, problem: str) -> None:
+@pytest.mark.parametrize(
+    ("environment", "world_size", "rank", "problem"), REFUSED.values(), ids=REFUSED
+)
+def test_what_makes_no_place_is_refused(
+    environment: Mapping[str, str], world_size: int | None, rank: int | None, problem: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         place_of(world_size, rank, environment)
 
@@ -71,19 +119,29 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.delenv(name, raising=False)
 
 
-def test_a_run_says_its_rank_before_anything_else_and_does_its_rows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_its_rank_before_anything_else_and_does_its_rows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}.items():
         monkeypatch.setenv(name, value)
     code, printed = bench.run(records=2 * RANK_ROWS + 1)
     assert code == 0, printed
-    assert 0 <= printed.find("rank 1 of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS)") < printed.index("data.jsonl: "), printed
+    assert (
+        0
+        <= printed.find("rank 1 of 2 (SLURM_PROCID, SLURM_STEP_NUM_TASKS)")
+        < printed.index("data.jsonl: ")
+    ), printed
     assert bench.rows == list(range(RANK_ROWS, 2 * RANK_ROWS))
     assert (bench.output / "ledger-1-of-2.jsonl").exists()
 
 
-def test_contradicting_launchers_end_a_run_before_it_begins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_launchers_end_a_run_before_it_begins(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {**STEP, **TORCHRUN, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     code, printed = bench.run()
-    assert code == 2 and printed.startswith("hsx generate: SLURM_PROCID=3 contradicts RANK=0"), printed
+    assert code == 2 and printed.startswith("hsx generate: SLURM_PROCID=3 contradicts RANK=0"), (
+        printed
+    )
     assert not bench.server.seen

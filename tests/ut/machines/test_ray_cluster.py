@@ -18,7 +18,16 @@ TASKS = 15
 
 
 def command(cluster: Cluster, root: Path, *more: str) -> list[str | Path]:
-    words = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--ray", cluster.address, "--endpoint", SERVER]
+    words = [
+        sys.executable,
+        "-m",
+        "vllm_ascend_hsx.cli.main",
+        "generate",
+        "--ray",
+        cluster.address,
+        "--endpoint",
+        SERVER,
+    ]
     files = ["--data", root / "data.jsonl", "--output", root / "out"]
     return [*words, *files, "--concurrency", str(CONCURRENCY), "--ray-tasks", str(TASKS), *more]
 
@@ -31,7 +40,9 @@ def wait_for_rows(cluster: Cluster, count: int) -> None:
         time.sleep(0.02)  # the servers are other processes
 
 
-def test_a_machine_that_dies_costs_no_row_and_does_none_twice(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_machine_that_dies_costs_no_row_and_does_none_twice(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     rows = pytestconfig.getoption("--ray-rows") or 1500
     write_jsonl(tmp_path / "data.jsonl", records := token_rows(rows))
     (tmp_path / "out").mkdir()
@@ -48,17 +59,30 @@ def test_a_machine_that_dies_costs_no_row_and_does_none_twice(tmp_path: Path, py
         asked = [cluster.asked(node) for node in cluster.nodes]
     printed = (tmp_path / "printed").read_text()
     assert code == 0, printed
-    wanted = {f"hs_{row}.safetensors": right(record["token_ids"]) for row, record in enumerate(records)}
+    wanted = {
+        f"hs_{row}.safetensors": right(record["token_ids"]) for row, record in enumerate(records)
+    }
     found = contents(tmp_path / "out")
-    assert {name: tensors for name, tensors in found.items() if not name.startswith("ledger")} == wanted
-    lines = Counter(line["row"] for path in (tmp_path / "out").glob("ledger-*.jsonl") for line in ledger_lines(path))
+    assert {
+        name: tensors for name, tensors in found.items() if not name.startswith("ledger")
+    } == wanted
+    lines = Counter(
+        line["row"]
+        for path in (tmp_path / "out").glob("ledger-*.jsonl")
+        for line in ledger_lines(path)
+    )
     assert set(lines) == set(range(rows))
     times = Counter(row for each in asked for row in each)
     twice = [row for row, count in times.items() if count > 1]
-    assert max(times.values()) <= 2 and len(twice) <= CONCURRENCY, "only rows that were under way there are asked for again"
+    assert max(times.values()) <= 2 and len(twice) <= CONCURRENCY, (
+        "only rows that were under way there are asked for again"
+    )
     assert set(twice) <= set(asked[victim])
     share = [len(each) for each in asked]
-    print(f"\n{rows} rows in {seconds:.0f} s, node{victim + 1} off after {instant}; asked {share}, {len(twice)} twice")
+    print(
+        f"\n{rows} rows in {seconds:.0f} s, node{victim + 1} off after {instant}; asked {share}, "
+        f"{len(twice)} twice"
+    )
 
 
 def test_a_machine_that_joins_is_used_and_one_without_the_label_is_not(tmp_path: Path) -> None:
@@ -67,7 +91,9 @@ def test_a_machine_that_joins_is_used_and_one_without_the_label_is_not(tmp_path:
     with ray_cluster(tmp_path / "out", tmp_path) as cluster:
         cluster.add()
         cluster.add("--labels", "storage=here")
-        run = cluster.head.start(command(cluster, tmp_path, "--ray-label", "storage=here"), log=tmp_path / "printed")
+        run = cluster.head.start(
+            command(cluster, tmp_path, "--ray-label", "storage=here"), log=tmp_path / "printed"
+        )
         wait_for_rows(cluster, 50)
         cluster.add("--labels", "storage=here")
         code = run.wait(timeout=550)

@@ -40,13 +40,22 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> InlineRay:
 
 def rows_logged(bench: Bench) -> Counter[int]:
     """Lines about rows in all ledgers."""
-    return Counter(line["row"] for path in bench.output.glob("ledger-*.jsonl") for line in ledger_lines(path))
+    return Counter(
+        line["row"] for path in bench.output.glob("ledger-*.jsonl") for line in ledger_lines(path)
+    )
 
 
 def check(bench: Bench, records: int) -> None:
     """All rows are there, each right."""
-    wanted = {f"hs_{row}.safetensors": right(each["token_ids"]) for row, each in enumerate(token_rows(records))}
-    assert {name: tensors for name, tensors in contents(bench.output).items() if not name.startswith("ledger")} == wanted
+    wanted = {
+        f"hs_{row}.safetensors": right(each["token_ids"])
+        for row, each in enumerate(token_rows(records))
+    }
+    assert {
+        name: tensors
+        for name, tensors in contents(bench.output).items()
+        if not name.startswith("ledger")
+    } == wanted
 
 
 def test_every_row_is_done_once_and_has_one_line(bench: Bench, ray: InlineRay) -> None:
@@ -54,16 +63,22 @@ def test_every_row_is_done_once_and_has_one_line(bench: Bench, ray: InlineRay) -
     assert code == 0, printed
     check(bench, 100)
     assert bench.server.asked == rows_logged(bench) == Counter(range(100))
-    assert re.search("generated │ 100 │", printed) and re.search("finished before │ 0 │", printed), printed
+    assert re.search("generated │ 100 │", printed) and re.search(
+        "finished before │ 0 │", printed
+    ), printed
     assert ray.most_at_once == 4 and not ray.connected, "two on each of two nodes"
-    assert len(ray.asked) == 5 and all(each["max_retries"] == 10 and each["scheduling_strategy"] == "SPREAD" for each in ray.asked)
+    assert len(ray.asked) == 5 and all(
+        each["max_retries"] == 10 and each["scheduling_strategy"] == "SPREAD" for each in ray.asked
+    )
     # Again: all files are found, and the ledgers have no more lines.
     code, printed = bench.run(*RAY, records=100)
     assert code == 0 and re.search("finished before │ 100 │", printed), printed
     assert rows_logged(bench) == Counter(range(100)) == bench.server.asked
 
 
-def test_a_task_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept(bench: Bench, ray: InlineRay) -> None:
+def test_a_task_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept(
+    bench: Bench, ray: InlineRay
+) -> None:
     ray.lose = lambda task, attempt: task == 3 and attempt < 2
     code, printed = bench.run(*RAY, records=100)
     assert code == 0, printed
@@ -71,16 +86,22 @@ def test_a_task_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept
     assert bench.server.asked == rows_logged(bench) == Counter(range(100))
 
 
-def test_a_task_that_is_lost_for_ever_ends_the_run_and_what_is_done_is_kept(bench: Bench, ray: InlineRay) -> None:
+def test_a_task_that_is_lost_for_ever_ends_the_run_and_what_is_done_is_kept(
+    bench: Bench, ray: InlineRay
+) -> None:
     ray.lose = lambda task, attempt: task == 3
     code, printed = bench.run(*RAY, records=100)
-    assert code == 1 and "stopped: Ray: the node of the task died; what is done is kept" in printed, printed
+    assert (
+        code == 1 and "stopped: Ray: the node of the task died; what is done is kept" in printed
+    ), printed
     ray.lose = lambda task, attempt: False
     assert bench.run(*RAY, records=100)[0] == 0
     check(bench, 100)
 
 
-def test_rows_are_found_by_runs_of_other_numbers_of_tasks_and_without_a_cluster(bench: Bench, ray: InlineRay) -> None:
+def test_rows_are_found_by_runs_of_other_numbers_of_tasks_and_without_a_cluster(
+    bench: Bench, ray: InlineRay
+) -> None:
     records = [{"prompt": f"text {row}"} for row in range(40)]
     for arguments in (RAY, ("--ray", "auto", "--ray-tasks", 2), ()):
         assert bench.run(*arguments, records=records)[0] == 0
@@ -95,7 +116,9 @@ def test_a_changed_dataset_keeps_the_files_of_rows_that_moved(bench: Bench, ray:
     assert code == 0 and list(bench.server.asked) == [99], printed
 
 
-def test_files_that_cannot_be_renamed_end_the_run_with_one_line(bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_renamed_end_the_run_with_one_line(
+    bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(here: Path, there: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(here))
 
@@ -103,7 +126,14 @@ def test_files_that_cannot_be_renamed_end_the_run_with_one_line(bench: Bench, ra
     assert bench.run(*RAY, records=records)[0] == 0
     monkeypatch.setattr(os, "rename", refuse)
     code, printed = bench.run(*RAY, records=records[1:])
-    assert code == 1 and f"stopped: files in {bench.output} could not be renamed or removed: Read-only file system" in printed, printed
+    assert (
+        code == 1
+        and (
+            f"stopped: files in {bench.output} could not be renamed or removed: Read-only file "
+            "system"
+        )
+        in printed
+    ), printed
 
 
 def test_a_wrong_file_is_replaced(bench: Bench, ray: InlineRay) -> None:
@@ -117,7 +147,9 @@ def test_a_wrong_file_is_replaced(bench: Bench, ray: InlineRay) -> None:
 def test_failed_rows_are_counted_and_the_rest_goes_on(bench: Bench, ray: InlineRay) -> None:
     bench.server.behave = lambda seen: 400 if seen.row in (3, 50) else "ok"
     code, printed = bench.run(*RAY, records=60)
-    assert code == 1 and "row 3: " in printed and "row 50: " in printed and "failed │ 2 │" in printed, printed
+    assert (
+        code == 1 and "row 3: " in printed and "row 50: " in printed and "failed │ 2 │" in printed
+    ), printed
     assert bench.rows == [row for row in range(60) if row not in (3, 50)]
 
 
@@ -131,30 +163,47 @@ def test_a_task_on_a_node_whose_server_fails_is_done_again(bench: Bench, ray: In
     check(bench, 60)
 
 
-def test_a_task_whose_servers_fail_everywhere_ends_the_run_with_their_problem(bench: Bench, ray: InlineRay) -> None:
+def test_a_task_whose_servers_fail_everywhere_ends_the_run_with_their_problem(
+    bench: Bench, ray: InlineRay
+) -> None:
     bench.server.behave = lambda seen: 502 if seen.row >= 40 else "ok"
     code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
-    assert code == 1 and "stopped: 1 errors in a row (--max-consecutive-errors), the last: " in printed, printed
+    assert (
+        code == 1 and "stopped: 1 errors in a row (--max-consecutive-errors), the last: " in printed
+    ), printed
     assert "Traceback" not in printed
     assert bench.rows[:16] == list(range(16)), "finished rows are kept"
 
 
-def test_servers_that_cannot_be_used_are_named_by_the_first_task_without_retries(bench: Bench, ray: InlineRay) -> None:
+def test_servers_that_cannot_be_used_are_named_by_the_first_task_without_retries(
+    bench: Bench, ray: InlineRay
+) -> None:
     bench.server.behave = lambda seen: 502
     code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
-    assert code == 1 and "stopped: 1 errors in a row" in printed and "Traceback" not in printed, printed
+    assert code == 1 and "stopped: 1 errors in a row" in printed and "Traceback" not in printed, (
+        printed
+    )
     assert [each["retry_exceptions"] for each in ray.asked] == [False]
     assert len(bench.server.seen) == 1
 
 
-def test_an_error_of_a_node_is_told_without_its_traceback(bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_node_is_told_without_its_traceback(
+    bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error", "/data")
 
     importlib.import_module(MODULE)
     monkeypatch.setattr(f"{MODULE}.do_here", fail)
     code, printed = bench.run(*RAY)
-    assert code == 1 and "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; what is done is kept" in printed, printed
+    assert (
+        code == 1
+        and (
+            "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; what is done "
+            "is kept"
+        )
+        in printed
+    ), printed
     assert "Traceback" not in printed
 
 
@@ -174,15 +223,23 @@ def test_a_node_that_does_not_see_the_storage_ends_the_run(
     with FakeServer(on_node) as server:
         assert bench.run("--output", on_node, endpoint=server.url)[0] == 0
     importlib.import_module(MODULE)
-    monkeypatch.setattr(f"{MODULE}.open_regular", lambda path: os.open(on_node / path.name, os.O_RDONLY))
+    monkeypatch.setattr(
+        f"{MODULE}.open_regular", lambda path: os.open(on_node / path.name, os.O_RDONLY)
+    )
     bench.server.seen.clear()
     code, printed = bench.run(*RAY)
-    assert code == 2 and "does not see the run's" in printed and "with --ray-label KEY=VALUE" in printed, printed
+    assert (
+        code == 2
+        and "does not see the run's" in printed
+        and "with --ray-label KEY=VALUE" in printed
+    ), printed
     assert not bench.server.seen
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_and_the_next_one_goes_on(bench: Bench, ray: InlineRay, number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_and_the_next_one_goes_on(
+    bench: Bench, ray: InlineRay, number: signal.Signals
+) -> None:
     handlers = signal.getsignal(number)
 
     def at(seen: Any, stage: str) -> None:
@@ -191,7 +248,9 @@ def test_a_signal_ends_the_run_and_the_next_one_goes_on(bench: Bench, ray: Inlin
 
     bench.server.at = at
     code, printed = bench.run(*RAY, records=100)
-    assert code == 128 + number and "interrupted; what is done is kept: call again to go on" in printed, printed
+    assert (
+        code == 128 + number and "interrupted; what is done is kept: call again to go on" in printed
+    ), printed
     assert bench.rows[:16] == list(range(16)) and len(bench.rows) < 100 and not ray.connected
     assert signal.getsignal(number) == handlers
     bench.server.at = lambda seen, stage: None
@@ -200,13 +259,20 @@ def test_a_signal_ends_the_run_and_the_next_one_goes_on(bench: Bench, ray: Inlin
 
 
 def test_only_nodes_with_the_label_and_a_cpu_count(bench: Bench, ray: InlineRay) -> None:
-    ray.nodes_now = [node("a"), node("b", Labels={}), node("c", Alive=False), node("head", Resources={})]
+    ray.nodes_now = [
+        node("a"),
+        node("b", Labels={}),
+        node("c", Alive=False),
+        node("head", Resources={}),
+    ]
     assert bench.run(*RAY, "--ray-label", "storage=here", records=200)[0] == 0
     assert ray.most_at_once == 2
     assert all(each["label_selector"] == {"storage": "here"} for each in ray.asked)
 
 
-def test_a_list_of_servers_is_read_before_each_task(bench: Bench, ray: InlineRay, tmp_path: Path) -> None:
+def test_a_list_of_servers_is_read_before_each_task(
+    bench: Bench, ray: InlineRay, tmp_path: Path
+) -> None:
     listed = tmp_path / "servers"
     with FakeServer(bench.output) as second:
         listed.write_text(bench.server.url)
@@ -219,23 +285,36 @@ def test_a_list_of_servers_is_read_before_each_task(bench: Bench, ray: InlineRay
 
         bench.server.at = second.at = at
         code, printed = bench.run(*RAY, records=100, endpoint=f"@{listed}")
-        assert code == 0 and second.seen and printed.count("servers that it listed last are used") == 1, printed
+        assert (
+            code == 0 and second.seen and printed.count("servers that it listed last are used") == 1
+        ), printed
         assert bench.server.asked + second.asked == Counter(range(100))
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(bench: Bench, ray: InlineRay) -> None:
     code, printed = bench.run("--ray", "127.0.0.1:1")
-    assert code == 2 and "--ray 127.0.0.1:1: [Errno 111] Connection refused; start this command on a node" in printed, printed
+    assert (
+        code == 2
+        and "--ray 127.0.0.1:1: [Errno 111] Connection refused; start this command on a node"
+        in printed
+    ), printed
     ray.refuse = ConnectionError("no running cluster")
     code, printed = bench.run("--ray", "auto")
-    assert code == 2 and "--ray auto: no running cluster; start this command on a node" in printed, printed
+    assert (
+        code == 2 and "--ray auto: no running cluster; start this command on a node" in printed
+    ), printed
 
 
-def test_without_ray_it_is_told_what_to_install(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_is_told_what_to_install(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     code, printed = bench.run(*RAY)
-    assert code == 2 and "--ray needs ray: pip install 'vllm-ascend-hsx[ray]', here and on all nodes" in printed, printed
+    assert (
+        code == 2
+        and "--ray needs ray: pip install 'vllm-ascend-hsx[ray]', here and on all nodes" in printed
+    ), printed
 
 
 def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
@@ -253,15 +332,22 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
         (["--ray", ""], "--ray: it is empty"),
         (["--ray", "auto", "--ray-label", "a"], "--ray-label a: give KEY=VALUE"),
         (["--ray", "auto", "--ray-label", "=b"], "--ray-label =b: give KEY=VALUE"),
-        (["--ray", "auto", "--data", "-"], "--ray with --data -: the nodes of a cluster read the dataset themselves"),
+        (
+            ["--ray", "auto", "--data", "-"],
+            "--ray with --data -: the nodes of a cluster read the dataset themselves",
+        ),
     ],
 )
-def test_options_of_a_cluster_that_make_no_sense_are_refused(words: list[str], problem: str) -> None:
+def test_options_of_a_cluster_that_make_no_sense_are_refused(
+    words: list[str], problem: str
+) -> None:
     with pytest.raises(InputError, match=re.escape(problem)):
         parse_arguments(["--data", "d", "--output", "o", *words])
 
 
-def test_a_cluster_does_all_rows_wherever_its_run_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_does_all_rows_wherever_its_run_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     options = parse_arguments(["--data", "d", "--output", "o", "--ray", "auto"])

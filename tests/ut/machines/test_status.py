@@ -60,23 +60,48 @@ def read(*directories: Path) -> tuple[list[Progress], list[dict[str, str]]]:
 
 def counts(progress: Progress) -> tuple[int, ...]:
     """(rows, done, made, failed, invalid, remaining)."""
-    return progress.rows, progress.done, progress.made, progress.failed, progress.invalid, progress.remaining
+    return (
+        progress.rows,
+        progress.done,
+        progress.made,
+        progress.failed,
+        progress.invalid,
+        progress.remaining,
+    )
 
 
 # What counts
 
 COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
     "begun": ([begin()], (40, 0, 0, 0, 0, 40)),
-    "one-of-each": ([begin(), row(0), row(1, "found"), row(2, "failed"), row(3, "invalid")], (40, 2, 1, 1, 1, 36)),
+    "one-of-each": (
+        [begin(), row(0), row(1, "found"), row(2, "failed"), row(3, "invalid")],
+        (40, 2, 1, 1, 1, 36),
+    ),
     "failed-and-then-done": ([begin(), row(3, "failed"), row(3)], (40, 1, 1, 0, 0, 39)),
     "done-twice": ([begin(), row(3), row(3)], (40, 1, 1, 0, 0, 39)),
     "changed": ([begin(), row(3), row(3, "changed")], (40, 0, 0, 0, 0, 40)),
     "changed-before-the-run": ([begin(), row(3), row(3, "changed"), begin()], (40, 0, 0, 0, 0, 40)),
-    "changed-and-done-again": ([begin(), row(3), row(3, "changed"), begin(), row(3)], (40, 1, 1, 0, 0, 39)),
-    "rows-of-an-earlier-run-are-done-and-not-made": ([begin(), row(3), row(4, "found"), begin(), row(5)], (40, 3, 1, 0, 0, 37)),
-    "what-failed-in-an-earlier-run-remains": ([begin(), row(3, "failed"), row(4, "invalid"), begin()], (40, 0, 0, 0, 0, 40)),
-    "rows-outside-of-the-limit": ([begin(), row(3), row(10), row(30), row(31, "failed"), begin(10)], (10, 1, 0, 0, 0, 9)),
-    "a-raised-limit": ([begin(), row(3), row(30), begin(10), begin(40), row(31)], (40, 3, 1, 0, 0, 37)),
+    "changed-and-done-again": (
+        [begin(), row(3), row(3, "changed"), begin(), row(3)],
+        (40, 1, 1, 0, 0, 39),
+    ),
+    "rows-of-an-earlier-run-are-done-and-not-made": (
+        [begin(), row(3), row(4, "found"), begin(), row(5)],
+        (40, 3, 1, 0, 0, 37),
+    ),
+    "what-failed-in-an-earlier-run-remains": (
+        [begin(), row(3, "failed"), row(4, "invalid"), begin()],
+        (40, 0, 0, 0, 0, 40),
+    ),
+    "rows-outside-of-the-limit": (
+        [begin(), row(3), row(10), row(30), row(31, "failed"), begin(10)],
+        (10, 1, 0, 0, 0, 9),
+    ),
+    "a-raised-limit": (
+        [begin(), row(3), row(30), begin(10), begin(40), row(31)],
+        (40, 3, 1, 0, 0, 37),
+    ),
     "odd-lines": ([begin(), *ODD_LINES, row(3)], (40, 1, 1, 0, 0, 39)),
     "half-a-line": ([begin(), row(3), '{"row":4,"status":"do'], (40, 1, 1, 0, 0, 39)),
     "no-run": ([], (0, 0, 0, 0, 0, 0)),
@@ -98,20 +123,39 @@ RATES: dict[str, tuple[list[Line], float]] = {
     "nor-are-those-of-an-earlier-run": ([begin(), row(2), begin(age=120), row(3)], 1 / 60),
     "in-its-first-minute": ([begin(age=10), row(3), row(4)], 2 / 10),
     "a-clock-that-is-ahead": ([begin(), row(3, age=-5000)], 1 / 60),
-    "times-that-are-none": ([{**begin(), "time": []}, {**row(3), "time": "x"}, {**row(4), "time": -1}], 0.0),
+    "times-that-are-none": (
+        [{**begin(), "time": []}, {**row(3), "time": "x"}, {**row(4), "time": -1}],
+        0.0,
+    ),
 }
 
 
 @pytest.mark.parametrize(("lines", "rate"), RATES.values(), ids=RATES)
-def test_the_rate_is_of_rows_made_in_the_last_minute(lines: list[Line], rate: float, tmp_path: Path) -> None:
+def test_the_rate_is_of_rows_made_in_the_last_minute(
+    lines: list[Line], rate: float, tmp_path: Path
+) -> None:
     write(tmp_path, "ledger.jsonl", header(), *lines)
     (run,), _ = read(tmp_path)
     assert run.rows_per_s == run.ranks[0].rows_per_s == pytest.approx(rate)
 
 
 def test_all_ranks_count_and_a_rank_without_a_ledger_remains(tmp_path: Path) -> None:
-    write(tmp_path, "ledger-0-of-3.jsonl", header(0, 3), begin(), *(row(each, age=5) for each in range(12)), row(12, "failed"))
-    write(tmp_path, "ledger-1-of-3.jsonl", header(1, 3), begin(), row(16, age=300), row(17, "found", age=1))
+    write(
+        tmp_path,
+        "ledger-0-of-3.jsonl",
+        header(0, 3),
+        begin(),
+        *(row(each, age=5) for each in range(12)),
+        row(12, "failed"),
+    )
+    write(
+        tmp_path,
+        "ledger-1-of-3.jsonl",
+        header(1, 3),
+        begin(),
+        row(16, age=300),
+        row(17, "found", age=1),
+    )
     (run,), _ = read(tmp_path)
     assert counts(run) == (40, 14, 13, 1, 0, 25) and run.rows_per_s == pytest.approx(12 / 60)
     assert run.state == "2 running, 1 not begun"
@@ -122,11 +166,30 @@ def test_all_ranks_count_and_a_rank_without_a_ledger_remains(tmp_path: Path) -> 
 
 
 def test_ledgers_of_another_number_of_ranks_are_of_an_earlier_run(tmp_path: Path) -> None:
-    write(tmp_path, "ledger-0-of-2.jsonl", header(0, 2), begin(age=90), row(1), row(2, "changed"), row(0, "failed"))
-    write(tmp_path, "ledger.jsonl", header(), begin(age=900), row(1, "failed"), row(2), row(3), row(5, "failed"))
+    write(
+        tmp_path,
+        "ledger-0-of-2.jsonl",
+        header(0, 2),
+        begin(age=90),
+        row(1),
+        row(2, "changed"),
+        row(0, "failed"),
+    )
+    write(
+        tmp_path,
+        "ledger.jsonl",
+        header(),
+        begin(age=900),
+        row(1, "failed"),
+        row(2),
+        row(3),
+        row(5, "failed"),
+    )
     (run,), _ = read(tmp_path)
     assert counts(run) == (40, 2, 1, 1, 0, 37)
-    assert [each.name for each in run.ranks] == ["ledger-0-of-2.jsonl"] and counts(run.ranks[0]) == (24, 2, 1, 1, 0, 21)
+    assert [each.name for each in run.ranks] == ["ledger-0-of-2.jsonl"] and counts(
+        run.ranks[0]
+    ) == (24, 2, 1, 1, 0, 21)
 
 
 # States
@@ -134,13 +197,28 @@ def test_ledgers_of_another_number_of_ranks_are_of_an_earlier_run(tmp_path: Path
 STATES: dict[str, tuple[list[Line], float, str, str]] = {
     "begun": ([begin()], 0, "running", ""),
     "running": ([begin(), state("running"), row(3)], 59, "running", ""),
-    "waiting": ([begin(), state("waiting", "http://a does not answer")], 0, "waiting", "http://a does not answer"),
+    "waiting": (
+        [begin(), state("waiting", "http://a does not answer")],
+        0,
+        "waiting",
+        "http://a does not answer",
+    ),
     "running-again": ([begin(), state("waiting", "x"), state("running")], 0, "running", ""),
     "stopped": ([begin(), state("stopped", "SIGINT")], 720, "stopped", "SIGINT"),
     "finished": ([begin(), state("finished")], 720, "finished", ""),
     "begun-again": ([begin(), state("stopped", "SIGINT"), begin()], 0, "running", ""),
-    "dead-while-it-ran": ([begin(), state("running")], 720, "stopped", "no sign of life for 0:12:00"),
-    "dead-while-it-waited": ([begin(), state("waiting", "x")], 61, "stopped", "no sign of life for 0:01:01"),
+    "dead-while-it-ran": (
+        [begin(), state("running")],
+        720,
+        "stopped",
+        "no sign of life for 0:12:00",
+    ),
+    "dead-while-it-waited": (
+        [begin(), state("waiting", "x")],
+        61,
+        "stopped",
+        "no sign of life for 0:01:01",
+    ),
     "a-clock-that-is-ahead": ([begin(), state("running")], -720, "running", ""),
     "killed-before-it-began": ([], 720, "stopped", "no sign of life for 0:12:00"),
     "a-reason-without-end": ([begin(), state("stopped", "x" * 10_000)], 0, "stopped", "x" * 300),
@@ -148,7 +226,9 @@ STATES: dict[str, tuple[list[Line], float, str, str]] = {
 
 
 @pytest.mark.parametrize(("lines", "age", "name", "reason"), STATES.values(), ids=STATES)
-def test_a_run_is_running_waiting_stopped_or_finished(lines: list[Line], age: float, name: str, reason: str, tmp_path: Path) -> None:
+def test_a_run_is_running_waiting_stopped_or_finished(
+    lines: list[Line], age: float, name: str, reason: str, tmp_path: Path
+) -> None:
     write(tmp_path, "ledger.jsonl", header(), *lines, age=age)
     (run,), _ = read(tmp_path)
     assert (run.state, run.ranks[0].state, run.ranks[0].reason) == (name, name, reason)
@@ -202,7 +282,9 @@ def test_runs_without_end_are_read_promptly(tmp_path: Path) -> None:
     assert (run.rows, run.done) == (1 << 28, 1)
 
 
-def test_a_locked_ledger_is_read_and_its_lock_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_ledger_is_read_and_its_lock_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "ledger.jsonl", header(), begin(), row(1))
     with open(tmp_path / "ledger.jsonl", "rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -218,42 +300,84 @@ def test_a_ledger_whose_run_was_killed_in_its_first_line_says_nothing(tmp_path: 
 # The command
 
 
-def test_the_command_shows_ranks_sums_reasons_and_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "a", "ledger.jsonl", header(), begin(), *map(row, range(10)), state("stopped", "the disk is full\x1b[31m"))
-    write(tmp_path / "b", "ledger.jsonl", header(), begin(), row(3, "failed"), row(4, "invalid"), state("finished"))
+def test_the_command_shows_ranks_sums_reasons_and_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path / "a",
+        "ledger.jsonl",
+        header(),
+        begin(),
+        *map(row, range(10)),
+        state("stopped", "the disk is full\x1b[31m"),
+    )
+    write(
+        tmp_path / "b",
+        "ledger.jsonl",
+        header(),
+        begin(),
+        row(3, "failed"),
+        row(4, "invalid"),
+        state("finished"),
+    )
     assert main(["status", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capsys.readouterr().out
-    line = f"{tmp_path}/a: stopped, 10 of 40 rows done (25.0%), 10 by this run, 0 failed, 0 invalid, 30 remaining, 0.0 rows/s\n"
+    line = (
+        f"{tmp_path}/a: stopped, 10 of 40 rows done (25.0%), 10 by this run, 0 failed, 0 "
+        "invalid, 30 remaining, 0.0 rows/s\n"
+    )
     assert line in printed and "ledger.jsonl: stopped: the disk is full\\x1b[31m\n" in printed
     assert f"{tmp_path}/b: finished, 0 of 40 rows done" in printed
-    assert "all: 10 of 80 rows done (12.5%), 10 by this run, 1 failed, 1 invalid, 68 remaining" in printed
+    assert (
+        "all: 10 of 80 rows done (12.5%), 10 by this run, 1 failed, 1 invalid, 68 remaining"
+        in printed
+    )
     assert "│ ledger.jsonl │ stopped │ 10   │" in printed
     assert main(["status", "--json", str(tmp_path / "a"), str(tmp_path / "none")]) == 1
     printed, errors = capsys.readouterr()
     found = json.loads(printed)
-    assert (found["total"]["done"], found["runs"][0]["ranks"][0]["done"], found["runs"][0]["ranks"][0]["state"]) == (10, 10, "stopped")
+    assert (
+        found["total"]["done"],
+        found["runs"][0]["ranks"][0]["done"],
+        found["runs"][0]["ranks"][0]["state"],
+    ) == (10, 10, "stopped")
     assert f"hsx status: {tmp_path}/none: it cannot be read: No such file" in errors
 
 
-def test_the_command_says_when_the_rows_will_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_when_the_rows_will_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = time.time()
     begun = {**begin(80), "time": now - 20}
-    write(tmp_path, "ledger.jsonl", header(), begun, *({**row(each), "time": now} for each in range(40)))
+    write(
+        tmp_path,
+        "ledger.jsonl",
+        header(),
+        begun,
+        *({**row(each), "time": now} for each in range(40)),
+    )
     os.utime(tmp_path / "ledger.jsonl")
     assert main(["status", str(tmp_path)]) == 0
     assert " rows/s, ETA 0:00:2" in capsys.readouterr().out
 
 
-def test_a_directory_without_a_ledger_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_ledger_is_named_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path)]) == 2
     (problem,) = capsys.readouterr().err.splitlines()
-    assert problem == f"hsx status: {tmp_path}: it has no ledger; name a directory that was --output of `hsx generate`"
+    assert problem == (
+        f"hsx status: {tmp_path}: it has no ledger; name a directory that was --output of "
+        "`hsx generate`"
+    )
 
 
 def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
     (command,) = blocks("generate.md", "status")
     words = shlex.split(command)
-    assert words[:2] == ["hsx", "status"] and parse_arguments(words[2:]).directories == [Path("/data/hidden_states")]
+    assert words[:2] == ["hsx", "status"] and parse_arguments(words[2:]).directories == [
+        Path("/data/hidden_states")
+    ]
 
 
 def test_a_run_under_way_is_seen(bench: Bench) -> None:

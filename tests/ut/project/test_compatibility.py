@@ -17,11 +17,17 @@ TESTS = Path(__file__).parents[2]
 
 def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
     there = {path.name for path in TESTS.rglob("test_*.py")}
-    claims = [row for row in rows(page("compatibility.md")) if len(row) > 2 and "test_" in "".join(row)]
+    claims = [
+        row for row in rows(page("compatibility.md")) if len(row) > 2 and "test_" in "".join(row)
+    ]
     assert set(re.findall(r"`(test_\w+\.py)`", page("compatibility.md"))) <= there
-    of_features = rows(page("compatibility.md").partition("## Targets")[2].partition("## What ran")[0])
+    of_features = rows(
+        page("compatibility.md").partition("## Targets")[2].partition("## What ran")[0]
+    )
     for row in of_features:
-        state = next((cell for cell in row[1:] if cell.startswith(("works", "refused", "not tested"))), None)
+        state = next(
+            (cell for cell in row[1:] if cell.startswith(("works", "refused", "not tested"))), None
+        )
         assert state is not None, row
         if state.startswith(("works", "refused")):
             assert row in claims, f"no test is named: {row}"
@@ -41,7 +47,10 @@ def test_a_report_is_counted_by_file_and_tells_what_failed(tmp_path: Path) -> No
         "": ["<error/>"],
     }
     xml = "".join(
-        f'<testcase classname="{module}" name="{"case" if module else "tests.e2e.test_broken"}{place}">{child}</testcase>'
+        (
+            f'<testcase classname="{module}" '
+            f'name="{"case" if module else "tests.e2e.test_broken"}{place}">{child}</testcase>'
+        )
         for module, children in cases.items()
         for place, child in enumerate(children)
     )
@@ -65,10 +74,22 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
         assert f"| {pair.vllm} | {pair.vllm_ascend} | works" in text
     named = re.findall(r"`(\w+For\w+)`", text)
     assert len(named) >= 8
-    records = json.loads(Path(targets.__file__).with_name("architectures.json").read_text()).values()
-    assert set(named) <= {name for each in records for group in (*each["collected"].values(), each["refused"]) for name in group}
+    records = json.loads(
+        Path(targets.__file__).with_name("architectures.json").read_text()
+    ).values()
+    assert set(named) <= {
+        name
+        for each in records
+        for group in (*each["collected"].values(), each["refused"])
+        for name in group
+    }
     lines = rows(text.partition("## Targets")[2].partition("## Features")[0])
-    assert {each for _, cell, state, _ in lines if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
+    assert {
+        each
+        for _, cell, state, _ in lines
+        if state.startswith("works")
+        for each in re.findall(r"`(\w+)`", cell)
+    } == set(SHOWN)
 
 
 # The core supported models, of text and multimodal, of vllm-ascend 0.23.0.post1 and 0.30.0rc2
@@ -92,7 +113,9 @@ def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_t
     section = page("compatibility.md").partition("## Official images")[2].partition("\n## ")[0]
     found = rows(section)
     for image in IMAGES:
-        torch_npu = image.torch_npu if "post" in image.torch_npu else f"{image.torch_npu}, a daily build"
+        torch_npu = (
+            image.torch_npu if "post" in image.torch_npu else f"{image.torch_npu}, a daily build"
+        )
         assert [image.vllm_ascend, image.cann, torch_npu, image.triton_ascend] in found
     common = {(image.python, image.torch, image.fastapi, image.mooncake) for image in IMAGES}
     (of_all,) = common
@@ -102,7 +125,10 @@ def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_t
     assert f"torch=={by_name['torch'][1]}\n" in pins["common"]
     assert f"mooncake-transfer-engine-non-cuda=={by_name['Mooncake'][1]}\n" in pins["dev"]
     first, later = re.findall(r"[\d.]+\d", by_name["fastapi"][1])[:2]
-    expected = {image.vllm_ascend: first if image.vllm_ascend.startswith("0.23") else later for image in IMAGES}
+    expected = {
+        image.vllm_ascend: first if image.vllm_ascend.startswith("0.23") else later
+        for image in IMAGES
+    }
     assert all(f"fastapi=={fastapi}\n" in pins[release] for release, fastapi in expected.items())
 
 
@@ -110,7 +136,9 @@ def test_what_upstream_gets_wrong_is_told_for_each_release_by_tests_that_ask_for
     text = page("design.md").partition("## What upstream gets wrong")[2].partition("\n## ")[0]
     (head,) = re.findall(r"^\| # \| .*", text, re.MULTILINE)
     releases = {pair.vllm_ascend for pair in CHECKED_PAIRS}
-    assert set(re.findall(r"\d+\.\d+\.\d+\w*", head)) == releases - {"0.23.0.post1"}  # whose sources are those of 0.23.0 there
+    assert set(re.findall(r"\d+\.\d+\.\d+\w*", head)) == releases - {
+        "0.23.0.post1"
+    }  # whose sources are those of 0.23.0 there
     sources = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
     defects = rows(text)
     assert len(defects) >= 25
@@ -119,4 +147,6 @@ def test_what_upstream_gets_wrong_is_told_for_each_release_by_tests_that_ask_for
         named = re.findall(r"`(test_\w+\.py)`", shown)
         assert named, defect
         if len({*cells} - {"not tested"}) > 1:
-            assert any("installed_is(" in sources[each] or "only_with(" in sources[each] for each in named), defect
+            assert any(
+                "installed_is(" in sources[each] or "only_with(" in sources[each] for each in named
+            ), defect

@@ -35,7 +35,9 @@ def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
     def walk(node: ast.AST, owner: str) -> Iterator[tuple[str, ast.stmt]]:
         for child in ast.iter_child_nodes(node):
             inside = owner
-            if isinstance(child, ast.ClassDef) or (isinstance(child, ast.FunctionDef) and not owner):
+            if isinstance(child, ast.ClassDef) or (
+                isinstance(child, ast.FunctionDef) and not owner
+            ):
                 inside = child.name
             if isinstance(child, ast.stmt):
                 yield inside, child
@@ -49,20 +51,33 @@ def made_in(path: Path) -> Iterator[tuple[str, str]]:
     for owner, statement in owners(ast.parse(path.read_text())):
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            names = [target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "") for target in targets]
+            names = [
+                target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                for target in targets
+            ]
         elif isinstance(statement, ast.Expr):  # self._threads.append(Thread(...))
-            names = [found.attr for found in ast.walk(statement) if isinstance(found, ast.Attribute) and found.attr.startswith("_")]
+            names = [
+                found.attr
+                for found in ast.walk(statement)
+                if isinstance(found, ast.Attribute) and found.attr.startswith("_")
+            ]
         else:
             continue
         called = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
         for function in called:
-            kind = KINDS.get(function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", ""))
+            kind = KINDS.get(
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
             if kind is not None:
                 yield kind, f"{owner}.{names[0]}"
 
 
 def everything_made() -> set[tuple[str, str]]:
-    files = [path for folder in WRITE_PATH for path in (ROOT / "vllm_ascend_hsx" / folder).rglob("*.py")]
+    files = [
+        path for folder in WRITE_PATH for path in (ROOT / "vllm_ascend_hsx" / folder).rglob("*.py")
+    ]
     return {each for path in files if LEFT_OUT not in path.parts for each in made_in(path)}
 
 

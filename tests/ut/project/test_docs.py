@@ -38,15 +38,29 @@ PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 def test_the_options_reference_is_the_one_that_the_code_writes() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "options_reference.py"))
-    assert tool["TARGET"].read_text() == tool["reference"](), "call `python tools/options_reference.py`"
+    assert tool["TARGET"].read_text() == tool["reference"](), (
+        "call `python tools/options_reference.py`"
+    )
 
 
 # The site
 
 
 def build_site(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", root / "mkdocs.yml", "--site-dir", site]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        root / "mkdocs.yml",
+        "--site-dir",
+        site,
+    ]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +74,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
     navigation = re.findall(r": ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(navigation) == PAGES
-    assert all((site / ("" if name == "index.md" else name.removesuffix(".md")) / "index.html").exists() for name in PAGES)
+    assert all(
+        (site / ("" if name == "index.md" else name.removesuffix(".md")) / "index.html").exists()
+        for name in PAGES
+    )
 
 
 class Requests(HTMLParser):
@@ -92,14 +109,20 @@ def test_pages_ask_no_other_host_for_anything(site: Path) -> None:
     [
         ("[gone](gone.md)", "'gone.md'"),
         ("[gone](options.md#gone)", "'options.md#gone'"),
-        ("", "not included in the \"nav\" configuration"),
+        ("", 'not included in the "nav" configuration'),
     ],
-    ids=["a page that is not there", "a heading that is not there", "a page that is not in the navigation"],
+    ids=[
+        "a page that is not there",
+        "a heading that is not there",
+        "a page that is not in the navigation",
+    ],
 )
 def test_a_mistake_fails_the_build(mistake: str, complaint: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     shutil.copytree(DOCS, tmp_path / "docs")
-    (tmp_path / "docs" / ("index.md" if mistake else "another.md")).write_text(f"# A page\n\n{mistake}\n")
+    (tmp_path / "docs" / ("index.md" if mistake else "another.md")).write_text(
+        f"# A page\n\n{mistake}\n"
+    )
     done = build_site(tmp_path, tmp_path / "built")
     assert done.returncode != 0
     assert complaint in done.stdout
@@ -113,7 +136,11 @@ def test_links_work_where_the_files_are_read_as_they_are(name: str) -> None:
 
 
 def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
-    assert re.search(r"^docs: setup\n\t@\$\(BIN\)/python -m mkdocs build --strict$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(
+        r"^docs: setup\n\t@\$\(BIN\)/python -m mkdocs build --strict$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
+    )
     assert "site/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
@@ -121,10 +148,24 @@ def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
 
 
 NODES = {"minimax-m2-tp8-dp2": 2, "minimax-m2-tp4-dp4": 2, "qwen3.5-35b-a3b-tp4-dp2": 1}
-COMMANDS = {name: [parse_serve(block) for block in blocks("quick-start.md", f"serve {name}")] for name in NODES}
-QUANTISED = {name: parse_serve(blocks("quick-start.md", f"serve {name}")[0]) for name in ("minimax-m2.7-w8a8-a2", "minimax-m2.7-w8a8-a3")}
-OTHERS = [parse_serve(block) for name in ("migration.md", "upstream/hidden_states_extraction.md") for block in blocks(name, "serve")]
-EVERY_COMMAND = [*(each for nodes in COMMANDS.values() for each in nodes), *QUANTISED.values(), *OTHERS]
+COMMANDS = {
+    name: [parse_serve(block) for block in blocks("quick-start.md", f"serve {name}")]
+    for name in NODES
+}
+QUANTISED = {
+    name: parse_serve(blocks("quick-start.md", f"serve {name}")[0])
+    for name in ("minimax-m2.7-w8a8-a2", "minimax-m2.7-w8a8-a3")
+}
+OTHERS = [
+    parse_serve(block)
+    for name in ("migration.md", "upstream/hidden_states_extraction.md")
+    for block in blocks(name, "serve")
+]
+EVERY_COMMAND = [
+    *(each for nodes in COMMANDS.values() for each in nodes),
+    *QUANTISED.values(),
+    *OTHERS,
+]
 
 
 @pytest.mark.parametrize("command", EVERY_COMMAND)
@@ -134,7 +175,9 @@ def test_the_json_options_are_accepted(command: Command) -> None:
     layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert speculative == speculative_config(layer_ids)
     extra = transfer["kv_connector_extra_config"]
-    chosen = {"allow_custom_save_path": True} if "allow_custom_save_path" in extra else {}  # migration.md does without
+    chosen = (
+        {"allow_custom_save_path": True} if "allow_custom_save_path" in extra else {}
+    )  # migration.md does without
     assert transfer == kv_transfer_config(extra["shared_storage_path"], **chosen)
     HsxConfig.parse(transfer["kv_connector_extra_config"])
     (layers,) = (each.layers for each in PRESETS.values() if each.repository == command.model)
@@ -147,14 +190,18 @@ def test_every_option_is_one_of_vllms(command: Command) -> None:
     assert spec is not None and spec.submodule_search_locations
     vllm = Path(spec.submodule_search_locations[0])
     server = "openai" if installed_is("<0.30") else "launchers"
-    known = (vllm / "engine" / "arg_utils.py").read_text() + (vllm / "entrypoints" / server / "cli_args.py").read_text()
+    known = (vllm / "engine" / "arg_utils.py").read_text() + (
+        vllm / "entrypoints" / server / "cli_args.py"
+    ).read_text()
     for option in {*command.options, *command.switches}:
         field = option.removeprefix("--").replace("-", "_")
         assert f'"{option}"' in known or re.search(rf"^    {field}: ", known, re.MULTILINE), option
 
 
 @pytest.mark.parametrize(("name", "nodes"), NODES.items())
-def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(name: str, nodes: int) -> None:
+def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(
+    name: str, nodes: int
+) -> None:
     commands = COMMANDS[name]
     first = commands[0].options
     tp, dp = int(first["--tensor-parallel-size"]), int(first["--data-parallel-size"])
@@ -164,7 +211,9 @@ def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(name: str
     rank = 0
     for command in commands:
         assert command.model == commands[0].model
-        assert {k: v for k, v in command.options.items() if k not in own} == {k: v for k, v in first.items() if k not in own}
+        assert {k: v for k, v in command.options.items() if k not in own} == {
+            k: v for k, v in first.items() if k not in own
+        }
         # Without --headless vLLM takes a start rank as the sign of an external load balancer
         # (engine/arg_utils.py:1888); a headless node has no API servers.
         assert command.switches - commands[0].switches == ({"--headless"} if rank else set())
@@ -176,15 +225,23 @@ def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(name: str
 
 def test_the_commands_of_hsx_are_ones_that_it_accepts() -> None:
     plans = [shlex.split(command) for command in blocks("quick-start.md", "plan")]
-    served = {**{name: COMMANDS[name][0] for name in NODES}, "minimax-m2.7-w8a8-a2": QUANTISED["minimax-m2.7-w8a8-a2"]}
+    served = {
+        **{name: COMMANDS[name][0] for name in NODES},
+        "minimax-m2.7-w8a8-a2": QUANTISED["minimax-m2.7-w8a8-a2"],
+    }
     for words in plans:
         assert words[:2] == ["hsx", "plan"]
         arguments = plan.parse_arguments(words[2:])
         model = PRESETS[arguments.model].repository
         name = next(name for name, command in served.items() if command.model == model)
         options = served.pop(name).options
-        assert (str(arguments.tp), str(arguments.dp)) == (options["--tensor-parallel-size"], options.get("--data-parallel-size", "1"))
-        assert options.get("--max-num-batched-tokens", "2048") == str(arguments.max_num_batched_tokens)
+        assert (str(arguments.tp), str(arguments.dp)) == (
+            options["--tensor-parallel-size"],
+            options.get("--data-parallel-size", "1"),
+        )
+        assert options.get("--max-num-batched-tokens", "2048") == str(
+            arguments.max_num_batched_tokens
+        )
     assert not served
     (command,) = blocks("quick-start.md", "generate")
     assert shlex.split(command)[:2] == ["hsx", "generate"]
@@ -198,7 +255,13 @@ def test_hsx_serve_makes_the_command_that_the_page_shows(tmp_path: Path) -> None
     assert words[:3] == ["hsx", "serve", shown.model]
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["minimax-m2"].config))
     asked = serve.parse_arguments(words[2:])
-    made = parse_serve(shlex.join(serve.build(str(tmp_path), asked.layers, asked.out, dict(asked.option), asked.vllm, {}).arguments))
+    made = parse_serve(
+        shlex.join(
+            serve.build(
+                str(tmp_path), asked.layers, asked.out, dict(asked.option), asked.vllm, {}
+            ).arguments
+        )
+    )
     assert (made.options, made.switches) == (shown.options, shown.switches)
 
 
@@ -210,7 +273,12 @@ def test_the_request_is_the_demos() -> None:
 
 
 def test_nobody_is_led_to_believe_that_it_ran_on_hardware() -> None:
-    for name in ("index.md", "quick-start.md", "compatibility.md", "upstream/hidden_states_extraction.md"):
+    for name in (
+        "index.md",
+        "quick-start.md",
+        "compatibility.md",
+        "upstream/hidden_states_extraction.md",
+    ):
         assert re.search(r"run\s+(it )?on\s+hardware\s+yet", page(name).replace("\n> ", "\n")), name
         assert "(hardware-checklist.md)" in page(name) or name.startswith("upstream/")
 
@@ -218,11 +286,16 @@ def test_nobody_is_led_to_believe_that_it_ran_on_hardware() -> None:
 def test_the_options_of_vllms_connector_are_all_there_is_of_them() -> None:
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
-    connector = Path(spec.submodule_search_locations[0], "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py")
+    connector = Path(
+        spec.submodule_search_locations[0],
+        "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py",
+    )
     text = page("migration.md").partition("<!-- options -->")[2].partition("\n\n")[0] + "\n"
     named = {row[0].strip("`") for row in rows(text)}
     of_later_releases = {"allow_custom_save_path"} if installed_is("<0.26") else set()
-    assert named - of_later_releases == set(re.findall(r'get_from_extra_config\(\s*"(\w+)"', connector.read_text()))
+    assert named - of_later_releases == set(
+        re.findall(r'get_from_extra_config\(\s*"(\w+)"', connector.read_text())
+    )
     assert named <= set(HsxConfig.model_fields)
 
 
@@ -242,7 +315,11 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
             more = {"arrived_ns": 1, "adapter": Adapter("a", "0a" * 16)} if row_format.basis else {}
             file = sink.open("one", path, **more)
             file.placeholders = [Placeholder("image", 1, 2)] if row_format.basis else ()
-            file.origin = Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True) if row_format.basis else UNKNOWN
+            file.origin = (
+                Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True)
+                if row_format.basis
+                else UNKNOWN
+            )
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
@@ -250,7 +327,17 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
         path.unlink()
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    of_some = ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns", "placeholders", "weight_versions", "aborted")
+    of_some = (
+        "quantization",
+        "weights",
+        "lora",
+        "lora_weights",
+        "basis",
+        "arrived_ns",
+        "placeholders",
+        "weight_versions",
+        "aborted",
+    )
     assert [key for key in metadata if key not in of_some] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
@@ -312,7 +399,12 @@ def texts(path: Path) -> list[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append(re.sub(r"%[sdrx]", "…", node.value))
         elif isinstance(node, ast.JoinedStr):
-            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+            found.append(
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
+            )
     return found
 
 
@@ -323,5 +415,9 @@ def test_the_words_of_every_symptom_are_those_of_the_code() -> None:
     words = [found[1] for symptom in symptoms if (found := re.match(r"`([^`]+)`", symptom))]
     assert len(words) > 40
     # A metric's name is composed of a prefix and its series; PermissionError is Python's.
-    ours = [re.sub(r"^vllm:hsx_(\w+?)(_total)?$", r"\1", each) for each in words if each != "PermissionError"]
+    ours = [
+        re.sub(r"^vllm:hsx_(\w+?)(_total)?$", r"\1", each)
+        for each in words
+        if each != "PermissionError"
+    ]
     assert [each for each in ours if not any(each in text for text in said)] == []

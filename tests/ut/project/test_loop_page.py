@@ -35,7 +35,12 @@ def test_the_draft_of_ours_that_single_ones_compare_with_is_named(measured: Resu
     ours = measured.of(Kind(EAGLE3, OURS), 0)
     assert ours is not None
     assert f"the first seed, with which our rows give {ours.length:.2f}" in " ".join(TEXT.split())
-    assert {each.seed for kind in measured.kinds for each in measured.drafts(kind) if len(measured.drafts(kind)) == 1} == {0}
+    assert {
+        each.seed
+        for kind in measured.kinds
+        for each in measured.drafts(kind)
+        if len(measured.drafts(kind)) == 1
+    } == {0}
 
 
 def test_the_command_is_one_that_hsx_accepts() -> None:

@@ -22,7 +22,18 @@ from vllm_ascend_hsx.sinks.file import FileSink
 ROOT = Path(__file__).parents[3]
 FORMAT = RowFormat(layer_ids=(2, 1), hidden_size=64, dtype="BF16", model="tiny")
 # What `import torch` and a DataLoader need, of a build that pip may not find by itself.
-TORCH = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "setuptools")
+TORCH = (
+    "torch",
+    "torchgen",
+    "functorch",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "fsspec",
+    "setuptools",
+)
 READS = """
 import sys, torch
 from torch.utils.data import DataLoader
@@ -78,26 +89,44 @@ def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_sdist_has_the_package_and_what_tells_of_it_and_nothing_else(unpacked: Path) -> None:
     made = {"PKG-INFO", "setup.cfg", "vllm_ascend_hsx.egg-info"}
-    assert {path.name for path in unpacked.iterdir()} == {*distributions.SOURCES, *made, "vllm_ascend_hsx"}
-    assert [path for path in unpacked.rglob("*") if path.name == "__pycache__" or path.name.startswith("test_")] == []
+    assert {path.name for path in unpacked.iterdir()} == {
+        *distributions.SOURCES,
+        *made,
+        "vllm_ascend_hsx",
+    }
+    assert [
+        path
+        for path in unpacked.rglob("*")
+        if path.name == "__pycache__" or path.name.startswith("test_")
+    ] == []
 
 
 def test_no_file_of_the_sdist_names_a_place_on_the_machine_that_built_it(unpacked: Path) -> None:
     places = re.compile(rb"/(home|Users|root)/|" + re.escape(str(ROOT).encode()) + b"/")
-    named = {path.name: found[0] for path in unpacked.rglob("*") if path.is_file() and (found := places.search(path.read_bytes()))}
+    named = {
+        path.name: found[0]
+        for path in unpacked.rglob("*")
+        if path.is_file() and (found := places.search(path.read_bytes()))
+    }
     assert named == {}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: set[str]) -> None:
     package = ROOT / "vllm_ascend_hsx"
     files = {
-        str(path.relative_to(ROOT)) for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        str(path.relative_to(ROOT))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert files - wheel == set()
 
 
 def test_the_emulator_s_source_and_its_torch_npu_are_in_the_wheel(wheel: set[str]) -> None:
-    assert [name for name in wheel if name.startswith("vllm_ascend_hsx/emulator/") and name.endswith(".cpp")]
+    assert [
+        name
+        for name in wheel
+        if name.startswith("vllm_ascend_hsx/emulator/") and name.endswith(".cpp")
+    ]
     assert "vllm_ascend_hsx/emulator/site/torch_npu/__init__.py" in wheel
     assert "vllm_ascend_hsx/py.typed" in wheel
 
@@ -106,12 +135,18 @@ def test_what_mypy_leaves_out_is_called_by_its_names() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     comment = re.search(r'# Packages that stand in for (.*?):.*\nexclude = \["\^(.*?)"\]', project)
     assert comment is not None
-    packages = {path.name for path in (Path(__file__).parents[3] / comment[2]).iterdir() if (path / "__init__.py").is_file()}
+    packages = {
+        path.name
+        for path in (Path(__file__).parents[3] / comment[2]).iterdir()
+        if (path / "__init__.py").is_file()
+    }
     assert set(comment[1].split(" and ")) == packages
 
 
 def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
-    outside = {name for name in wheel if not name.startswith(("vllm_ascend_hsx/", "vllm_ascend_hsx-"))}
+    outside = {
+        name for name in wheel if not name.startswith(("vllm_ascend_hsx/", "vllm_ascend_hsx-"))
+    }
     assert outside == set()
     assert [name for name in wheel if name.endswith(".pyc")] == []
 
@@ -119,33 +154,64 @@ def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
 def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> None:
     always = [text for text in requires("vllm-ascend-hsx") or [] if "extra ==" not in text]
     names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in always}
-    assert names == {"awscrt", "filelock", "httpx", "numpy", "openai", "packaging", "pydantic", "rich", "safetensors", "wrapt"}
+    assert names == {
+        "awscrt",
+        "filelock",
+        "httpx",
+        "numpy",
+        "openai",
+        "packaging",
+        "pydantic",
+        "rich",
+        "safetensors",
+        "wrapt",
+    }
 
 
 def interpreter(version: str) -> str:
     """Path of a Python of that version; skips the test where there is none."""
     found = shutil.which(f"python{version}")
-    works = found and subprocess.run([found, "-c", "import venv"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    works = (
+        found
+        and subprocess.run(
+            [found, "-c", "import venv"], stderr=subprocess.DEVNULL, check=False
+        ).returncode
+        == 0
+    )
     if not (found and works):
         pytest.skip(f"python{version} is not on PATH")
     return found
 
 
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
-VERSIONS = [pytest.param(each, marks=[] if each == OWN else pytest.mark.long) for each in ("3.10", "3.11", "3.12")]
+VERSIONS = [
+    pytest.param(each, marks=[] if each == OWN else pytest.mark.long)
+    for each in ("3.10", "3.11", "3.12")
+]
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def empty(request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty(
+    request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """bin/ of an environment with nothing in it but the wheel and what it asks for."""
     python = sys.executable if request.param == OWN else interpreter(request.param)
     where = tmp_path_factory.mktemp("empty")
     subprocess.run([python, "-m", "venv", where], check=True)
     pip = [where / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     (path,) = built.glob("*.whl")
-    subprocess.run([*pip, "install", "--quiet", path], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    listed = subprocess.run([*pip, "list", "--format=freeze"], check=True, capture_output=True, text=True).stdout
-    assert not re.findall("^(?:torch|vllm|nvidia).*==", listed.replace("vllm-ascend-hsx==", ""), re.MULTILINE)
+    subprocess.run(
+        [*pip, "install", "--quiet", path],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    listed = subprocess.run(
+        [*pip, "list", "--format=freeze"], check=True, capture_output=True, text=True
+    ).stdout
+    assert not re.findall(
+        "^(?:torch|vllm|nvidia).*==", listed.replace("vllm-ascend-hsx==", ""), re.MULTILINE
+    )
     return where / "bin"
 
 
@@ -162,33 +228,72 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*command: str | Path, torch: Path | None = None) -> tuple[int, str]:
     """(exit code, what was printed) in an environment that leads nowhere else."""
     environment = {"PATH": "/usr/bin:/bin", **({} if torch is None else {"PYTHONPATH": str(torch)})}
-    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(empty: Path, files: Path, tmp_path: Path) -> None:
+def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(
+    empty: Path, files: Path, tmp_path: Path
+) -> None:
     assert run(empty / "hsx", "--version") == (0, f"hsx {vllm_ascend_hsx.__version__}\n")
-    code, printed = run(empty / "hsx", "plan", "minimax-m2", "--tp", "8", "--dp", "2", "--layers", "2,31,59,62")
+    code, printed = run(
+        empty / "hsx", "plan", "minimax-m2", "--tp", "8", "--dp", "2", "--layers", "2,31,59,62"
+    )
     assert (code, "TP=8 x DP=2" in printed) == (0, True), printed
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}'
+    )
     code, printed = run(empty / "hsx", "serve", tmp_path, "--dry-run")
     assert (code, printed.split()[:3]) == (0, ["vllm", "serve", str(tmp_path)])
-    code, printed = run(empty / "hsx", "generate", "--data", tmp_path / "none.jsonl", "--output", tmp_path / "o", "--endpoint", "http://localhost:1/v1")
+    code, printed = run(
+        empty / "hsx",
+        "generate",
+        "--data",
+        tmp_path / "none.jsonl",
+        "--output",
+        tmp_path / "o",
+        "--endpoint",
+        "http://localhost:1/v1",
+    )
     assert (code, "Traceback" in printed) == (2, False), printed
     code, printed = run(empty / "hsx", "inspect", files)
     assert (code, "Traceback" in printed) == (1, False), printed
-    assert printed.splitlines()[-1].startswith("hsx inspect: torch is not installed here; install torch")
+    assert printed.splitlines()[-1].startswith(
+        "hsx inspect: torch is not installed here; install torch"
+    )
     assert run(empty / "hsx", "verify", files)[0] == 0
-    code, printed = run(empty / "python", "-c", f"import vllm_ascend_hsx; vllm_ascend_hsx.load({str(files / 'one.safetensors')!r})")
+    code, printed = run(
+        empty / "python",
+        "-c",
+        f"import vllm_ascend_hsx; vllm_ascend_hsx.load({str(files / 'one.safetensors')!r})",
+    )
     assert (code, "vllm-ascend-hsx[reader]" in printed.splitlines()[-1]) == (1, True)
 
 
-def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_brings(empty: Path) -> None:
+def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_brings(
+    empty: Path,
+) -> None:
     code, printed = run(empty / "python", "-c", IMPORTS)
     number, lacking = printed.split(maxsplit=1)
     assert code == 0 and int(number) > 150, printed
-    of_server = {"openai", "tokenizers", "torch", "torch_npu", "transformers", "vllm", "vllm_ascend"}
-    assert set(ast.literal_eval(lacking)) <= {*of_server, "mooncake", "pyarrow", "ray", "speculators"}
+    of_server = {
+        "openai",
+        "tokenizers",
+        "torch",
+        "torch_npu",
+        "transformers",
+        "vllm",
+        "vllm_ascend",
+    }
+    assert set(ast.literal_eval(lacking)) <= {
+        *of_server,
+        "mooncake",
+        "pyarrow",
+        "ray",
+        "speculators",
+    }
 
 
 @pytest.mark.parametrize("empty", [OWN], indirect=True)  # torch is that of this Python

@@ -23,14 +23,24 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 def run(*command: str | Path) -> tuple[int, str]:
     """(exit code, what was printed)."""
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     return done.returncode, done.stdout
 
 
 def vermin(*paths: Path) -> tuple[int, str]:
     """Take `.long()` for torch's, not for Python 2's type."""
     tool = Path(sys.executable).with_name("vermin")
-    return run(tool, f"--target={OLDEST}-", "--no-tips", "--eval-annotations", "--violations", "--exclude=long", *paths)
+    return run(
+        tool,
+        f"--target={OLDEST}-",
+        "--no-tips",
+        "--eval-annotations",
+        "--violations",
+        "--exclude=long",
+        *paths,
+    )
 
 
 def test_nothing_is_used_that_the_oldest_python_lacks(tmp_path: Path) -> None:
@@ -52,12 +62,31 @@ def test_types_hold_on_newer_pythons(version: str) -> None:
 @pytest.mark.parametrize("version", [OLDEST, *NEWER])
 def test_every_dependency_has_a_wheel_for_aarch64(version: str, tmp_path: Path) -> None:
     """With all that they depend on; extras alone, since torch's build is the user's choice."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+    ]
     platforms = [word for each in PLATFORMS for word in ("--platform", each)]
-    command = [*pip, "--only-binary=:all:", "--target", str(tmp_path), "--python-version", version, *platforms]
+    command = [
+        *pip,
+        "--only-binary=:all:",
+        "--target",
+        str(tmp_path),
+        "--python-version",
+        version,
+        *platforms,
+    ]
     code, printed = run(*command, *PROJECT["dependencies"])
     assert code == 0, printed
-    extras = [requirement for extra in EXTRAS for requirement in PROJECT["optional-dependencies"][extra]]
+    extras = [
+        requirement for extra in EXTRAS for requirement in PROJECT["optional-dependencies"][extra]
+    ]
     code, printed = run(*command, "--no-deps", *extras)
     assert code == 0, printed
 
@@ -70,6 +99,17 @@ def test_the_emulator_compiles_for_aarch64() -> None:
     torch = find_spec("torch")
     assert torch is not None and torch.origin is not None
     headers = Path(torch.origin).parent / "include"
-    included = (build.SOURCES, headers, headers / "torch/csrc/api/include", sysconfig.get_path("include"))
-    code, printed = run(CROSS_COMPILER, *build.FLAGS, "-fsyntax-only", *(f"-I{path}" for path in included), build.SOURCES / "npu.cpp")
+    included = (
+        build.SOURCES,
+        headers,
+        headers / "torch/csrc/api/include",
+        sysconfig.get_path("include"),
+    )
+    code, printed = run(
+        CROSS_COMPILER,
+        *build.FLAGS,
+        "-fsyntax-only",
+        *(f"-I{path}" for path in included),
+        build.SOURCES / "npu.cpp",
+    )
     assert code == 0, printed

@@ -17,13 +17,18 @@ Table = dict[str, list[str]]
 def tables(text: str) -> list[Table]:
     """Rows by their first cell, without heads."""
     found = re.findall(r"^\|.*\n\|[-| ]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    rows = [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()] for table in found]
+    rows = [
+        [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+        for table in found
+    ]
     return [{name: cells for name, *cells in table} for table in rows]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return quantization.page(tmp_path_factory.mktemp("page"), Load(repetitions=1, files=1, tokens=128))
+    return quantization.page(
+        tmp_path_factory.mktemp("page"), Load(repetitions=1, files=1, tokens=128)
+    )
 
 
 def test_the_page_is_the_one_that_is_made(measured: str) -> None:
@@ -34,7 +39,9 @@ def test_the_page_is_the_one_that_is_made(measured: str) -> None:
     for table, anew in zip(written, made, strict=True):
         assert list(table) == list(anew)
         for name, cells in table.items():
-            assert [_number(cell) for cell in cells] == pytest.approx([_number(cell) for cell in anew[name]], rel=0.02, abs=0.015), name
+            assert [_number(cell) for cell in cells] == pytest.approx(
+                [_number(cell) for cell in anew[name]], rel=0.02, abs=0.015
+            ), name
     assert list(written_cost) == list(made_cost) == ["none", "fp8"]
 
     def words(text: str) -> list[str]:
@@ -57,7 +64,9 @@ def test_a_file_has_half_the_bytes(measured: str) -> None:
 
 def test_without_outliers_a_row_loses_less_than_three_in_a_hundred(measured: str) -> None:
     _, tiny, synthetic, _ = tables(measured)
-    assert [row for row in (*tiny.values(), synthetic["normally distributed"]) if _number(row[1]) >= 3] == []
+    assert [
+        row for row in (*tiny.values(), synthetic["normally distributed"]) if _number(row[1]) >= 3
+    ] == []
 
 
 def test_an_element_loses_a_sixteenth_unless_it_is_smaller_than_the_page_says() -> None:

@@ -37,7 +37,9 @@ def test_the_json_options_are_the_demo_s_and_are_accepted() -> None:
     transfer = json.loads(options["--kv-transfer-config"])
     layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert speculative == speculative_config(layer_ids)
-    assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"], allow_custom_save_path=True)
+    assert transfer == kv_transfer_config(
+        transfer["kv_connector_extra_config"]["shared_storage_path"], allow_custom_save_path=True
+    )
     HsxConfig.parse(transfer["kv_connector_extra_config"])
     assert validate_layer_ids(layer_ids, 62) == tuple(layer_ids)
 
@@ -47,9 +49,14 @@ def test_hsx_serve_becomes_the_command_with_the_two_options(
 ) -> None:
     model = tmp_path / "MiniMaxAI" / "MiniMax-M2"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(PRESETS["minimax-m2"].config | {"architectures": ["MiniMaxM2ForCausalLM"]}))
+    (model / "config.json").write_text(
+        json.dumps(PRESETS["minimax-m2"].config | {"architectures": ["MiniMaxM2ForCausalLM"]})
+    )
     monkeypatch.chdir(tmp_path)
-    by_hsx, by_hand = (shlex.split(blocks("README.md", label)[0].replace("\\\n", " ")) for label in ("hsx-serve", "serve"))
+    by_hsx, by_hand = (
+        shlex.split(blocks("README.md", label)[0].replace("\\\n", " "))
+        for label in ("hsx-serve", "serve")
+    )
     assert by_hsx[:2] == ["hsx", "serve"]
     assert serve.main(["--dry-run", *by_hsx[2:]]) == 0
     assert sorted(shlex.split(capsys.readouterr().out)) == sorted(by_hand)
@@ -57,7 +64,9 @@ def test_hsx_serve_becomes_the_command_with_the_two_options(
 
 def test_the_options_of_the_server_are_options_that_the_demo_gives_it() -> None:
     command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1).command()
-    assert {word for word in options_of(blocks("README.md", "serve")[0]) if word.startswith("--")} <= set(command)
+    assert {
+        word for word in options_of(blocks("README.md", "serve")[0]) if word.startswith("--")
+    } <= set(command)
 
 
 def test_the_request_is_the_demo_s() -> None:
@@ -90,7 +99,9 @@ def test_a_file_is_found_as_written(tmp_path: Path) -> None:
     assert names["path"] == tmp_path / "cmpl-1-0-0123abcd.safetensors"
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_states", False), ("include_output_tokens", True)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_states", False), ("include_output_tokens", True)]
+)
 def test_what_a_request_can_say_is_understood(key: str, value: bool) -> None:
     assert f"| `{key}` | `{json.dumps(value)}`" in page("requests.md")
     assert key in (EXTRACT_KEY, OUTPUT_KEY)
@@ -103,7 +114,9 @@ def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:
 
 
 def test_every_demo_command_of_the_hardware_checklist_is_one_that_hsx_accepts() -> None:
-    commands = re.findall(r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "hardware-checklist.md").read_text())
+    commands = re.findall(
+        r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "hardware-checklist.md").read_text()
+    )
     assert len(commands) >= 3
     for command in commands:
         assert demo.parse_arguments(shlex.split(command)).device == "npu"
@@ -114,38 +127,72 @@ def test_the_plan_command_shows_a_plan(capsys: pytest.CaptureFixture[str]) -> No
     words = shlex.split(command)
     assert words[:2] == ["hsx", "plan"]
     assert plan.main(words[2:]) == 0
-    assert capsys.readouterr().out.startswith("MiniMaxAI/MiniMax-M2: layers 2, 31, 59, 62 of 62, TP=8 x DP=2 on 16 NPUs")
+    assert capsys.readouterr().out.startswith(
+        "MiniMaxAI/MiniMax-M2: layers 2, 31, 59, 62 of 62, TP=8 x DP=2 on 16 NPUs"
+    )
 
 
 def test_the_kv_cache_that_is_left_is_what_the_benchmark_says() -> None:
     """test_capacity.py compares the benchmark's page with vLLM's planner."""
     counted = json.loads((ROOT / "docs" / "performance.json").read_text())["capacity"]
     options = counted["options"]
-    conditions = (counted["kv_bytes"] >> 30, options["tensor_parallel"], options["max_model_len"], options["max_num_batched_tokens"])
+    conditions = (
+        counted["kv_bytes"] >> 30,
+        options["tensor_parallel"],
+        options["max_model_len"],
+        options["max_num_batched_tokens"],
+    )
     assert conditions == (30, 4, 8192, 2048)
-    kept = {(cell["model"], cell["layout"]): "does not start" if cell["reason"] else f"{cell['kept']:.2%}" for cell in counted["cells"]}
-    table = re.findall(r"^\| (\S+) \| (\S+) % \| (.+?) \| .+ \|$", OPERATIONS, re.MULTILINE)  # of 0.23.0
-    assert [name.lower() for name, _, _ in table] == [name for name in PRESETS if not is_rotated(name)]
+    kept = {
+        (cell["model"], cell["layout"]): "does not start"
+        if cell["reason"]
+        else f"{cell['kept']:.2%}"
+        for cell in counted["cells"]
+    }
+    table = re.findall(
+        r"^\| (\S+) \| (\S+) % \| (.+?) \| .+ \|$", OPERATIONS, re.MULTILINE
+    )  # of 0.23.0
+    assert [name.lower() for name, _, _ in table] == [
+        name for name in PRESETS if not is_rotated(name)
+    ]
     for name, ours, upstream in table:
         model = PRESETS[name.lower()].repository
-        assert (f"{ours}%", upstream.replace(" %", "%")) == (kept[model, "hsx"], kept[model, "upstream"])
+        assert (f"{ours}%", upstream.replace(" %", "%")) == (
+            kept[model, "hsx"],
+            kept[model, "upstream"],
+        )
 
 
 def test_what_is_said_of_upstreams_share_of_the_kv_cache_is_what_the_table_says() -> None:
     rows = re.findall(r"^\| \S+ \| \S+ % \| (.+?) \| \S+ % \| (.+?) \|$", OPERATIONS, re.MULTILINE)
-    old, new = ([float(cell.removesuffix(" %")) for cell in column if cell.endswith("%")] for column in zip(*rows, strict=True))
-    assert f"[{min(old + new):.0f} to {max(old + new):.0f} % of the KV cache]" in README.replace("\n  ", " ")
-    assert f"[{100 - max(new):.0f} to {100 - min(new):.0f} % of the KV cache]" in page("migration.md")
+    old, new = (
+        [float(cell.removesuffix(" %")) for cell in column if cell.endswith("%")]
+        for column in zip(*rows, strict=True)
+    )
+    assert f"[{min(old + new):.0f} to {max(old + new):.0f} % of the KV cache]" in README.replace(
+        "\n  ", " "
+    )
+    assert f"[{100 - max(new):.0f} to {100 - min(new):.0f} % of the KV cache]" in page(
+        "migration.md"
+    )
 
 
 def test_what_a_server_keeps_is_what_was_measured() -> None:
     measured = json.loads((ROOT / "docs" / "performance.json").read_text())
-    served = [100 * statistics.median(cell["requests_per_s"]) for cell in measured["engine"]["cells"] if cell["extraction"] == "ours"]
-    kept = [1000 * cell["kept"] for cell in measured["capacity"]["cells"] if cell["layout"] == "hsx"]
+    served = [
+        100 * statistics.median(cell["requests_per_s"])
+        for cell in measured["engine"]["cells"]
+        if cell["extraction"] == "ours"
+    ]
+    kept = [
+        1000 * cell["kept"] for cell in measured["capacity"]["cells"] if cell["layout"] == "hsx"
+    ]
     readme, chinese = README.replace("\n  ", " "), page("README.zh.md")
     least, most = f"{min(served):.0f}", f"{max(served):.0f}"
     is_one = least == most
-    english, in_chinese = (least, f"{least}%") if is_one else (f"{least} to {most}", f"{least}% 到 {most}%")
+    english, in_chinese = (
+        (least, f"{least}%") if is_one else (f"{least} to {most}", f"{least}% 到 {most}%")
+    )
     assert f"[{english} % of the requests per second](docs/performance.md)" in readme
     assert f"{in_chinese}](docs/performance.md)" in chinese
     assert f"{min(kept) // 1 / 10} % of the KV cache is left" in readme
@@ -153,8 +200,13 @@ def test_what_a_server_keeps_is_what_was_measured() -> None:
 
 
 def test_what_is_kept_at_least_is_what_the_plan_says() -> None:
-    least = {name: plan.plan(plan.parse_arguments([name, "--kv-memory", "30GiB"])).kept_at_least for name in PRESETS}
-    exception = re.search(r"hsx keeps (\S+) % for DeepSeek-V3 and more for the others", " ".join(OPERATIONS.split()))
+    least = {
+        name: plan.plan(plan.parse_arguments([name, "--kv-memory", "30GiB"])).kept_at_least
+        for name in PRESETS
+    }
+    exception = re.search(
+        r"hsx keeps (\S+) % for DeepSeek-V3 and more for the others", " ".join(OPERATIONS.split())
+    )
     assert exception is not None
     least_of_all = least.pop("deepseek-v3")
     assert 0 <= least_of_all - float(exception[1]) / 100 < 1e-4
@@ -179,13 +231,17 @@ def test_the_readme_fits_on_two_screens_and_says_first_what_has_not_run() -> Non
     assert "**Nothing here has run on Ascend hardware yet.**" in "\n".join(lines[:20])
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README + page("README.zh.md")))))
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README + page("README.zh.md"))))
+)
 def test_every_link_leads_to_a_file(name: str) -> None:
     assert (ROOT / name).exists()
 
 
 def test_the_workflow_runs_the_two_commands_with_which_the_readme_begins() -> None:
-    first = [line.partition(" #")[0].strip() for line in blocks("README.md", "commands")[0].splitlines()]
+    first = [
+        line.partition(" #")[0].strip() for line in blocks("README.md", "commands")[0].splitlines()
+    ]
     (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
     assert job["strategy"]["matrix"]["command"] == first == ["make demo", "make test"]
     assert job["steps"][-1] == {"run": "${{ matrix.command }}"}
@@ -193,4 +249,6 @@ def test_the_workflow_runs_the_two_commands_with_which_the_readme_begins() -> No
 
 def test_pre_commit_runs_what_make_lint_runs() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert [(hook["entry"], hook["pass_filenames"]) for hook in repository["hooks"]] == [("make lint", False)]
+    assert [(hook["entry"], hook["pass_filenames"]) for hook in repository["hooks"]] == [
+        ("make lint", False)
+    ]

@@ -38,7 +38,9 @@ def test_the_version_is_in_one_place_and_the_changelog_tells_what_is_in_it() -> 
 def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
     allowed = SpecifierSet(PROJECT["requires-python"])
     named = set(re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE))
-    assert named == {version for version in (f"3.{minor}" for minor in range(30)) if version in allowed}
+    assert named == {
+        version for version in (f"3.{minor}" for minor in range(30)) if version in allowed
+    }
 
 
 def test_the_stable_names_are_those_that_the_package_exports() -> None:
@@ -57,7 +59,11 @@ def test_a_form_is_one_that_github_shows(path: Path) -> None:
     identifiers = [field["id"] for field in form["body"] if field["type"] != "markdown"]
     assert identifiers and len(identifiers) == len(set(identifiers))
     for field in form["body"]:
-        assert FIELDS[field["type"]] <= field["attributes"].keys() <= {"label", "value", "description", "placeholder", "render"}
+        assert (
+            FIELDS[field["type"]]
+            <= field["attributes"].keys()
+            <= {"label", "value", "description", "placeholder", "render"}
+        )
 
 
 def test_reports_ask_for_the_doctor_and_for_what_the_hardware_did() -> None:
@@ -127,10 +133,16 @@ def test_a_container_has_the_devices_and_mounts_of_vllm_ascends_guide(name: str)
     image, _, npus = IMAGES[name]
     command = words(f"run {name}")
     assert command[:2] == ["docker", "run"] and command[-2:] == [image, "bash"]
-    assert set(values(command, "--device")) == DEVICES | {f"/dev/davinci{place}" for place in range(npus)}
+    assert set(values(command, "--device")) == DEVICES | {
+        f"/dev/davinci{place}" for place in range(npus)
+    }
     mounts = values(command, "-v")
     assert all(mount.partition(":")[0] == mount.partition(":")[2] for mount in mounts)
-    assert {mount.partition(":")[0] for mount in mounts} == {*MOUNTS, "/data/models", "/data/hidden_states"}
+    assert {mount.partition(":")[0] for mount in mounts} == {
+        *MOUNTS,
+        "/data/models",
+        "/data/hidden_states",
+    }
     assert values(command, "-e") == ["HF_HOME=/data/models"]
 
 
@@ -162,7 +174,10 @@ FEATURE = "upstream/hidden_states_extraction.md"
 SHOWN_BY = {
     "Tensor, data and expert parallelism": ("test_tensor_parallel", "test_data_parallel"),
     "Sequence parallelism": ("test_data_parallel",),
-    "Chunked prefill, prefix caching, preemption, async scheduling": ("test_scenarios", "test_any_traffic"),
+    "Chunked prefill, prefix caching, preemption, async scheduling": (
+        "test_scenarios",
+        "test_any_traffic",
+    ),
     "ACLGraph, `PIECEWISE` and `FULL_DECODE_ONLY`": ("test_graph_modes",),
     "Model runner V2": ("test_model_runner_v2",),
     "W8A8, also rotated (QuaRot)": ("test_quantised_targets",),
@@ -180,9 +195,14 @@ def test_the_support_matrix_is_what_ran_on_each_release() -> None:
     assert set(releases) <= {pair.vllm_ascend for pair in CHECKED_PAIRS}
     for feature, *cells in rows(matrix):
         for release, cell in zip(releases, cells, strict=True):
-            shown = feature in SHOWN_BY and all(runs[release].get(name, {}).get("passed") for name in SHOWN_BY[feature])
+            shown = feature in SHOWN_BY and all(
+                runs[release].get(name, {}).get("passed") for name in SHOWN_BY[feature]
+            )
             assert cell.startswith("✅") == shown, (feature, release)
-            assert shown or cell == ("❌" if feature in {*REFUSED, "Model runner V2"} else "❔"), (feature, release)
+            assert shown or cell == ("❌" if feature in {*REFUSED, "Model runner V2"} else "❔"), (
+                feature,
+                release,
+            )
 
 
 def test_the_options_of_the_feature_page_are_the_codes_with_their_defaults() -> None:

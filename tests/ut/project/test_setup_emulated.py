@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_emulated", ROOT / "tools" / "setup_emulated.py")
+    spec = importlib.util.spec_from_file_location(
+        "setup_emulated", ROOT / "tools" / "setup_emulated.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +29,9 @@ def setup() -> ModuleType:
 
 
 def test_each_release_of_vllm_ascend_has_the_vllm_that_it_is_made_for(setup: ModuleType) -> None:
-    found = {release: setup.read_pins(setup.PINS / f"{release}.txt") for release in setup.releases()}
+    found = {
+        release: setup.read_pins(setup.PINS / f"{release}.txt") for release in setup.releases()
+    }
     assert setup.DEFAULT in found
     assert {pins["vllm-ascend"]: pins["vllm"] for pins in found.values()} == {
         pair.vllm_ascend: pair.vllm for pair in CHECKED_PAIRS
@@ -38,18 +42,31 @@ def test_each_release_of_vllm_ascend_has_the_vllm_that_it_is_made_for(setup: Mod
 @pytest.mark.parametrize("release", ["", "0.30.0rc2"])
 def test_make_and_the_set_up_choose_the_same_environment(setup: ModuleType, release: str) -> None:
     environment = {**os.environ, "VLLM_ASCEND": release or setup.DEFAULT}
-    printed = subprocess.run(["make", "-n", "docs"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "-n", "docs"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
     code = "import setup_emulated; print(setup_emulated.VENV.name)"
     command = [sys.executable, "-c", code]
     environment["PYTHONPATH"] = str(ROOT / "tools")
-    venv = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    venv = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
     assert venv == (f".venv-{release}" if release else ".venv")
     assert f"\n{venv}/bin/python -m mkdocs" in f"\n{printed}"
 
 
-def test_a_release_that_is_not_known_is_refused(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_is_not_known_is_refused(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup, "VLLM_ASCEND", "0.9.1")
-    with pytest.raises(setup.SetupError, match=r"VLLM_ASCEND=0\.9\.1 is not known; choose one of 0\.23\.0, "):
+    with pytest.raises(
+        setup.SetupError, match=r"VLLM_ASCEND=0\.9\.1 is not known; choose one of 0\.23\.0, "
+    ):
         setup.check_host()
 
 
@@ -58,7 +75,9 @@ def test_no_pin_is_a_package_that_needs_an_accelerator(setup: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("line", ["numpy>=1.26", "numpy", "-e .", "git+https://x/y", "numpy==2.*"])
-def test_anything_but_an_exact_pin_is_an_error(line: str, setup: ModuleType, tmp_path: Path) -> None:
+def test_anything_but_an_exact_pin_is_an_error(
+    line: str, setup: ModuleType, tmp_path: Path
+) -> None:
     path = tmp_path / "pins.txt"
     path.write_text(f"# first\n{line}\n")
     with pytest.raises(setup.SetupError, match=r"pins\.txt:2: .* is not an exact pin"):
@@ -66,10 +85,16 @@ def test_anything_but_an_exact_pin_is_an_error(line: str, setup: ModuleType, tmp
 
 
 def test_a_cuda_build_is_refused_by_its_own_requirements(setup: ModuleType) -> None:
-    requires = ["sympy>=1.13.3", 'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"', "cuda-bindings<14"]
+    requires = [
+        "sympy>=1.13.3",
+        'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"',
+        "cuda-bindings<14",
+    ]
     with pytest.raises(setup.SetupError, match=r"torch 2\.13\.0, a CUDA build .*find-links"):
         setup.refuse_cuda_metadata({"version": "2.13.0", "requires_dist": requires})
-    setup.refuse_cuda_metadata({"version": "2.13.0+cpu", "requires_dist": ["sympy>=1.13.3", "filelock"]})
+    setup.refuse_cuda_metadata(
+        {"version": "2.13.0+cpu", "requires_dist": ["sympy>=1.13.3", "filelock"]}
+    )
     setup.refuse_cuda_metadata({"version": "2.13.0+cpu"})
 
 
@@ -116,7 +141,9 @@ def test_a_finished_set_up_is_not_done_again_until_something_changes(
     assert not setup.is_current()
 
 
-def test_another_python_is_told_which_one_is_needed(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_is_told_which_one_is_needed(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup, "PYTHON_VERSION", (3, 99))
     with pytest.raises(setup.SetupError, match=r"pinned for Python 3\.99.*make PYTHON="):
         setup.check_host()
@@ -127,18 +154,26 @@ def test_a_failed_step_shows_the_end_of_its_output_and_where_the_rest_is(
 ) -> None:
     monkeypatch.setattr(setup, "LOG", tmp_path / "log")
     with pytest.raises(setup.SetupError, match=r"building: failed .exit code 4.*log") as failure:
-        setup.Steps(1).run("building", ["true"], [sys.executable, "-c", "import sys; print('no room on disk'); sys.exit(4)"])
+        setup.Steps(1).run(
+            "building",
+            ["true"],
+            [sys.executable, "-c", "import sys; print('no room on disk'); sys.exit(4)"],
+        )
     assert "no room on disk" in str(failure.value)
 
 
-def test_half_a_virtual_environment_is_seen(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_virtual_environment_is_seen(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup, "VENV", tmp_path)
     assert not setup.venv_works()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     assert not setup.venv_works()
 
 
-def test_a_virtual_environment_of_another_python_is_seen(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_virtual_environment_of_another_python_is_seen(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup, "VENV", Path(sys.prefix))
     assert setup.venv_works()
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
@@ -150,7 +185,9 @@ def test_a_virtual_environment_of_another_python_is_seen(setup: ModuleType, tmp_
 
 @pytest.fixture
 def libraries() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mooncake_libraries", ROOT / "tools" / "mooncake_libraries.py")
+    spec = importlib.util.spec_from_file_location(
+        "mooncake_libraries", ROOT / "tools" / "mooncake_libraries.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -160,10 +197,21 @@ def libraries() -> ModuleType:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without libibverbs, with fake commands in bin/ and the package in site/mooncake."""
-    package, own, commands = tmp_path / "site" / "mooncake", tmp_path / "site" / "mooncake_transfer_engine_non_cuda.libs", tmp_path / "bin"
+    package, own, commands = (
+        tmp_path / "site" / "mooncake",
+        tmp_path / "site" / "mooncake_transfer_engine_non_cuda.libs",
+        tmp_path / "bin",
+    )
     for folder in (package, own, commands):
         folder.mkdir(parents=True)
-    put_command(commands, "ldd", f'[ -e {own}/libibverbs.so.1 ] && echo "all there" || echo "\tlibibverbs.so.1 => not found"')
+    put_command(
+        commands,
+        "ldd",
+        (
+            f'[ -e {own}/libibverbs.so.1 ] && echo "all there" || echo "\tlibibverbs.so.1 => not '
+            'found"'
+        ),
+    )
     # As apt: `update` fills the lists, a simulated installation prints what it would install,
     # `download` fetches it into the working directory.
     apt = f"""
@@ -190,11 +238,20 @@ def put_command(commands: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_installed(libraries: ModuleType, machine: Path) -> None:
+def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_installed(
+    libraries: ModuleType, machine: Path
+) -> None:
     libraries.provide(machine / "site" / "mooncake")
-    assert sorted(os.listdir(machine / "site" / libraries.OWN_LIBRARIES)) == ["libibverbs.so.1", "libnl-3-200.so.1"]
+    assert sorted(os.listdir(machine / "site" / libraries.OWN_LIBRARIES)) == [
+        "libibverbs.so.1",
+        "libnl-3-200.so.1",
+    ]
     calls = (machine / "calls").read_text().splitlines()
-    assert [call.partition(" -q")[0].split()[-1] for call in calls] == ["update", "--no-install-recommends", "download"]
+    assert [call.partition(" -q")[0].split()[-1] for call in calls] == [
+        "update",
+        "--no-install-recommends",
+        "download",
+    ]
     assert calls[1].endswith("install --simulate --no-install-recommends -q libibverbs1")
     assert all("Dir::State::lists=/" in call and "Dir::Cache=/" in call for call in calls)
     libraries.provide(machine / "site" / "mooncake")
@@ -207,16 +264,27 @@ def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_i
         ("apt-get", None, "there is no apt-get here; install what libibverbs1 of Debian are"),
         ("apt-get", "echo E: no network; exit 100", "apt-get update failed: E: no network"),
         ("dpkg-deb", "exit 0", "Debian's packages do not have them"),
-        ("ldd", 'echo "\tlibnew.so.7 => not found"', "libnew.so.7 not found: no known Debian package has them"),
+        (
+            "ldd",
+            'echo "\tlibnew.so.7 => not found"',
+            "libnew.so.7 not found: no known Debian package has them",
+        ),
         ("ldd", "echo not for this machine; exit 1", "not for this machine"),
     ],
 )
 def test_what_cannot_be_had_is_said(
-    libraries: ModuleType, machine: Path, monkeypatch: pytest.MonkeyPatch, command: str, script: str | None, why: str
+    libraries: ModuleType,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    script: str | None,
+    why: str,
 ) -> None:
     if script is None:
         (machine / "bin" / command).unlink()
-        monkeypatch.setattr(libraries.shutil, "which", lambda name: None if name == command else name)
+        monkeypatch.setattr(
+            libraries.shutil, "which", lambda name: None if name == command else name
+        )
     else:
         put_command(machine / "bin", command, script)
     with pytest.raises(libraries.LibrariesError) as failure:

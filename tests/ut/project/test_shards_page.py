@@ -36,7 +36,9 @@ def storage(tmp_path: Path) -> Path:
 
 def keys(label: str) -> set[str]:
     table = PAGE_TEXT.partition(f"<!-- {label} -->\n")[2].partition("\n\n")[0]
-    return {key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    return {
+        key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
 
 
 def code(label: str) -> str:
@@ -44,9 +46,13 @@ def code(label: str) -> str:
     return str(found)
 
 
-def test_the_page_names_the_keys_that_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_names_the_keys_that_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest says nothing of weights: other members may have others."""
-    monkeypatch.setattr(SinkFile, "origin", Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True))
+    monkeypatch.setattr(
+        SinkFile, "origin", Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True)
+    )
     with ShardSink(tmp_path, replace(FORMAT, quantization="fp8"), shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a")
         remove(tmp_path / "a-0123abcd.safetensors")
@@ -57,30 +63,46 @@ def test_the_page_names_the_keys_that_are_written(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("label", ["read", "slice"])
-def test_the_code_of_the_page_reads_a_shard_without_this_package(tmp_path: Path, label: str) -> None:
+def test_the_code_of_the_page_reads_a_shard_without_this_package(
+    tmp_path: Path, label: str
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a", 4)
-    names: dict[str, Any] = {"shard": next(tmp_path.glob("*.tar")), "index": next(tmp_path.glob("*.jsonl"))}
+    names: dict[str, Any] = {
+        "shard": next(tmp_path.glob("*.tar")),
+        "index": next(tmp_path.glob("*.jsonl")),
+    }
     exec(code(label), names)
     assert np.array_equal(bits(names["tensors"]["hidden_states"]), finite_rows(0, 4))
     assert np.array_equal(names["tensors"]["token_ids"].numpy(), token_ids(4))
 
 
-def test_shards_that_are_moved_as_the_page_says_answer_as_before(storage: Path, tmp_path: Path) -> None:
+def test_shards_that_are_moved_as_the_page_says_answer_as_before(
+    storage: Path, tmp_path: Path
+) -> None:
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
         for name in ("failed-0123abcd", "folder/failed-0123abcd"):
             sink.open("failed-0123abcd", storage / f"{name}.safetensors", 3).fail("no luck")
     remove(storage / "r1-0123abcd.safetensors")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    subprocess.run(["bash", "-ec", code("move")], cwd=storage, env={**os.environ, "TO": str(elsewhere)}, check=True)
+    subprocess.run(
+        ["bash", "-ec", code("move")],
+        cwd=storage,
+        env={**os.environ, "TO": str(elsewhere)},
+        check=True,
+    )
     for name in ("failed-0123abcd", "folder/failed-0123abcd"):
         with pytest.raises(HiddenStatesError, match="no luck"):
             load(elsewhere / f"{name}.safetensors", 0)
     with pytest.raises(FileNotFoundError):
         load(elsewhere / "r1-0123abcd.safetensors", 0)
-    assert Shards(elsewhere).members().keys() == {f"{name}-0123abcd.safetensors" for name in ("r0", "r2", "r3", "r4", "folder/in/r5")}
-    assert load(elsewhere / "folder/in/r5-0123abcd.safetensors", 0, verify=True).token_ids.numel() == 8
+    assert Shards(elsewhere).members().keys() == {
+        f"{name}-0123abcd.safetensors" for name in ("r0", "r2", "r3", "r4", "folder/in/r5")
+    }
+    assert (
+        load(elsewhere / "folder/in/r5-0123abcd.safetensors", 0, verify=True).token_ids.numel() == 8
+    )
     assert list(shard_problems(elsewhere)) == []
 
 

@@ -12,7 +12,10 @@ BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 def commands(name: str) -> list[tuple[str, ...]]:
     """Label, language and text of each code block, without comments, which are translated."""
-    return [(label, language, re.sub(r" +# .*", "", text)) for label, language, text in BLOCK.findall(page(name))]
+    return [
+        (label, language, re.sub(r" +# .*", "", text))
+        for label, language, text in BLOCK.findall(page(name))
+    ]
 
 
 def prose(name: str) -> str:
@@ -26,7 +29,12 @@ def facts(name: str) -> Counter[str]:
     """
     text = " ".join(re.sub(r"\]\([^)]*\)", "]", prose(name)).split())
     found = Counter(re.findall(r"`[^`]+`", text))
-    found.update(re.findall(r"(?<![\w.])\d[\w.]*\d|\b(?:DP|TP)=?\d+\b|W8A8|QuaRot|SP\b|EP\b", re.sub("`[^`]+`", "", text)))
+    found.update(
+        re.findall(
+            r"(?<![\w.])\d[\w.]*\d|\b(?:DP|TP)=?\d+\b|W8A8|QuaRot|SP\b|EP\b",
+            re.sub("`[^`]+`", "", text),
+        )
+    )
     return found
 
 
@@ -50,7 +58,9 @@ def test_both_languages_have_the_same_facts_links_and_sections(english: str, chi
     assert facts(chinese) == facts(english)
     assert links(chinese) == links(english)
     for mark in (r"^#+ ", r"^\* ", r"^\|", r"\*\*[^*]+\*\*"):
-        assert len(re.findall(mark, prose(chinese), re.MULTILINE)) == len(re.findall(mark, prose(english), re.MULTILINE)), mark
+        assert len(re.findall(mark, prose(chinese), re.MULTILINE)) == len(
+            re.findall(mark, prose(english), re.MULTILINE)
+        ), mark
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAGES)
@@ -61,4 +71,6 @@ def test_each_language_links_to_the_other_above_everything_else(english: str, ch
 
 @pytest.mark.parametrize("chinese", [each for _, each in PAGES])
 def test_nobody_is_led_to_believe_in_chinese_that_it_ran_on_hardware(chinese: str) -> None:
-    assert re.search(r"\*\*.*尚未在.*硬件上运行过。\*\*", "\n".join(page(chinese).splitlines()[:20]))
+    assert re.search(
+        r"\*\*.*尚未在.*硬件上运行过。\*\*", "\n".join(page(chinese).splitlines()[:20])
+    )

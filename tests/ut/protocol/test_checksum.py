@@ -38,7 +38,9 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def a_file(where: Path, quantization: str | None = None, request_id: str = "x") -> Path:
-    with FileSink(where, replace(FORMAT, quantization=quantization) if quantization else FORMAT) as sink:
+    with FileSink(
+        where, replace(FORMAT, quantization=quantization) if quantization else FORMAT
+    ) as sink:
         file = sink.open(request_id, where / "x.safetensors")
         put(file, 2)
     file.path.with_name(f"{file.path.name}.lock").unlink()
@@ -46,7 +48,9 @@ def a_file(where: Path, quantization: str | None = None, request_id: str = "x") 
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(tmp_path: Path, quantization: str | None) -> None:
+def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(
+    tmp_path: Path, quantization: str | None
+) -> None:
     path = a_file(tmp_path, quantization)
     good = path.read_bytes()
     assert load(path, 0, verify=True).layer_ids == [2, 0, 3]
@@ -61,8 +65,12 @@ def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(tmp_path: Path, quant
                 assert examine(path).problem is not None, (place, bit)
 
 
-@pytest.mark.parametrize("request_id", ['"checksum":"00000000"', '","checksum":"', "\\", "雪\0\ud800"], ids=ascii)
-def test_what_a_request_is_called_does_not_disturb_its_checksum(tmp_path: Path, request_id: str) -> None:
+@pytest.mark.parametrize(
+    "request_id", ['"checksum":"00000000"', '","checksum":"', "\\", "雪\0\ud800"], ids=ascii
+)
+def test_what_a_request_is_called_does_not_disturb_its_checksum(
+    tmp_path: Path, request_id: str
+) -> None:
     path = a_file(tmp_path, request_id=request_id)
     metadata = load(path, 0, verify=True).metadata
     assert metadata["checksum"] == checksum_of(path.read_bytes())
@@ -90,7 +98,11 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
     line = Shards(tmp_path).members().get("x.safetensors")
     assert line is not None
     content = next(tmp_path.glob("*.tar")).read_bytes()[line.offset : line.offset + line.size]
-    assert line.checksum == checksum_of(content) == load(file.path, 0, verify=True).metadata["checksum"]
+    assert (
+        line.checksum
+        == checksum_of(content)
+        == load(file.path, 0, verify=True).metadata["checksum"]
+    )
 
 
 # How it is made
@@ -103,7 +115,10 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
     extra=st.integers(0, 2),
 )
 def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
-    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], luck: random.Random, extra: int
+    tmp_path_factory: pytest.TempPathFactory,
+    spans: list[tuple[int, int]],
+    luck: random.Random,
+    extra: int,
 ) -> None:
     where = tmp_path_factory.mktemp("sum")
     generator = np.random.default_rng(1)
@@ -124,7 +139,11 @@ def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_wri
 
 def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
     # RFC 3720, B.4: 32 bytes of zeros, of ones, and counting up.
-    for data, expected in ((bytes(32), "8a9136aa"), (b"\xff" * 32, "62a8ab43"), (bytes(range(32)), "46dd794e")):
+    for data, expected in (
+        (bytes(32), "8a9136aa"),
+        (b"\xff" * 32, "62a8ab43"),
+        (bytes(range(32)), "46dd794e"),
+    ):
         (tmp_path / "x").write_bytes(data)
         with open(tmp_path / "x", "rb") as file:
             digest = Digest()
@@ -142,7 +161,14 @@ def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
         ([(0, 4), (2, 12)], True),  # preempted, and cut elsewhere
         ([(0, 4), (4, 13)], True),
     ],
-    ids=["in order", "one row too many", "recomputed", "out of order", "recomputed in other pieces", "a row too many in the last piece"],
+    ids=[
+        "in order",
+        "one row too many",
+        "recomputed",
+        "out of order",
+        "recomputed in other pieces",
+        "a row too many in the last piece",
+    ],
 )
 def test_only_what_is_left_of_a_piece_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
@@ -157,7 +183,9 @@ def test_only_what_is_left_of_a_piece_is_read_again(
     assert ("pread" in calls.made) == reads
 
 
-def test_a_write_that_failed_half_way_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_failed_half_way_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FileSink(tmp_path, SMALL) as sink:
         file = sink.open("a", tmp_path / "a.safetensors", 2)
         with monkeypatch.context() as patch:
@@ -187,5 +215,3 @@ def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
     checksum = Checksums(0)
     with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):
         checksum.finish(file.fileno(), 20, memoryview(b""))
-
-

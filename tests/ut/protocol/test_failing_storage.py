@@ -56,7 +56,11 @@ def fail(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("reader", READERS)
 def test_an_error_of_storage_names_the_file(
-    reader: str, call: str, make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: str,
+    call: str,
+    make: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for number in range(20):
         path = make(tmp_path / str(number))
@@ -68,13 +72,17 @@ def test_an_error_of_storage_names_the_file(
                 if isinstance(error, FileNotFoundError):
                     assert reader == "find"
                     return
-                assert error.filename is not None and str(path.parent) in str(error), f"call {number} of {call}"
+                assert error.filename is not None and str(path.parent) in str(error), (
+                    f"call {number} of {call}"
+                )
         if calls[0] <= number:
             return
     raise AssertionError("more calls than expected")
 
 
-def test_verify_names_what_it_could_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_it_could_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_member(tmp_path / "shards")
     write(tmp_path, "a", rows_of(3))
     fail("pread", 0, monkeypatch)
@@ -86,16 +94,23 @@ def test_verify_names_what_it_could_not_read(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("make", [a_file, write_member], ids=lambda make: make.__name__)
-def test_what_is_read_and_written_in_pieces_is_whole(make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_and_written_in_pieces_is_whole(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pread, preadv, pwrite = os.pread, os.preadv, os.pwrite
     monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 7), offset))
-    monkeypatch.setattr(os, "preadv", lambda fd, into, offset: preadv(fd, [memoryview(into[0])[:7]], offset))
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, memoryview(data)[:7], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, into, offset: preadv(fd, [memoryview(into[0])[:7]], offset)
+    )
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, offset: pwrite(fd, memoryview(data)[:7], offset)
+    )
     path = make(tmp_path)
-    assert torch.equal(load(path, verify=True).hidden_states.view(torch.uint8), rows_of(3).view(torch.uint8))
+    assert torch.equal(
+        load(path, verify=True).hidden_states.view(torch.uint8), rows_of(3).view(torch.uint8)
+    )
     held = HeldLock.create(dir_fd := os.open(tmp_path, os.O_RDONLY), "held.lock", 0o600)
     held.append(b"a folder" * 100)
     assert held.content() == b"a folder" * 100
     held.release()
     os.close(dir_fd)
-

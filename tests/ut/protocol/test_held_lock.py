@@ -31,7 +31,9 @@ def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", link)
 
 
-def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_hard_links(monkeypatch)
     held = acquire(tmp_path)
     assert is_held(tmp_path / "f.lock")
@@ -46,7 +48,9 @@ def test_where_locks_do_not_follow_links_a_lock_is_seen_under_its_name_all_the_s
 ) -> None:
     """As on bindfs, which makes a node of each name; the kernel keeps locks by node."""
 
-    def link(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+    def link(
+        source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool
+    ) -> None:
         made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dst_dir_fd)
         os.close(made)
 
@@ -79,12 +83,16 @@ def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) ->
     held.release()
 
 
-def test_a_reader_still_busy_with_an_earlier_file_does_not_stop_a_new_request(tmp_path: Path) -> None:
+def test_a_reader_still_busy_with_an_earlier_file_does_not_stop_a_new_request(
+    tmp_path: Path,
+) -> None:
     acquire(tmp_path).release()
     with open(tmp_path / "f.lock") as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         held = acquire(tmp_path)
-        assert is_held(tmp_path / "f.lock"), "the new lock is held under the name, and the reader keeps the old one"
+        assert is_held(tmp_path / "f.lock"), (
+            "the new lock is held under the name, and the reader keeps the old one"
+        )
         held.release()
     assert listing(tmp_path) == ["f.lock"]
 
@@ -96,7 +104,9 @@ def test_a_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
     held.release()
 
 
-def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     acquire(tmp_path).release()
     real, seen = lock_module.flock_now, []
 
@@ -113,7 +123,9 @@ def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path:
     held.release()
 
 
-def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_hard_links(monkeypatch)
     real = lock_module.flock_now
     readers: list[int] = []
@@ -136,7 +148,9 @@ def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) ->
     """A user who may write the file can make open() wait for 45 s (fs/lease-break-time)."""
     acquire(tmp_path).release()
     lessee = os.open(tmp_path / "f.lock", os.O_RDWR)
-    ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by this signal
+    ignored = signal.signal(
+        signal.SIGIO, signal.SIG_IGN
+    )  # the kernel asks for the lease by this signal
     fcntl.fcntl(lessee, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     try:
         started = time.monotonic()
@@ -153,7 +167,9 @@ def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path
     name = tmp_path / "f.lock"
     first = acquire(tmp_path)
     woken = threading.Event()
-    reader = threading.Thread(target=lambda: (wait_until_released(name, 30), woken.set()), daemon=True)
+    reader = threading.Thread(
+        target=lambda: (wait_until_released(name, 30), woken.set()), daemon=True
+    )
     reader.start()
     wait_for_sleepers(name)
     name.unlink()
@@ -176,14 +192,18 @@ def test_removing_a_lock_spares_the_one_that_took_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("decided", [False, True])
-def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(tmp_path: Path, decided: bool) -> None:
+def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(
+    tmp_path: Path, decided: bool
+) -> None:
     """The request may be published between the listing of a directory and the look at its lock."""
     lock = tmp_path / "a.safetensors.lock"
     lock.touch()
     assert is_left_over(lock, lambda: decided) is not decided
 
 
-def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_a_full_disk_cuts_off_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the next line would be glued to it, and the folder in it would be forgotten."""
     dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lock = HeldLock.create(dir_fd, "lock", 0o644)

@@ -28,7 +28,9 @@ from vllm_ascend_hsx.protocol.names import (
     shard_stem,
 )
 
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=400)  # surrogates, NUL and control characters included
+ANY_TEXT = st.text(
+    st.characters(exclude_categories=()), max_size=400
+)  # surrogates, NUL and control characters included
 HOSTILE = st.text("aA0._-~/\\\0 \n\té\ud800\u202e‮", max_size=12)
 
 ORDINARY = [
@@ -114,7 +116,11 @@ def test_no_id_can_be_chosen_to_meet_a_changed_one(request_id: str) -> None:
 @given(HOSTILE, HOSTILE)
 def test_no_data_file_has_the_name_of_a_companion(request_id: str, other: str) -> None:
     name = file_name(other)
-    assert file_name(request_id) not in {name + LOCK_SUFFIX, name + ERROR_SUFFIX, partial_name(name)}
+    assert file_name(request_id) not in {
+        name + LOCK_SUFFIX,
+        name + ERROR_SUFFIX,
+        partial_name(name),
+    }
 
 
 @pytest.mark.parametrize(

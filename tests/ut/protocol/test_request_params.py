@@ -23,9 +23,17 @@ from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, file_name
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
-OURS = ("hidden_states_path", "hidden_states", "include_output_tokens", "keep_aborted", "sample_key")
+OURS = (
+    "hidden_states_path",
+    "hidden_states",
+    "include_output_tokens",
+    "keep_aborted",
+    "sample_key",
+)
 KEYS = (*OURS, "do_remote_decode", "do_remote_prefill")
-PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})
+PARAMS = JSON | st.fixed_dictionaries(
+    {}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS}
+)
 
 
 def make_request(request_id: str, params: Any, output: int = 2) -> Any:
@@ -50,7 +58,9 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
 
 
 def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionScheduler:
-    return ExtractionScheduler(InDirectory(Path(directory)), 64, num_ranks=2, ring_bytes=1000, allow_path=allow_path)
+    return ExtractionScheduler(
+        InDirectory(Path(directory)), 64, num_ranks=2, ring_bytes=1000, allow_path=allow_path
+    )
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
@@ -64,12 +74,16 @@ def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
 @example(request_id="r", params=5, allow_path=False)
 @example(request_id="r", params={"hidden_states_path": "\ud800.safetensors"}, allow_path=True)
 @example(request_id="../" * 3000, params={"hidden_states_path": "../" * 3000}, allow_path=True)
-def test_nothing_that_a_client_sends_stops_the_scheduler_or_leads_outside(request_id: str, params: Any, allow_path: bool) -> None:
+def test_nothing_that_a_client_sends_stops_the_scheduler_or_leads_outside(
+    request_id: str, params: Any, allow_path: bool
+) -> None:
     play(request_id, params, allow_path)
 
 
 @pytest.mark.parametrize("key", [None, *KEYS])
-@pytest.mark.parametrize("value", [HUGE, -HUGE, nested(100_000), {"a": nested(5_000)}, "\ud800" * 10_000], ids="abcde")
+@pytest.mark.parametrize(
+    "value", [HUGE, -HUGE, nested(100_000), {"a": nested(5_000)}, "\ud800" * 10_000], ids="abcde"
+)
 def test_what_python_cannot_write_down_is_refused_all_the_same(key: str | None, value: Any) -> None:
     play("r", value if key is None else {key: value}, allow_path=True)
 
@@ -95,7 +109,11 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
         assert answer["hidden_states_error"].startswith("kv_transfer_params")
     scheduler.on_worker_report(WorkerReport({request_id: None}, {0: RankState(backlog=0)}))
     schedule(scheduler)
-    held = {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set | list) and name != "_backlog"}
+    held = {
+        name: value
+        for name, value in vars(scheduler).items()
+        if isinstance(value, dict | set | list) and name != "_backlog"
+    }
     assert not any(map(any, held.values())), f"something of the request has stayed: {held}"
 
 
@@ -110,18 +128,28 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
     ],
     ids=ascii,
 )
-def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(chosen: str, path: str) -> None:
-    directory = Path("/data/y/../x")  # as the administrator wrote it; responses name it so, and its plain form is as good
+def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(
+    chosen: str, path: str
+) -> None:
+    directory = Path(
+        "/data/y/../x"
+    )  # as the administrator wrote it; responses name it so, and its plain form is as good
     params = read_params({"hidden_states_path": chosen}, ServerParams(directory, allow_path=True))
     assert os.path.normpath(str(params.path)) == path
-    with pytest.raises(ParamsError, match="names its files itself.*kv_connector_extra_config.allow_custom_save_path=true"):
+    with pytest.raises(
+        ParamsError,
+        match="names its files itself.*kv_connector_extra_config.allow_custom_save_path=true",
+    ):
         read_params({"hidden_states_path": chosen}, ServerParams(directory))
 
 
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        ("../a.safetensors", "one of its directories cannot be used: it is not a plain, printable name"),
+        (
+            "../a.safetensors",
+            "one of its directories cannot be used: it is not a plain, printable name",
+        ),
         ("a/../../b.safetensors", "it is not a plain, printable name"),
         ("a/./b.safetensors", "it is not a plain, printable name"),
         ("a//b.safetensors", "it is not a plain, printable name"),
@@ -170,7 +198,14 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
         ({}, False),
         ({"do_remote_decode": True}, False),
         ({"hidden_states": False}, False),
-        ({"hidden_states": False, "include_output_tokens": True, "hidden_states_path": "a.safetensors"}, False),
+        (
+            {
+                "hidden_states": False,
+                "include_output_tokens": True,
+                "hidden_states_path": "a.safetensors",
+            },
+            False,
+        ),
         ({"hidden_states": True}, True),
         ({"include_output_tokens": False}, True),
         ({"keep_aborted": False}, True),
@@ -178,7 +213,9 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
     ],
     ids=repr,
 )
-def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extracted(params: Any, extracted: bool) -> None:
+def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extracted(
+    params: Any, extracted: bool
+) -> None:
     server = ServerParams(Path("/data"), allow_path=True, extract_all=False, has_others=True)
     assert read_params(params, server).extract is extracted
 
@@ -194,22 +231,48 @@ def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extract
 )
 @pytest.mark.parametrize("has_others", [False, True])
 @pytest.mark.parametrize("value", [False, True, None])
-def test_a_misspelt_key_is_refused_by_name(key: str, words: str, has_others: bool, value: object) -> None:
-    with pytest.raises(ParamsError, match=re.escape(f"has the key {key!r}, which this server does not know; {words}")):
-        read_params({key: value, "hidden_states": True}, ServerParams(Path("/data"), has_others=has_others))
+def test_a_misspelt_key_is_refused_by_name(
+    key: str, words: str, has_others: bool, value: object
+) -> None:
+    with pytest.raises(
+        ParamsError,
+        match=re.escape(f"has the key {key!r}, which this server does not know; {words}"),
+    ):
+        read_params(
+            {key: value, "hidden_states": True}, ServerParams(Path("/data"), has_others=has_others)
+        )
 
 
 # Keys of connectors in vllm and vllm-ascend 0.23.0 and 0.30.0rc2.
 OTHERS = (
-    *("do_remote_decode", "do_virtual", "engine_id", "handshake_port", "metaserver", "num_computed_tokens", "num_prompt_blocks"),
-    *("remote_block_ids", "remote_cached_tokens", "remote_engine_id", "remote_host", "remote_port", "remote_request_id", "trans_count"),
+    *(
+        "do_remote_decode",
+        "do_virtual",
+        "engine_id",
+        "handshake_port",
+        "metaserver",
+        "num_computed_tokens",
+        "num_prompt_blocks",
+    ),
+    *(
+        "remote_block_ids",
+        "remote_cached_tokens",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+        "remote_request_id",
+        "trans_count",
+    ),
 )
 
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_a_key_of_another_connector_is_taken_beside_it_and_refused_without_it(key: str) -> None:
     assert read_params({key: 1}, ServerParams(Path("/data"), has_others=True)).extract
-    with pytest.raises(ParamsError, match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, "):
+    with pytest.raises(
+        ParamsError,
+        match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, ",
+    ):
         read_params({key: 1}, ServerParams(Path("/data")))
 
 
@@ -224,19 +287,30 @@ def sampled(request_id: str, params: Any = None, rate: float = 0.1) -> bool:
 
 def test_a_server_that_samples_extracts_the_share_that_it_was_told() -> None:
     for rate in (0.01, 0.1, 0.5):
-        share = sum(sampled(f"cmpl-{number}-0-0123abcd", rate=rate) for number in range(20_000)) / 20_000
+        share = (
+            sum(sampled(f"cmpl-{number}-0-0123abcd", rate=rate) for number in range(20_000))
+            / 20_000
+        )
         assert abs(share - rate) < 4 * (rate * (1 - rate) / 20_000) ** 0.5
     assert all(sampled(f"cmpl-{number}-0-0123abcd", rate=1.0) for number in range(1000))
 
 
 def test_all_processes_and_versions_sample_the_same_requests() -> None:
-    chosen = [number for number in range(100) if sampled("ignored", {"sample_key": f"user-{number}"})]
+    chosen = [
+        number for number in range(100) if sampled("ignored", {"sample_key": f"user-{number}"})
+    ]
     assert chosen == SAMPLED_KEYS
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_together(number: int) -> None:
-    children = [f"{sample}cmpl-{number}-{prompt}-{number:08x}" for sample in ("", "0_", "3_") for prompt in (0, 1, 7)]
+def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_together(
+    number: int,
+) -> None:
+    children = [
+        f"{sample}cmpl-{number}-{prompt}-{number:08x}"
+        for sample in ("", "0_", "3_")
+        for prompt in (0, 1, 7)
+    ]
     assert len({sampled(each, rate=0.5) for each in children}) == 1
     key = {"sample_key": f"conversation {number} \ud800"}
     assert len({sampled(f"chatcmpl-{turn}-0123abcd", key, rate=0.5) for turn in range(20)}) == 1
@@ -254,7 +328,9 @@ def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_
     ],
     ids=repr,
 )
-def test_a_request_that_says_whether_it_is_extracted_is_not_sampled(params: Any, extracted: bool) -> None:
+def test_a_request_that_says_whether_it_is_extracted_is_not_sampled(
+    params: Any, extracted: bool
+) -> None:
     assert sampled("r", params, rate=1e-9) is extracted
     assert sampled("r", {**params, "sample_key": "k"}, rate=1e-9) is extracted
     assert sampled("r", {**params, "hidden_states": False}, rate=1.0) is False
@@ -263,21 +339,32 @@ def test_a_request_that_says_whether_it_is_extracted_is_not_sampled(params: Any,
 @pytest.mark.parametrize("extract_all", [True, False])
 def test_a_key_has_no_effect_on_a_server_that_does_not_sample(extract_all: bool) -> None:
     server = ServerParams(Path("/data"), extract_all=extract_all)
-    assert {read_params({"sample_key": str(number)}, server).extract for number in range(100)} == {extract_all}
+    assert {read_params({"sample_key": str(number)}, server).extract for number in range(100)} == {
+        extract_all
+    }
 
 
 @pytest.mark.parametrize("server", [SAMPLING, ServerParams(Path("/data"))], ids=["sampling", "all"])
 @pytest.mark.parametrize("key", [None, 7, ["a"], True])
 def test_a_key_that_is_no_text_is_refused(server: ServerParams, key: object) -> None:
-    with pytest.raises(ParamsError, match=r"kv_transfer_params\.sample_key is .*; use a text, the same for all requests to keep together"):
+    with pytest.raises(
+        ParamsError,
+        match=r"kv_transfer_params\.sample_key is .*; use a text, the same for all requests to keep together",
+    ):
         read_params({"sample_key": key}, server, "r")
 
 
 def test_a_request_that_is_not_sampled_reaches_nothing_behind_the_decision() -> None:
     class Untouchable:
-        request_id, pooling_params, kv_transfer_params = "r", None, None  # and nothing else may be read
+        request_id, pooling_params, kv_transfer_params = (
+            "r",
+            None,
+            None,
+        )  # and nothing else may be read
 
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), 64, 1, 1000, extract_all=False, sample_rate=1e-9)
+    scheduler = ExtractionScheduler(
+        InDirectory(Path("/data")), 64, 1, 1000, extract_all=False, sample_rate=1e-9
+    )
     request = Untouchable()
     scheduler.on_new_request(request)
     assert vars(request) == {}
@@ -294,7 +381,10 @@ def test_the_file_that_a_prefilling_server_named_is_not_asked_for_here(extract_a
 
 
 def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
-    scheduler, request = make_scheduler(allow_path=False), make_request("r", {"hidden_states_path": "a.safetensors"})
+    scheduler, request = (
+        make_scheduler(allow_path=False),
+        make_request("r", {"hidden_states_path": "a.safetensors"}),
+    )
     scheduler.on_new_request(request)
     assert not scheduler.extracts("r")
     assert schedule(scheduler, request) == []
@@ -304,9 +394,13 @@ def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
 
 @pytest.mark.parametrize("progress", ["waiting", "running"])
 @pytest.mark.parametrize("other", ["a.safetensors", "/data/a.safetensors"])
-def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwards(progress: str, other: str) -> None:
+def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwards(
+    progress: str, other: str
+) -> None:
     scheduler = make_scheduler(allow_path=True)
-    first, second, third = (make_request(name, {"hidden_states_path": other}) for name in ("first", "second", "third"))
+    first, second, third = (
+        make_request(name, {"hidden_states_path": other}) for name in ("first", "second", "third")
+    )
     first.kv_transfer_params = {"hidden_states_path": "a.safetensors"}
     scheduler.on_new_request(first)
     if progress != "waiting":
@@ -324,7 +418,10 @@ def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwar
 
 def test_the_name_that_the_server_gave_a_request_under_way_cannot_be_chosen() -> None:
     scheduler = make_scheduler(allow_path=True)
-    victim, thief = make_request("cmpl-1", None), make_request("thief", {"hidden_states_path": file_name("cmpl-1")})
+    victim, thief = (
+        make_request("cmpl-1", None),
+        make_request("thief", {"hidden_states_path": file_name("cmpl-1")}),
+    )
     scheduler.on_new_request(victim)
     scheduler.on_new_request(thief)
     assert schedule(scheduler, victim, thief) == ["/data/cmpl-1.safetensors"]

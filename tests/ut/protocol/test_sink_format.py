@@ -19,24 +19,36 @@ from vllm_ascend_hsx.protocol.format import PAGE, FileLayout, FormatError, read_
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.strict_json import LARGEST
-from vllm_ascend_hsx.protocol.weights import LONGEST, Origin, WeightVersion, checked_name, weight_versions_of
+from vllm_ascend_hsx.protocol.weights import (
+    LONGEST,
+    Origin,
+    WeightVersion,
+    checked_name,
+    weight_versions_of,
+)
 
 A, B = "0a" * 16, "0b" * 16  # fingerprints
 
 
 @given(
-    st.text(st.characters(exclude_categories=()), max_size=300) | st.integers(0, 20_000).map(lambda n: "\0" * n),
+    st.text(st.characters(exclude_categories=()), max_size=300)
+    | st.integers(0, 20_000).map(lambda n: "\0" * n),
     st.lists(st.integers(0, 200), min_size=1, max_size=80, unique=True),
     st.text(st.characters(exclude_categories=()), max_size=100),
     st.integers(0, 2**42),
-    st.lists(st.builds(Placeholder, st.text(max_size=9), st.integers(0, 2**40), st.integers(1, 2**40)), max_size=300),
+    st.lists(
+        st.builds(Placeholder, st.text(max_size=9), st.integers(0, 2**40), st.integers(1, 2**40)),
+        max_size=300,
+    ),
 )
 @example("", [0], "", 2**42, [])
 @example("", [0], "", 2**42, [Placeholder("image", 2**40, 2**40)] * 300)
 def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
     request_id: str, layer_ids: list[int], model: str, tokens: int, placeholders: list[Placeholder]
 ) -> None:
-    layout = FileLayout(RowFormat(tuple(layer_ids), 4, "F16", model), request_id, 2**63, placeholders)
+    layout = FileLayout(
+        RowFormat(tuple(layer_ids), 4, "F16", model), request_id, 2**63, placeholders
+    )
     header = layout.header(tokens, tokens, origin=LONGEST)
     assert len(header) == layout.data_start
     assert layout.data_start % PAGE == 0
@@ -54,7 +66,12 @@ def test_the_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> 
 
 def test_an_ordinary_header_takes_one_page() -> None:
     layers = tuple(range(62))
-    assert FileLayout(RowFormat(layers, 3072, "BF16", "/models/MiniMax-M2"), "cmpl-" + "f" * 60).data_start == PAGE
+    assert (
+        FileLayout(
+            RowFormat(layers, 3072, "BF16", "/models/MiniMax-M2"), "cmpl-" + "f" * 60
+        ).data_start
+        == PAGE
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,10 @@ def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
     assert [each[:2] for each in weight_versions_of(metadata)] == [each[:2] for each in versions]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "[3]", "[[3]]", '[["3",""]]', "[[-1,\"\"]]", "[[1,2]]", '[[1,""],[2,""],[3,""]]'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", "[3]", "[[3]]", '[["3",""]]', '[[-1,""]]', "[[1,2]]", '[[1,""],[2,""],[3,""]]'],
+)
 def test_versions_that_cannot_be_understood_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="are not versions of weights"):
         weight_versions_of({"weight_versions": text})
@@ -88,7 +108,9 @@ def test_versions_that_cannot_be_understood_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * 129, 'a"b', "a\\b", "\n", "雪", 3, None], ids=ascii)
 def test_a_name_that_a_header_may_have_no_room_for_is_refused(name: object) -> None:
-    with pytest.raises(ValueError, match="cannot be named .* use 1 to 128 printable ASCII characters"):
+    with pytest.raises(
+        ValueError, match="cannot be named .* use 1 to 128 printable ASCII characters"
+    ):
         checked_name(name)
 
 
@@ -99,7 +121,9 @@ def test_every_name_fits_and_reads_back(name: str, number: int) -> None:
     assert weight_versions_of(json.loads(header[8:])["__metadata__"]) == versions
 
 
-@pytest.mark.parametrize("request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii)
+@pytest.mark.parametrize(
+    "request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii
+)
 def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
     path = tmp_path / "f"
     layout = FileLayout(FORMAT, request_id)
@@ -121,7 +145,9 @@ def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: st
     }
 
 
-@pytest.mark.parametrize("text", ['[["image",0,2],["image",1,1]]', '[["image",3,2]]', '[["image",0,0]]', "[]"])
+@pytest.mark.parametrize(
+    "text", ['[["image",0,2],["image",1,1]]', '[["image",3,2]]', '[["image",0,0]]', "[]"]
+)
 def test_images_that_overlap_or_are_not_within_the_prompt_are_refused(text: str) -> None:
     good = {"placeholders": '[["image",0,2],["image",2,2]]', "num_prompt_tokens": "4"}
     assert placeholders_of(good) == [("image", 0, 2), ("image", 2, 2)]
@@ -138,14 +164,20 @@ def test_images_that_overlap_or_are_not_within_the_prompt_are_refused(text: str)
         (((1,), 3, "BF16"), "rows of 6 bytes"),
     ],
 )
-def test_a_row_format_that_cannot_be_stored_is_refused(arguments: tuple[tuple[int, ...], int, str], words: str) -> None:
+def test_a_row_format_that_cannot_be_stored_is_refused(
+    arguments: tuple[tuple[int, ...], int, str], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         RowFormat(*arguments)
 
 
 def test_our_reading_of_a_header_agrees_with_safetensors_own_writer(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    tensors = {"hidden_states": torch.ones(5, 2, 3, dtype=torch.bfloat16), "token_ids": torch.arange(5), "extra": torch.ones(1)}
+    tensors = {
+        "hidden_states": torch.ones(5, 2, 3, dtype=torch.bfloat16),
+        "token_ids": torch.arange(5),
+        "extra": torch.ones(1),
+    }
     save_file(tensors, path, metadata={"a": "b"})
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -176,14 +208,31 @@ def _file(header: object, data: bytes = b"") -> bytes:
         ((200).to_bytes(8, "little") + b"{}", "the header alone"),
         ((2).to_bytes(8, "little") + b"{x", "cannot be understood"),
         (_file([1]), "cannot be understood"),
-        (_file({"t": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}, b"x"), "cannot be understood"),
-        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}, b"x"), r"U8 \[2\] of 1 bytes"),
-        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [-2, 0]}}, b"x"), "cannot be understood"),
-        (_file({"t": {"dtype": "U8", "shape": [-1], "data_offsets": [1, 0]}}, b"x"), "cannot be understood"),
-        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"), "t ends at byte"),
+        (
+            _file({"t": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}, b"x"),
+            "cannot be understood",
+        ),
+        (
+            _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}, b"x"),
+            r"U8 \[2\] of 1 bytes",
+        ),
+        (
+            _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [-2, 0]}}, b"x"),
+            "cannot be understood",
+        ),
+        (
+            _file({"t": {"dtype": "U8", "shape": [-1], "data_offsets": [1, 0]}}, b"x"),
+            "cannot be understood",
+        ),
+        (
+            _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"),
+            "t ends at byte",
+        ),
     ],
 )
-def test_what_is_not_a_complete_safetensors_file_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+def test_what_is_not_a_complete_safetensors_file_is_named(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
     fd = os.open(path, os.O_RDONLY)

@@ -37,7 +37,9 @@ def our_reader(path: Path) -> Reader:
 ALL_READERS = READERS | {"ours": our_reader}
 
 
-def run_interleaved(directory: Path, reader: Callable[[Path], Reader], steps: Callable[[int], int]) -> tuple[Stepped, int]:
+def run_interleaved(
+    directory: Path, reader: Callable[[Path], Reader], steps: Callable[[int], int]
+) -> tuple[Stepped, int]:
     """Open, write and commit three rows while a reader runs: `steps(i)` steps before our call i.
 
     The reader starts when `open` has returned, before the response can leave. Returns the reader
@@ -70,34 +72,51 @@ def assert_complete(result: dict[str, torch.Tensor] | None) -> None:
 
 
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_stopped_between_any_two_of_its_steps_at_any_of_ours_gets_the_whole_file(tmp_path: Path, reader: str) -> None:
+def test_a_reader_stopped_between_any_two_of_its_steps_at_any_of_ours_gets_the_whole_file(
+    tmp_path: Path, reader: str
+) -> None:
     """At every call of our commit, with every number of steps; it makes the rest afterwards."""
     _, calls = run_interleaved(tmp_path / "count", ALL_READERS[reader], lambda call: 0)
     assert calls > 8
     for stop_at in range(calls):
         for count in range(1, 9):
             directory = tmp_path / f"{stop_at}-{count}"
-            stepped, _ = run_interleaved(directory, ALL_READERS[reader], lambda call: count if call == stop_at else 0)  # noqa: B023
+            stepped, _ = run_interleaved(
+                directory,
+                ALL_READERS[reader],
+                lambda call: count if call == stop_at else 0,  # noqa: B023
+            )
             assert_complete(stepped.finish())
 
 
 @settings(max_examples=depth(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(schedule=st.lists(st.integers(0, 3), min_size=30, max_size=30), reader=st.sampled_from(sorted(ALL_READERS)))
+@given(
+    schedule=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+    reader=st.sampled_from(sorted(ALL_READERS)),
+)
 def test_any_interleaving_of_a_reader_with_a_commit_gives_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, schedule: list[int], reader: str
 ) -> None:
     directory = tmp_path_factory.mktemp("any")
-    stepped, _ = run_interleaved(directory, ALL_READERS[reader], lambda call: schedule[call % len(schedule)])
+    stepped, _ = run_interleaved(
+        directory, ALL_READERS[reader], lambda call: schedule[call % len(schedule)]
+    )
     assert_complete(stepped.finish())
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_commit_that_removed_the_lock_file_would_break_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+def test_a_commit_that_removed_the_lock_file_would_break_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
     """Why the lock file stays: the same interleavings, with the removal of a tidier protocol."""
     monkeypatch.setattr(HeldLock, "release", _remove_and_release)
     broken = 0
     for stop_at in range(25):
-        stepped, _ = run_interleaved(tmp_path / str(stop_at), READERS[reader], lambda call: call == stop_at)  # noqa: B023
+        stepped, _ = run_interleaved(
+            tmp_path / str(stop_at),
+            READERS[reader],
+            lambda call: call == stop_at,  # noqa: B023
+        )
         try:
             stepped.finish()
         except FileNotFoundError:
@@ -112,7 +131,9 @@ def _remove_and_release(held: HeldLock) -> None:
 
 @pytest.mark.parametrize("end", ["fail", "discard"])
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_rows(tmp_path: Path, end: str, reader: str) -> None:
+def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_rows(
+    tmp_path: Path, end: str, reader: str
+) -> None:
     for before in range(4):
         directory = tmp_path / str(before)
         with FileSink(directory, FORMAT) as sink:
@@ -131,7 +152,9 @@ def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_
 
 
 @pytest.mark.parametrize("event", ["commit", "fail", "discard", "another consumer takes the file"])
-def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls(tmp_path: Path, event: str) -> None:
+def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls(
+    tmp_path: Path, event: str
+) -> None:
     outcomes = set()
     for happens_at in range(40):
         directory = tmp_path / str(happens_at)
@@ -140,7 +163,11 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
             file.write(0, make_rows(0, 3))
             if event.startswith("another"):
                 file.commit(token_ids(3), 3)
-            events = {"commit": lambda: file.commit(token_ids(3), 3), "fail": lambda: file.fail("no luck"), "discard": file.discard}  # noqa: B023
+            events = {
+                "commit": lambda: file.commit(token_ids(3), 3),  # noqa: B023
+                "fail": lambda: file.fail("no luck"),  # noqa: B023
+                "discard": file.discard,
+            }
             calls, happening = 0, False
 
             def checkpoint(call: str) -> None:
@@ -159,7 +186,11 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
                 assert_complete(load(file.path, 0)._asdict())
                 outcomes.add("complete")
             except (TimeoutError, FileNotFoundError, HiddenStatesError) as error:
-                outcomes.add(str(error.reason) if isinstance(error, HiddenStatesError) else type(error).__name__)
+                outcomes.add(
+                    str(error.reason)
+                    if isinstance(error, HiddenStatesError)
+                    else type(error).__name__
+                )
         if calls <= happens_at:
             break
     assert (
@@ -173,7 +204,9 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
     )
 
 
-def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_server_died(tmp_path: Path) -> None:
+def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_server_died(
+    tmp_path: Path,
+) -> None:
     """It may know the name before the response: by `find`, or as its client chose it."""
     seen = set()
     with FileSink(tmp_path, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
@@ -188,7 +221,9 @@ def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_serve
             try:
                 load(path, 0)
             except (FileNotFoundError, TimeoutError, HiddenStatesError) as error:
-                seen.add(str(error) if isinstance(error, HiddenStatesError) else type(error).__name__)
+                seen.add(
+                    str(error) if isinstance(error, HiddenStatesError) else type(error).__name__
+                )
             finally:
                 looking = False
 
@@ -198,7 +233,9 @@ def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_serve
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "a stale lock is there"])
-def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(tmp_path: Path, earlier: bool) -> None:
+def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
+    tmp_path: Path, earlier: bool
+) -> None:
     """A lock without data, where there was none at the first look: a server has begun."""
     outcomes = set()
     for happens_at in range(40):
@@ -221,14 +258,22 @@ def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_fo
 
             trace(patch, checkpoint)
             patch.setattr("vllm_ascend_hsx.reader.load.os", Traced(os, checkpoint))
-            patch.setattr(Path, "exists", lambda self: (checkpoint("exists"), os.path.exists(self))[1])
+            patch.setattr(
+                Path, "exists", lambda self: (checkpoint("exists"), os.path.exists(self))[1]
+            )
             try:
                 load(path, 0)
             except (TimeoutError, FileNotFoundError, HiddenStatesError) as error:
                 # What the reader only gives back comes after its verdict, which was true.
-                began = os.path.exists(f"{path}.lock") and is_held(Path(f"{path}.lock")) and happens_at < calls - 3
+                began = (
+                    os.path.exists(f"{path}.lock")
+                    and is_held(Path(f"{path}.lock"))
+                    and happens_at < calls - 3
+                )
                 outcomes.add(f"{type(error).__name__}{', a server had begun' if began else ''}")
         if calls <= happens_at:
             break
     waits = "TimeoutError, a server had begun"
-    assert outcomes - {"TimeoutError"} == ({waits, "HiddenStatesError"} if earlier else {waits, "FileNotFoundError"})
+    assert outcomes - {"TimeoutError"} == (
+        {waits, "HiddenStatesError"} if earlier else {waits, "FileNotFoundError"}
+    )

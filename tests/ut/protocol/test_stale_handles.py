@@ -72,7 +72,10 @@ LOOKS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "listing of shards": ("scandir", lambda directory: Shards(directory).members()),
     "listing for find": ("scandir", lambda directory: find(directory, "cmpl-1")),
     "listing of files": ("scandir", lambda directory: files_in(directory)),
-    "opening the storage directory": ("open", lambda directory: FileSink(directory, FORMAT).close()),
+    "opening the storage directory": (
+        "open",
+        lambda directory: FileSink(directory, FORMAT).close(),
+    ),
     "listing of servers": ("scandir", lambda directory: OtherMachines(directory / "x").living()),
 }
 

@@ -36,15 +36,22 @@ def is_acknowledged(path: Path) -> bool:
     return marker.exists() and acknowledges(marker.read_bytes(), path.stat())
 
 
-def test_an_acknowledged_file_is_read_found_and_checked_as_before(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_acknowledged_file_is_read_found_and_checked_as_before(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory, seen = path.parent, []
     for acknowledge in (False, True):
         if acknowledge:
             vllm_ascend_hsx.acknowledge(path)
             assert is_acknowledged(path)
-        found = vllm_ascend_hsx.find(directory, "a"), [each for each, _ in vllm_ascend_hsx.open_dir(directory)]
+        found = (
+            vllm_ascend_hsx.find(directory, "a"),
+            [each for each, _ in vllm_ascend_hsx.open_dir(directory)],
+        )
         codes = [main([command, str(directory)]) for command in ("verify", "inspect", "clean")]
-        seen.append((found, vllm_ascend_hsx.load(path).token_ids.tolist(), codes, capsys.readouterr()))
+        seen.append(
+            (found, vllm_ascend_hsx.load(path).token_ids.tolist(), codes, capsys.readouterr())
+        )
     assert seen[0] == seen[1]
     assert is_acknowledged(path)
 
@@ -54,7 +61,9 @@ def test_a_second_acknowledgement_changes_nothing(path: Path) -> None:
     os.utime(marker_of(path), (1, 1))
     vllm_ascend_hsx.acknowledge(path)
     assert marker_of(path).stat().st_mtime == 1
-    assert sorted(os.listdir(path.parent)) == sorted([path.name, f"{path.name}.lock", f"{path.name}.acknowledged"])
+    assert sorted(os.listdir(path.parent)) == sorted(
+        [path.name, f"{path.name}.lock", f"{path.name}.acknowledged"]
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"size": 1}', b"\xff" * 100], ids=repr)
@@ -74,7 +83,9 @@ def test_a_later_file_of_the_name_is_not_acknowledged(path: Path) -> None:
     assert not is_acknowledged(path)
 
 
-def test_a_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(path: Path, tmp_path: Path) -> None:
+def test_a_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(
+    path: Path, tmp_path: Path
+) -> None:
     vllm_ascend_hsx.acknowledge(path)
     (tmp_path / "day").mkdir()
     moved = tmp_path / "day" / path.name
@@ -111,7 +122,9 @@ def test_only_a_complete_file_can_be_acknowledged(tmp_path: Path) -> None:
 def test_shards_are_acknowledged_whole_and_sealed(tmp_path: Path) -> None:
     shards = sealed_shards(tmp_path / "sealed")
     tars = sorted(shards.glob("*.tar"))
-    with pytest.raises(ValueError, match="is a member of a shard; acknowledge the tar file when all of its members"):
+    with pytest.raises(
+        ValueError, match="is a member of a shard; acknowledge the tar file when all of its members"
+    ):
         vllm_ascend_hsx.acknowledge(shards / member_name(0))
     assert not is_acknowledged(tars[0])
     for tar in tars:
@@ -123,7 +136,9 @@ def test_shards_are_acknowledged_whole_and_sealed(tmp_path: Path) -> None:
         vllm_ascend_hsx.acknowledge(open_tar)
 
 
-def test_a_marker_that_cannot_be_written_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_marker_that_cannot_be_written_leaves_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -17,7 +17,9 @@ from vllm_ascend_hsx.reader.shards import Shards
 NAME = "a.safetensors"
 
 
-def test_an_index_whose_reading_failed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_whose_reading_failed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = tmp_path / (shard_stem("89abcdef", 0) + INDEX)
     index.write_bytes(encode(Member(NAME, 512, 9, 1, "", "", time.time_ns())))
     shards = Shards(tmp_path)

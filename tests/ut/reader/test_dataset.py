@@ -41,9 +41,14 @@ def test_layers_are_chosen_by_id_and_rows_converted_and_cut(directory: Path) -> 
     assert len(item["token_ids"]) == len(item["is_output"]) == 5
 
 
-def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut(tmp_path: Path) -> None:
+def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut(
+    tmp_path: Path,
+) -> None:
     images = [Placeholder("image", 1, 3), Placeholder("image", 6, 2)]
-    paths = [write(tmp_path, "images", rows_of(9), images=images), write(tmp_path, "text", rows_of(4))]
+    paths = [
+        write(tmp_path, "images", rows_of(9), images=images),
+        write(tmp_path, "text", rows_of(4)),
+    ]
     masks = [list(map(int, item["is_placeholder"])) for item in HiddenStatesDataset(paths)]
     assert masks == [[0, 1, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0]]
     batch = collate([HiddenStatesDataset(paths, max_tokens=7)[index] for index in range(2)])
@@ -51,7 +56,9 @@ def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(directory: Path, workers: int) -> None:
+def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(
+    directory: Path, workers: int
+) -> None:
     loader = DataLoader(
         HiddenStatesDataset(directory),
         batch_size=3,

@@ -28,14 +28,20 @@ def test_a_good_file_is_described(tmp_path: Path) -> None:
     rows = rows_of(50)
     found = examine(write(tmp_path, "a", rows, prompt=40), norms=True)
     assert (found.problem, found.verdict) == (None, "verified")
-    assert (found.tokens, found.prompt_tokens, found.kind) == (50, 40, ((2, 4), 2, 8, "bfloat16", False, ""))
+    assert (found.tokens, found.prompt_tokens, found.kind) == (
+        50,
+        40,
+        ((2, 4), 2, 8, "bfloat16", False, ""),
+    )
     assert found.num_bytes == rows.nbytes
     norms = rows.float().norm(dim=-1)
     assert found.norms == pytest.approx(norms.mean(0).tolist())
     assert np.allclose(found.token_norms, norms)
 
 
-def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_looked_at_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = examine(write(tmp_path, "a", rows_of(50)), norms=True)
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 1)
     in_blocks = examine(whole.path, norms=True)
@@ -43,7 +49,9 @@ def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest
     assert in_blocks.norms == pytest.approx(whole.norms)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To touch a page of a mapped file that has gone ends the process."""
     path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
     seen = []
@@ -59,7 +67,9 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(tmp_pa
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_is_not_finite_is_named(
+    tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
     rows = rows_of(20)
     rows[17, 1, 3] = value
@@ -82,22 +92,47 @@ def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Pa
 
 
 def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
-    save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors")
+    save_file(
+        {"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors"
+    )
     found = examine(tmp_path / "x.safetensors")
-    assert (found.problem, found.verdict, found.kind.layer_ids, found.prompt_tokens) == (None, "plausible", (), None)
+    assert (found.problem, found.verdict, found.kind.layer_ids, found.prompt_tokens) == (
+        None,
+        "plausible",
+        (),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("tensors", "metadata", "problem"),
     [
-        ({"hidden_states": torch.zeros(3, 8), "token_ids": torch.arange(3)}, {}, "not [tokens, layers, hidden]"),
+        (
+            {"hidden_states": torch.zeros(3, 8), "token_ids": torch.arange(3)},
+            {},
+            "not [tokens, layers, hidden]",
+        ),
         ({"hidden_states": torch.zeros(3, 2, 8)}, {}, "it has no token_ids"),
-        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)}, {"layer_ids": "[1]"}, "names 1 layer ids and has 2"),
-        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)}, {"num_prompt_tokens": "4"}, "says that 4 of its 3"),
-        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3) - 1}, {}, "negative token id"),
+        (
+            {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
+            {"layer_ids": "[1]"},
+            "names 1 layer ids and has 2",
+        ),
+        (
+            {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
+            {"num_prompt_tokens": "4"},
+            "says that 4 of its 3",
+        ),
+        (
+            {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3) - 1},
+            {},
+            "negative token id",
+        ),
     ],
 )
-def test_what_does_not_fit_is_a_problem(tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], problem: str) -> None:
+def test_what_does_not_fit_is_a_problem(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], problem: str
+) -> None:
     save_file(tensors, tmp_path / "x.safetensors", metadata or None)
     assert problem in str(examine(tmp_path / "x.safetensors").problem)
 
@@ -128,24 +163,41 @@ KNOWN = {
     "nothing known": (Expected(None, None), None),
     "a prompt alone": (Expected([0, 1, 2], None), None),
     "another prompt": (Expected([0, 9, 2], [3]), "token 1 of the prompt is 1 in it, and was 9"),
-    "a longer prompt": (Expected([0, 1, 2, 3, 4], None), "it has 4 rows for the prompt of 5 tokens"),
-    "rows of an output": (Expected([0, 1], ()), "it has 2 rows for the generated tokens of 0 tokens"),
-    "another output": (Expected([0, 1], [2, 9]), "token 1 of the generated tokens is 3 in it, and was 9"),
+    "a longer prompt": (
+        Expected([0, 1, 2, 3, 4], None),
+        "it has 4 rows for the prompt of 5 tokens",
+    ),
+    "rows of an output": (
+        Expected([0, 1], ()),
+        "it has 2 rows for the generated tokens of 0 tokens",
+    ),
+    "another output": (
+        Expected([0, 1], [2, 9]),
+        "token 1 of the generated tokens is 3 in it, and was 9",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_tokens_are_compared_with_what_is_known_before_rows_are_read(tmp_path: Path, name: str) -> None:
+def test_tokens_are_compared_with_what_is_known_before_rows_are_read(
+    tmp_path: Path, name: str
+) -> None:
     expected, problem = KNOWN[name]
     path = write(tmp_path, "a", rows_of(4))
-    assert check.check(path, expected).problem == check.check(path, expected, data=False).problem == problem
+    assert (
+        check.check(path, expected).problem
+        == check.check(path, expected, data=False).problem
+        == problem
+    )
     spoil(4096, b"\x80\x7f")(path)  # infinity
     assert check.check(path, expected, data=False).problem == problem
     assert problem is None or check.check(path, expected).problem == problem
     assert "its checksum" in str(check.check(path).problem)
 
 
-def test_each_byte_of_the_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_of_the_rows_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, "a", torch.zeros(50_000, 2, 8, dtype=torch.bfloat16))
     reads: list[tuple[int, int]] = []
 
@@ -167,7 +219,9 @@ def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
     bad = (~numbers.to(torch.float64).isfinite()).nonzero()
     info = TensorInfo(dtype, (len(numbers), 1, 1), 0, len(data))
     found = check._not_finite("hidden_states", info, 0, memoryview(data))
-    assert found == (f"the row of token {int(bad[0])} in layer 0 is not finite" if len(bad) else None)
+    assert found == (
+        f"the row of token {int(bad[0])} in layer 0 is not finite" if len(bad) else None
+    )
 
 
 @pytest.fixture
@@ -181,24 +235,38 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_file_larger_than_memory_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_larger_than_memory_costs_itself_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = 50 * 10**9
     tensors = {
-        "hidden_states": {"dtype": "BF16", "shape": [tokens, 1, 1], "data_offsets": [0, 2 * tokens]},
+        "hidden_states": {
+            "dtype": "BF16",
+            "shape": [tokens, 1, 1],
+            "data_offsets": [0, 2 * tokens],
+        },
         "token_ids": {"dtype": "I64", "shape": [tokens], "data_offsets": [2 * tokens, 10 * tokens]},
     }
     header = json.dumps(tensors).encode()
     with open(tmp_path / "a.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 10 * tokens)
-    save_file({"hidden_states": torch.ones(2, 1, 4), "token_ids": torch.arange(2)}, tmp_path / "b.safetensors")
+    save_file(
+        {"hidden_states": torch.ones(2, 1, 4), "token_ids": torch.arange(2)},
+        tmp_path / "b.safetensors",
+    )
     for mmap in (False, True):
         bad: list[HiddenStatesError] = []
-        assert [path.name for path, _ in open_dir(tmp_path, mmap=mmap, on_bad=bad.append)] == ["b.safetensors"]
+        assert [path.name for path, _ in open_dir(tmp_path, mmap=mmap, on_bad=bad.append)] == [
+            "b.safetensors"
+        ]
         assert [each.path.name for each in bad] == ["a.safetensors"]
         with pytest.raises(OSError, match="memory.*max_map_count" if mmap else "not enough memory"):
             next(open_dir(tmp_path, mmap=mmap))
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
     assert inspect.main([str(tmp_path)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 good (1 of them name no checksum), 1 bad" in printed and "it cannot be read: not enough memory" in printed
+    assert (
+        "1 good (1 of them name no checksum), 1 bad" in printed
+        and "it cannot be read: not enough memory" in printed
+    )

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from hostile import DEEP
 from shard_harness import index_of, member_name, unsealed_shard
-from sink_harness import FORMAT, MIB, as_version_1, finite_rows, lines_of, publish, put, rows_of, token_ids
+from sink_harness import (
+    FORMAT,
+    MIB,
+    as_version_1,
+    finite_rows,
+    lines_of,
+    publish,
+    put,
+    rows_of,
+    token_ids,
+)
 
 from vllm_ascend_hsx import load, open_dir
 from vllm_ascend_hsx.cli import verify
@@ -54,20 +64,36 @@ KEYS = {
 
 @pytest.mark.parametrize("label", KEYS)
 @pytest.mark.parametrize("options", [{}, {"verify": True}, {"mmap": True}], ids=str)
-def test_rows_of_another_request_are_never_returned(storage: Path, label: str, options: dict[str, bool]) -> None:
+def test_rows_of_another_request_are_never_returned(
+    storage: Path, label: str, options: dict[str, bool]
+) -> None:
     for number in exchanged(storage, *KEYS[label]):
         with pytest.raises(HiddenStatesError, match="its index leads to another request"):
             load(storage / member_name(number), 0, **options)
         assert "another request" in str(examine(storage / member_name(number)).problem)
     for number in range(6):
-        assert np.array_equal(rows_of(storage / member_name(number)), finite_rows(0, 3 + number, number))
+        assert np.array_equal(
+            rows_of(storage / member_name(number)), finite_rows(0, 3 + number, number)
+        )
 
 
-@pytest.mark.parametrize("change", [dict(offset=100), dict(offset=0), dict(tokens=4), dict(size=10**6), dict(offset=2**61), dict(size=0)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(offset=100),
+        dict(offset=0),
+        dict(tokens=4),
+        dict(size=10**6),
+        dict(offset=2**61),
+        dict(size=0),
+    ],
+)
 def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
     index = index_of(storage)
     lines = [json.loads(text) for text in index.read_bytes().splitlines()]
-    index.write_bytes(b"".join(json.dumps({**each, **change}).encode() + b"\n" for each in lines[:1]))
+    index.write_bytes(
+        b"".join(json.dumps({**each, **change}).encode() + b"\n" for each in lines[:1])
+    )
     for options in ({}, {"verify": True}, {"mmap": True}):
         with pytest.raises(HiddenStatesError):
             load(storage / member_name(0), 0, **options)
@@ -75,10 +101,17 @@ def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict
 
 @pytest.mark.parametrize(
     ("request_id", "path"),
-    [("\ud800", "a.safetensors"), ('"雪\0', "b.safetensors"), ("x", f"{'d' * 200}/{'e' * 200}.safetensors"), ("y", "雪/雪.safetensors")],
+    [
+        ("\ud800", "a.safetensors"),
+        ('"雪\0', "b.safetensors"),
+        ("x", f"{'d' * 200}/{'e' * 200}.safetensors"),
+        ("y", "雪/雪.safetensors"),
+    ],
     ids=ascii,
 )
-def test_members_of_any_request_and_any_name_are_their_lines(tmp_path: Path, request_id: str, path: str) -> None:
+def test_members_of_any_request_and_any_name_are_their_lines(
+    tmp_path: Path, request_id: str, path: str
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         put(sink.open(request_id, tmp_path / path, 3), 3)
     assert len(load(tmp_path / path, 0, verify=True).token_ids) == 3
@@ -93,7 +126,9 @@ def test_members_of_version_1_are_read_and_verified(storage: Path) -> None:
         assert isinstance(each, Member)
         old = as_version_1(bytes(content[each.offset : each.offset + each.size]))
         content[each.offset : each.offset + each.size] = old
-        stated = json.loads(old[8 : 8 + int.from_bytes(old[:8], "little")])["__metadata__"]["checksum"]
+        stated = json.loads(old[8 : 8 + int.from_bytes(old[:8], "little")])["__metadata__"][
+            "checksum"
+        ]
         changed.append(encode(replace(each, checksum=stated)))
     tar.write_bytes(content[: -len(END)])
     index.write_bytes(b"".join(changed))
@@ -102,7 +137,15 @@ def test_members_of_version_1_are_read_and_verified(storage: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 100_000, b'{"members":1e400}', b"\xff", b'"members"', b'{"members":' + DEEP.encode() + b"}"], ids=range(5)
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"members":1e400}',
+        b"\xff",
+        b'"members"',
+        b'{"members":' + DEEP.encode() + b"}",
+    ],
+    ids=range(5),
 )
 def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: bytes) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -113,7 +156,9 @@ def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: byt
     assert len(list(open_dir(tmp_path))) == 1
 
 
-def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp_path: Path) -> None:
+def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(
+    tmp_path: Path,
+) -> None:
     index = tmp_path / "hsx-deadbeef-000000.jsonl"
     index.touch()
     os.utime(index, (7.3e9, 7.3e9))  # 2201: no line can have this time
@@ -122,7 +167,9 @@ def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp
     assert np.array_equal(load(path, 0).token_ids.numpy(), token_ids(3))
 
 
-@pytest.mark.parametrize("target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256])
+@pytest.mark.parametrize(
+    "target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256]
+)
 def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
     storage: Path, target: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +199,9 @@ def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
 
 
 @pytest.mark.parametrize("mark", [None, "nowhere"])
-def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(storage: Path, mark: str | None) -> None:
+def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(
+    storage: Path, mark: str | None
+) -> None:
     (storage / "hsx-shards").unlink()
     if mark is not None:
         (storage / "hsx-shards").symlink_to(mark)
@@ -160,7 +209,9 @@ def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(stora
 
 
 @pytest.mark.parametrize("late", ["the rest of the index", "the target of a link"])
-def test_a_manifest_that_is_copied_before_its_index_hides_nothing(tmp_path: Path, late: str) -> None:
+def test_a_manifest_that_is_copied_before_its_index_hides_nothing(
+    tmp_path: Path, late: str
+) -> None:
     """In whatever order a directory is copied, beside a reader that looks meanwhile."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()
@@ -178,7 +229,9 @@ def test_a_manifest_that_is_copied_before_its_index_hides_nothing(tmp_path: Path
     os.utime(copy, (1, 1))  # nothing that follows is noticed by the directory's time
     seen = list(shards.members())
     assert seen == ([] if late == "the target of a link" else names[:1])
-    with open(tmp_path / "away" if late == "the target of a link" else copy / index.name, "wb") as file:
+    with open(
+        tmp_path / "away" if late == "the target of a link" else copy / index.name, "wb"
+    ) as file:
         file.write(content)
     os.utime(copy, (1, 1))
     assert list(shards.members()) == names

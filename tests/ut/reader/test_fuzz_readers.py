@@ -57,16 +57,28 @@ RAW = [
 ]  # fmt: skip
 RAW_VALUES = st.sampled_from(RAW) | JSON.map(json.dumps)
 HERE = "\u2603here\u2603"  # the place of a raw value until the rest is written
-BYTES = st.binary(max_size=12) | st.sampled_from([b'"', b"\\", b"{", b"]", b"\0" * 9, b"\xff" * 8, b"\n", b"\r\n", b",", b" " * 40])
+BYTES = st.binary(max_size=12) | st.sampled_from(
+    [b'"', b"\\", b"{", b"]", b"\0" * 9, b"\xff" * 8, b"\n", b"\r\n", b",", b" " * 40]
+)
 
 
-def run(inputs: str, target: Callable[[Any], None], request: pytest.FixtureRequest, strategy: st.SearchStrategy[Any]) -> None:
+def run(
+    inputs: str,
+    target: Callable[[Any], None],
+    request: pytest.FixtureRequest,
+    strategy: st.SearchStrategy[Any],
+) -> None:
     """Call `target` with as many examples as are this one's share."""
     asked = request.config.getoption("fuzz_inputs")
     number = max(20, int((asked or INPUTS) * SHARES[inputs]))
     tried = 0
 
-    @settings(max_examples=number, derandomize=not (asked or is_long()), database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=number,
+        derandomize=not (asked or is_long()),
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(strategy)
     def each(value: Any) -> None:
         nonlocal tried
@@ -118,9 +130,15 @@ def byte_mutations(draw: st.DrawFn, content: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
         end = min(len(content), at + draw(st.integers(0, 64)))
-        what = draw(st.sampled_from(["flip", "overwrite", "insert", "remove", "cut", "repeat", "append"]))
+        what = draw(
+            st.sampled_from(["flip", "overwrite", "insert", "remove", "cut", "repeat", "append"])
+        )
         if what == "flip" and at < len(content):
-            content = content[:at] + bytes([content[at] ^ 1 << draw(st.integers(0, 7))]) + content[at + 1 :]
+            content = (
+                content[:at]
+                + bytes([content[at] ^ 1 << draw(st.integers(0, 7))])
+                + content[at + 1 :]
+            )
         elif what == "overwrite":
             new = draw(BYTES)
             content = content[:at] + new + content[at + len(new) :]
@@ -145,7 +163,8 @@ def file_mutations(draw: st.DrawFn, content: bytes) -> bytes:
     end = 8 + int.from_bytes(content[:8], "little")
     odd = [text if isinstance(text, str) else json.dumps(text) for text in ODD_HEADERS.values()]
     text = draw(
-        json_mutations(json.loads(content[8:end])) | st.sampled_from(odd).map(lambda each: each.encode("utf-8", "surrogateescape"))
+        json_mutations(json.loads(content[8:end]))
+        | st.sampled_from(odd).map(lambda each: each.encode("utf-8", "surrogateescape"))
     )
     length = draw(st.just(len(text)) | st.integers(0, 2**64 - 1))
     return length.to_bytes(8, "little") + text + content[end:]
@@ -160,7 +179,12 @@ def line_mutations(content: bytes, bad: list[bytes]) -> st.SearchStrategy[bytes]
     def changed(draw: st.DrawFn) -> bytes:
         new = list(lines)
         at = draw(st.integers(0, len(lines) - 1))
-        line = draw(st.sampled_from(bad) | some | some.flatmap(lambda each: json_mutations(json.loads(each))) | BYTES)
+        line = draw(
+            st.sampled_from(bad)
+            | some
+            | some.flatmap(lambda each: json_mutations(json.loads(each)))
+            | BYTES
+        )
         new[at : at + draw(st.integers(0, 1))] = [line]
         return b"\n".join(new) + draw(st.sampled_from([b"\n", b"\n", b"", b'\n{"name":']))
 
@@ -169,7 +193,12 @@ def line_mutations(content: bytes, bad: list[bytes]) -> st.SearchStrategy[bytes]
 
 def look_at_file(path: Path) -> None:
     """Everything that reads a file, with nothing but the documented exceptions."""
-    for options in ({}, {"mmap": True}, {"verify": True}, {"verify": True, "mmap": True, "dequantize": False}):
+    for options in (
+        {},
+        {"mmap": True},
+        {"verify": True},
+        {"verify": True, "mmap": True, "dequantize": False},
+    ):
         with suppress(HiddenStatesError):
             states = load(path, 0, **options)
             with suppress(KeyError):
@@ -197,7 +226,15 @@ def test_mutated_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
         contents.append(path.read_bytes())
         path.unlink()
     contents.append(as_version_1(contents[0]))
-    contents.append(save({"hidden_states": np.ones((3, 2, 4), np.float32), "token_ids": np.arange(3), "more": np.ones(5, np.int8)}))
+    contents.append(
+        save(
+            {
+                "hidden_states": np.ones((3, 2, 4), np.float32),
+                "token_ids": np.arange(3),
+                "more": np.ones(5, np.int8),
+            }
+        )
+    )
 
     def target(content: bytes) -> None:
         path.write_bytes(content)
@@ -217,9 +254,14 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     remove(where / "c-0123abcd.safetensors")
     shutil.rmtree(where / "in", ignore_errors=True)
     (where / "link").symlink_to(outside)
-    whole = {name: (where / name).read_bytes() for name in os.listdir(where) if (where / name).is_file()}
+    whole = {
+        name: (where / name).read_bytes() for name in os.listdir(where) if (where / name).is_file()
+    }
     precious = {name: (outside / name).read_bytes() for name in os.listdir(outside)}
-    bad = [*BAD_LINES.values(), b'{"name":"../outside/a.safetensors","offset":4096,"size":4096,"tokens":3,"time_ns":4}']
+    bad = [
+        *BAD_LINES.values(),
+        b'{"name":"../outside/a.safetensors","offset":4096,"size":4096,"tokens":3,"time_ns":4}',
+    ]
     bad.append(bad[-1].replace(b"../outside", b"link"))
 
     def mutated(name: str) -> st.SearchStrategy[tuple[str, bytes]]:
@@ -239,7 +281,9 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
         shards = Shards(where)
         found = shards.members()
         assert shards.members() == found == Shards(where).members()
-        assert not [name for name in found if name.startswith(("/", ".", "link")) or ".." in name.split("/")]
+        assert not [
+            name for name in found if name.startswith(("/", ".", "link")) or ".." in name.split("/")
+        ]
         seen = [path for path, _ in open_dir(where, mmap=True, on_bad=lambda error: None)]
         assert len(files_in(where)) == len(found)
         list(shard_problems(where))
@@ -253,18 +297,28 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
         assert [path for path, _ in open_dir(where, on_bad=lambda error: None)] == []
         assert {name: (outside / name).read_bytes() for name in os.listdir(outside)} == precious
 
-    run("shard", target, request, st.sampled_from(sorted(set(whole) - {"hsx-shards"})).flatmap(mutated))
+    run(
+        "shard",
+        target,
+        request,
+        st.sampled_from(sorted(set(whole) - {"hsx-shards"})).flatmap(mutated),
+    )
 
 
 def test_mutated_ledgers(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     asked = {"a": 1}
     ledger = open_ledger(tmp_path, asked)
-    ledger.note_server({"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"})
+    ledger.note_server(
+        {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"}
+    )
     ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
         for row in range(4):
-            file.write(b'{"row":%d,"status":"%s","identity":"%032x"}\n' % (row, (b"done", b"failed")[row % 2], row + 1))
+            file.write(
+                b'{"row":%d,"status":"%s","identity":"%032x"}\n'
+                % (row, (b"done", b"failed")[row % 2], row + 1)
+            )
 
     def target(content: bytes) -> None:
         for name, world_size in (("ledger.jsonl", 1), ("ledger-1-of-2.jsonl", 2)):
@@ -277,13 +331,20 @@ def test_mutated_ledgers(tmp_path: Path, request: pytest.FixtureRequest) -> None
             for each in tmp_path.iterdir():
                 each.unlink()
 
-    run("ledger", target, request, line_mutations(path.read_bytes(), [line.encode() for line in ODD_LINES]))
+    run(
+        "ledger",
+        target,
+        request,
+        line_mutations(path.read_bytes(), [line.encode() for line in ODD_LINES]),
+    )
 
 
 def test_mutated_manifests_of_mooncake(request: pytest.FixtureRequest) -> None:
     texts = []
     for row_format in (FORMAT, replace(FORMAT, quantization="fp8")):
-        texts.append(manifest(packed_layout(row_format, 5), metadata_of(row_format, "x", 5, 4, True)))
+        texts.append(
+            manifest(packed_layout(row_format, 5), metadata_of(row_format, "x", 5, 4, True))
+        )
 
     def target(text: bytes) -> None:
         with suppress(FormatError):
@@ -292,7 +353,12 @@ def test_mutated_manifests_of_mooncake(request: pytest.FixtureRequest) -> None:
             stated_checksum(text, header.metadata)
             assert all(0 <= tensor.begin <= tensor.end for tensor in header.tensors.values())
 
-    run("manifest", target, request, st.one_of(*(byte_mutations(text) | json_mutations(json.loads(text)) for text in texts)))
+    run(
+        "manifest",
+        target,
+        request,
+        st.one_of(*(byte_mutations(text) | json_mutations(json.loads(text)) for text in texts)),
+    )
 
 
 def test_mutated_error_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -31,7 +31,9 @@ def test_rows_of_bfloat16_become_the_same_numbers_in_float32(tmp_path: Path, mma
 def test_quantised_rows_are_those_that_load_returns(tmp_path: Path, dequantize: bool) -> None:
     path = write(tmp_path, "a", rows_of(3), quantization="fp8")
     rows = load(path, dequantize=dequantize).numpy().hidden_states
-    assert rows.dtype == np.float32 and np.array_equal(rows, load(path).hidden_states.float().numpy())
+    assert rows.dtype == np.float32 and np.array_equal(
+        rows, load(path).hidden_states.float().numpy()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -44,7 +46,9 @@ def test_rows_of_a_dtype_that_numpy_has_are_shared_and_not_converted(dtype: torc
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_dtype_is_chosen_by_name_or_by_the_type_of_a_library(stored: torch.dtype, name: str) -> None:
+def test_a_dtype_is_chosen_by_name_or_by_the_type_of_a_library(
+    stored: torch.dtype, name: str
+) -> None:
     states = states_of(stored)
     for dtype in (name, np.dtype(name), getattr(np, name), getattr(torch, name)):
         rows = states.numpy(dtype).hidden_states
@@ -63,7 +67,10 @@ def test_bfloat16_is_that_of_ml_dtypes_and_only_on_request(monkeypatch: pytest.M
         assert np.array_equal(states_of(torch.float32).numpy(dtype).hidden_states, bits)
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # type: ignore[arg-type]
     remedy = "pip install ml_dtypes, or leave dtype out for float32"
-    with pytest.raises(ModuleNotFoundError, match=f"^dtype='bfloat16' needs the package ml_dtypes, because .*{remedy}") as raised:
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=f"^dtype='bfloat16' needs the package ml_dtypes, because .*{remedy}",
+    ) as raised:
         states.numpy("bfloat16")
     assert raised.value.name == "ml_dtypes"
 
@@ -71,10 +78,22 @@ def test_bfloat16_is_that_of_ml_dtypes_and_only_on_request(monkeypatch: pytest.M
 def test_what_is_printed_names_the_file_and_not_the_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a", rows_of(3000))
     fp8 = write(tmp_path, "b", rows_of(3), quantization="fp8")
-    expected = f"HiddenStates(path='{path}', shape=[3000, 2, 8], dtype=torch.bfloat16, layer_ids=[2, 4])"
-    assert f"{load(path)}" == repr(load(path)) == repr(pickle.loads(pickle.dumps(load(path)))) == expected
-    assert "shape=[3, 2, 8], dtype=torch.float8_e4m3fn, layer_ids=[2, 4]" in repr(load(fp8, dequantize=False))
-    assert repr(states_of(torch.float32)) == "HiddenStates(path=None, shape=[3, 2, 8], dtype=torch.float32, layer_ids=None)"
+    expected = (
+        f"HiddenStates(path='{path}', shape=[3000, 2, 8], dtype=torch.bfloat16, layer_ids=[2, 4])"
+    )
+    assert (
+        f"{load(path)}"
+        == repr(load(path))
+        == repr(pickle.loads(pickle.dumps(load(path))))
+        == expected
+    )
+    assert "shape=[3, 2, 8], dtype=torch.float8_e4m3fn, layer_ids=[2, 4]" in repr(
+        load(fp8, dequantize=False)
+    )
+    assert (
+        repr(states_of(torch.float32))
+        == "HiddenStates(path=None, shape=[3, 2, 8], dtype=torch.float32, layer_ids=None)"
+    )
     dataset = HiddenStatesDataset(tmp_path, layer_ids=[4], max_tokens=5)
     options = "layer_ids=[4], dtype=None, max_tokens=5, verify=False"
     assert repr(dataset) == f"HiddenStatesDataset(2 files from '{path}' on, {options})"

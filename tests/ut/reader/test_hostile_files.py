@@ -46,7 +46,9 @@ def name(letter: str) -> str:
 @pytest.mark.parametrize("what", ["data", "error", "lock", "tar"])
 def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, what: str) -> None:
     path = storage / name("c" if what == "tar" else "a")
-    place = {"data": path, "tar": next(storage.glob("*.tar"))}.get(what, path.with_name(f"{path.name}.{what}"))
+    place = {"data": path, "tar": next(storage.glob("*.tar"))}.get(
+        what, path.with_name(f"{path.name}.{what}")
+    )
     words = plant_no_file(place, kind)
     before = open_fds()
     for options in ({}, {"mmap": True}, {"verify": True}):
@@ -69,8 +71,12 @@ def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
     assert promptly(lambda: verify.main([str(storage), "--json", "--jobs", "1"])) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["good"] == 3
-    assert [(Path(each["path"]).name, words in each["problem"]) for each in said["bad"]] == [(name("a"), True)]
-    assert [(Path(each["path"]).name, words in each["reason"]) for each in said["failed"]] == [(f"{name('e')}.error", True)]
+    assert [(Path(each["path"]).name, words in each["problem"]) for each in said["bad"]] == [
+        (name("a"), True)
+    ]
+    assert [(Path(each["path"]).name, words in each["reason"]) for each in said["failed"]] == [
+        (f"{name('e')}.error", True)
+    ]
     assert promptly(lambda: find(storage, "b")) == storage / name("b")
 
 
@@ -102,14 +108,21 @@ def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_al
     words = plant_no_file(place, kind)
     ((where, problem),) = promptly(lambda: list(shard_problems(storage)))
     assert (where, words in problem) == (place.with_suffix(".tar"), True)
-    found = [path.name for path, _ in promptly(lambda: list(open_dir(storage, on_bad=lambda error: None)))]
-    assert found == [name(letter) for letter in {"tar": "ab", "jsonl": "ab", "json": "abcd"}[suffix]]
+    found = [
+        path.name
+        for path, _ in promptly(lambda: list(open_dir(storage, on_bad=lambda error: None)))
+    ]
+    assert found == [
+        name(letter) for letter in {"tar": "ab", "jsonl": "ab", "json": "abcd"}[suffix]
+    ]
     assert promptly(lambda: verify.main([str(storage), "--json", "--jobs", "1"])) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["good"] == len(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(storage: Path, kind: str) -> None:
+def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(
+    storage: Path, kind: str
+) -> None:
     plant_no_file(storage / "hsx-removed.jsonl", kind)
     assert len(promptly(lambda: list(open_dir(storage)))) == 4
     with pytest.raises(OSError, match="removed"):
@@ -245,7 +258,9 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, value: int) -
         load(path, 0)
 
 
-def test_inspect_and_verify_show_every_odd_file_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_show_every_odd_file_and_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, label in enumerate(ODD_HEADERS):
         write_odd(tmp_path / f"{number}.safetensors", label)
     # Words that a terminal or rich would take for an instruction.
@@ -254,7 +269,9 @@ def test_inspect_and_verify_show_every_odd_file_and_go_on(tmp_path: Path, capsys
         tmp_path / "good.safetensors",
         metadata={"model": "[/red]", "request_id": "\x1b[31m\0"},
     )
-    os.rename(tmp_path / "good.safetensors", os.fsencode(tmp_path) + b"/[red][b]\x1b\xff.safetensors")
+    os.rename(
+        tmp_path / "good.safetensors", os.fsencode(tmp_path) + b"/[red][b]\x1b\xff.safetensors"
+    )
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/[b]\x1b\xff.safetensors.lock")).touch()
     assert verify.main([str(tmp_path), "--json", "--jobs", "1"]) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -273,7 +290,9 @@ def states() -> HiddenStates:
     return HiddenStates(torch.ones(2, 1, 3), torch.arange(2), {})
 
 
-@pytest.mark.parametrize("text", ["[1,", "3", '{"a":1}', DEEP, "[1.5]", "[true]", "9" * 5000], ids=range(7))
+@pytest.mark.parametrize(
+    "text", ["[1,", "3", '{"a":1}', DEEP, "[1.5]", "[true]", "9" * 5000], ids=range(7)
+)
 def test_metadata_that_was_changed_is_a_documented_error(states: HiddenStates, text: str) -> None:
     with pytest.raises(KeyError):
         _ = states.layer_ids
@@ -285,12 +304,19 @@ def test_metadata_that_was_changed_is_a_documented_error(states: HiddenStates, t
 
 
 def test_token_ids_of_other_producers_become_int64(tmp_path: Path) -> None:
-    save_file({"hidden_states": torch.ones(2, 1, 3), "token_ids": torch.arange(2, dtype=torch.int32)}, tmp_path / "a.safetensors")
+    save_file(
+        {"hidden_states": torch.ones(2, 1, 3), "token_ids": torch.arange(2, dtype=torch.int32)},
+        tmp_path / "a.safetensors",
+    )
     for mmap in (False, True):
         assert load(tmp_path / "a.safetensors", mmap=mmap).token_ids.equal(torch.arange(2))
 
 
-@pytest.mark.parametrize("reason", ["[" * 100_000, '{"reason":' + DEEP + "}", "[1]", "null", "\udcff", '{"reason":1e400}'], ids=range(6))
+@pytest.mark.parametrize(
+    "reason",
+    ["[" * 100_000, '{"reason":' + DEEP + "}", "[1]", "null", "\udcff", '{"reason":1e400}'],
+    ids=range(6),
+)
 def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
     tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,23 +328,34 @@ def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["failed"]) == 1
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])],
+)
 def test_rows_of_no_size_or_any_number_are_one_bad_file(
     tmp_path: Path, dtype: str, shape: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = math.prod(shape)
     header = {
         "hidden_states": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]},
-        "token_ids": {"dtype": "I64", "shape": shape[:1], "data_offsets": [size, size + 8 * shape[0]]},
+        "token_ids": {
+            "dtype": "I64",
+            "shape": shape[:1],
+            "data_offsets": [size, size + 8 * shape[0]],
+        },
     }
     text = json.dumps(header).encode()
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\x7f" * size + bytes(8 * shape[0]))
+    (tmp_path / "a.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + b"\x7f" * size + bytes(8 * shape[0])
+    )
     assert examine(tmp_path / "a.safetensors").problem is not None
     assert inspect.main([str(tmp_path)]) == 1
     assert "bad" in capsys.readouterr().out
 
 
-def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(tmp_path: Path) -> None:
+def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(
+    tmp_path: Path,
+) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         put(sink.open("a", tmp_path / "a.safetensors", 2), 2)
     path = tmp_path / ("x" * 243 + ".safetensors")
@@ -333,6 +370,8 @@ def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(tmp
 
 
 @pytest.mark.parametrize("name", ["x" * 300, ".error", "a/../" + "y" * 256])
-def test_inspect_of_what_cannot_be_there_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_what_cannot_be_there_is_one_line(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert inspect.main([str(tmp_path / name)]) == 2
     assert "is not there" in capsys.readouterr().err

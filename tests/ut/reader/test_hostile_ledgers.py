@@ -13,7 +13,9 @@ from vllm_ascend_hsx.generate.ledger import open_ledger
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
-def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
+def test_generate_refuses_a_ledger_that_is_no_regular_file(
+    tmp_path: Path, kind: str, which: str
+) -> None:
     plant_no_file(tmp_path / which, kind)
     with pytest.raises(InputError, match=f"--output .*{which}"):
         promptly(lambda: open_ledger(tmp_path, {}))
@@ -39,7 +41,15 @@ IDENTITY = "0a" * 16
 
 def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
     request = {"a": 1}
-    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
+    server = {
+        "model": "m",
+        "layer_ids": [1],
+        "layers": 1,
+        "hidden_size": 8,
+        "dtype": "bfloat16",
+        "rotated": False,
+        "lora": "",
+    }
     first = open_ledger(tmp_path, request)
     first.note_server(server)
     first.close()
@@ -62,7 +72,9 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("other", ["{}", '{"layer_ids":[]}'])
-def test_a_line_about_another_server_is_refused_however_odd_it_is(tmp_path: Path, other: str) -> None:
+def test_a_line_about_another_server_is_refused_however_odd_it_is(
+    tmp_path: Path, other: str
+) -> None:
     first = open_ledger(tmp_path, {})
     first.note_server({"model": "m", "layer_ids": [1]})
     first.close()

@@ -61,7 +61,9 @@ def escapes(outside: Path) -> list[str]:
     ]
 
 
-def test_no_line_leads_out_of_the_directory(storage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_leads_out_of_the_directory(
+    storage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outside = make_outside(tmp_path / "outside")
     with FileSink(tmp_path / "elsewhere", FORMAT) as sink:
         good = publish(sink, tmp_path / "elsewhere", "precious").read_bytes()
@@ -76,7 +78,9 @@ def test_no_line_leads_out_of_the_directory(storage: Path, tmp_path: Path, capsy
     with open(index_of(storage), "ab") as file:
         file.write(b"".join(line(each) for each in escapes(outside)))
     with open(storage / "hsx-removed.jsonl", "ab") as file:
-        file.write(b"".join(line(each, gone=True, stem="hsx-00000001-000000") for each in escapes(outside)))
+        file.write(
+            b"".join(line(each, gone=True, stem="hsx-00000001-000000") for each in escapes(outside))
+        )
     before = snapshot(outside)
     members = [storage / member_name(i) for i in range(6)]
     assert [path for path, _ in open_dir(storage)] == members
@@ -93,7 +97,9 @@ def test_no_line_leads_out_of_the_directory(storage: Path, tmp_path: Path, capsy
     assert snapshot(outside) == before
 
 
-def test_a_server_that_seals_such_a_shard_touches_nothing_outside(storage: Path, tmp_path: Path) -> None:
+def test_a_server_that_seals_such_a_shard_touches_nothing_outside(
+    storage: Path, tmp_path: Path
+) -> None:
     outside = make_outside(tmp_path / "outside")
     before = snapshot(outside)
     with open(index_of(storage), "ab") as file:
@@ -108,7 +114,8 @@ def test_a_server_that_seals_such_a_shard_touches_nothing_outside(storage: Path,
 
 BAD_LINES = {
     "an offset of 1e400": b'{"name":"x.safetensors","offset":1e400,"size":1,"tokens":1,"time_ns":1}',
-    "an offset of many digits": b'{"name":"x.safetensors","offset":%s,"size":1,"tokens":1,"time_ns":1}' % (b"9" * 4000),
+    "an offset of many digits": b'{"name":"x.safetensors","offset":%s,"size":1,"tokens":1,"time_ns":1}'
+    % (b"9" * 4000),
     "an offset that no file has": line("x.safetensors", offset=2**63 - 1)[:-1],
     "a fraction": line("x.safetensors", offset=1.5)[:-1],
     "a number as text": line("x.safetensors", size="4096")[:-1],
@@ -131,9 +138,15 @@ BAD_LINES = {
 @pytest.mark.parametrize("label", BAD_LINES)
 @pytest.mark.parametrize("where", ["index", "removed"])
 def test_a_bad_line_costs_itself_alone_and_is_reported_once(
-    storage: Path, label: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: Path,
+    label: str,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("vllm_ascend_hsx.reader.shards._BLOCK", 2000 if "longer" in label else 16 << 20)
+    monkeypatch.setattr(
+        "vllm_ascend_hsx.reader.shards._BLOCK", 2000 if "longer" in label else 16 << 20
+    )
     index = index_of(storage) if where == "index" else storage / "hsx-removed.jsonl"
     good = index.read_bytes().splitlines(keepends=True) if index.exists() else []
     index.write_bytes(b"".join([*good[:2], BAD_LINES[label] + b"\n", *good[2:]]))
@@ -193,12 +206,17 @@ def test_a_member_among_the_removals_hides_nothing(storage: Path) -> None:
     assert len(list(open_dir(storage))) == 6
 
 
-def test_a_removal_waits_for_those_of_others_but_not_forever(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_waits_for_those_of_others_but_not_forever(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     removed = storage / "hsx-removed.jsonl"
     with open(removed, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         monkeypatch.setattr(reader_shards, "_LOCK_TIMEOUT_S", 0.02)
-        with pytest.raises(TimeoutError, match="another process has held its lock for 0.02 seconds.*hsx-removed.jsonl"):
+        with pytest.raises(
+            TimeoutError,
+            match="another process has held its lock for 0.02 seconds.*hsx-removed.jsonl",
+        ):
             remove(storage / member_name(3))
         assert len(list(open_dir(storage))) == 6
         monkeypatch.setattr(reader_shards, "_LOCK_TIMEOUT_S", 60.0)

@@ -32,7 +32,9 @@ def test_a_directory_gives_its_complete_files_one_at_a_time(sink: FileSink, tmp_
 
 
 @pytest.mark.parametrize("name", ["missing", "dangling"])
-def test_a_directory_that_does_not_exist_is_no_empty_data_set(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_does_not_exist_is_no_empty_data_set(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(FileNotFoundError):
@@ -40,7 +42,10 @@ def test_a_directory_that_does_not_exist_is_no_empty_data_set(tmp_path: Path, na
 
 
 def test_a_file_that_another_producer_still_writes_is_passed_over(tmp_path: Path) -> None:
-    save_file({"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.arange(1)}, tmp_path / "f.safetensors")
+    save_file(
+        {"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.arange(1)},
+        tmp_path / "f.safetensors",
+    )
     with open(tmp_path / "f.safetensors.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert list(open_dir(tmp_path)) == []
@@ -54,14 +59,18 @@ def test_a_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep_data", "left"), [(False, []), (True, ["cmpl-1.safetensors"])])
-def test_remove_takes_the_file_and_its_companions(sink: FileSink, tmp_path: Path, keep_data: bool, left: list[str]) -> None:
+def test_remove_takes_the_file_and_its_companions(
+    sink: FileSink, tmp_path: Path, keep_data: bool, left: list[str]
+) -> None:
     path = committed(sink, tmp_path)
     remove(path, keep_data=keep_data)
     remove(path, keep_data=keep_data)
     assert listing(tmp_path) == left
 
 
-def test_remove_leaves_no_lock_without_data_at_any_time(sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_leaves_no_lock_without_data_at_any_time(
+    sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader would take such a lock for that of a server that died."""
     path, unlink = committed(sink, tmp_path), os.unlink
     seen: list[list[str]] = []

@@ -21,20 +21,28 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 def vllm_functions() -> dict[str, Any]:
     """Return vLLM's reader, compiled from its source: importing vLLM takes 10 s and a device."""
-    source = distribution("vllm").locate_file("vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py")
+    source = distribution("vllm").locate_file(
+        "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+    )
     wanted = ("load_hidden_states", "cleanup_hidden_states")
     module = ast.parse(Path(str(source)).read_text())
-    module.body = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    module.body = [
+        node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in wanted
+    ]
     namespace: dict[str, Any] = {"fcntl": fcntl, "os": os, "torch": torch, "load_file": load_file}
     exec(compile(module, str(source), "exec"), namespace)
     return namespace
 
 
-def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
+def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(
+    sink: FileSink, tmp_path: Path
+) -> None:
     functions = vllm_functions()
     file = written(sink, tmp_path)
     results: list[dict[str, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: results.append(functions["load_hidden_states"](str(file.path))))
+    thread = threading.Thread(
+        target=lambda: results.append(functions["load_hidden_states"](str(file.path)))
+    )
     thread.start()
     wait_for_sleepers(Path(f"{file.path}.lock"))
     assert results == []
@@ -47,13 +55,19 @@ def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(sink: F
     assert listing(tmp_path) == []
 
 
-def test_speculators_own_reader_waits_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
+def test_speculators_own_reader_waits_until_commit_and_loads_before_and_after(
+    sink: FileSink, tmp_path: Path
+) -> None:
     from hs_connectors.transfer import FileTransfer
 
     transfer = FileTransfer(tmp_path)
     file = written(sink, tmp_path, "hs_0")
     results: list[dict[str, torch.Tensor] | None] = []
-    thread = threading.Thread(target=lambda: results.append(transfer.get_generated({"hidden_states_path": str(file.path)})))
+    thread = threading.Thread(
+        target=lambda: results.append(
+            transfer.get_generated({"hidden_states_path": str(file.path)})
+        )
+    )
     thread.start()
     thread.join(0.25)  # it polls, so nothing tells that it waits
     assert results == []

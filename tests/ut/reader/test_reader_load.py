@@ -31,7 +31,9 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [1, 700])
-def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp_path: Path, tokens: int, mmap: bool) -> None:
+def test_a_file_is_verified_and_a_byte_that_changed_is_found(
+    sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
+) -> None:
     path = committed(sink, tmp_path, tokens=tokens)
     assert_rows(load(path, verify=True, mmap=mmap), tokens)
     data = path.read_bytes()
@@ -42,7 +44,9 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp
             load(path, verify=True, mmap=mmap)
 
 
-@pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])
+@pytest.mark.parametrize(
+    "make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"]
+)
 @pytest.mark.parametrize(
     ("request_id", "is_its"),
     [
@@ -73,32 +77,59 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
     if is_its:
         assert_rows(load(path, response_id="cmpl-1.b"), 3)
     else:
-        with pytest.raises(HiddenStatesError, match=f"another request, {request_id}, and not of the response cmpl-1.b$"):
+        with pytest.raises(
+            HiddenStatesError,
+            match=f"another request, {request_id}, and not of the response cmpl-1.b$",
+        ):
             load(path, response_id="cmpl-1.b")
 
 
 @pytest.mark.parametrize(
     ("response_id", "its", "others"),
     [
-        ("chatcmpl-job", ["chatcmpl-job-0123abcd", "1_chatcmpl-job-0123abcd"], ["chatcmpl-job-1-0123abcd", "chatcmpl-job_1-0123abcd"]),
-        ("resp_x", ["resp_x_0-0123abcd", "resp_x_12"], ["0_resp_x_0-0123abcd", "resp_x_1_0-0123abcd", "resp_x-0-0123abcd"]),
-        ("cmpl-job-0", ["cmpl-job-0-0-84587174", "cmpl-job-0-1"], ["cmpl-job-0-84587174", "cmpl-job-0"]),
-        ("generative-scoring-a", ["generative-scoring-a-3-0123abcd"], ["generative-scoring-a-1-0-0123abcd"]),
+        (
+            "chatcmpl-job",
+            ["chatcmpl-job-0123abcd", "1_chatcmpl-job-0123abcd"],
+            ["chatcmpl-job-1-0123abcd", "chatcmpl-job_1-0123abcd"],
+        ),
+        (
+            "resp_x",
+            ["resp_x_0-0123abcd", "resp_x_12"],
+            ["0_resp_x_0-0123abcd", "resp_x_1_0-0123abcd", "resp_x-0-0123abcd"],
+        ),
+        (
+            "cmpl-job-0",
+            ["cmpl-job-0-0-84587174", "cmpl-job-0-1"],
+            ["cmpl-job-0-84587174", "cmpl-job-0"],
+        ),
+        (
+            "generative-scoring-a",
+            ["generative-scoring-a-3-0123abcd"],
+            ["generative-scoring-a-1-0-0123abcd"],
+        ),
     ],
 )
-def test_ids_that_differ_by_a_number_are_told_apart(tmp_path: Path, response_id: str, its: list[str], others: list[str]) -> None:
+def test_ids_that_differ_by_a_number_are_told_apart(
+    tmp_path: Path, response_id: str, its: list[str], others: list[str]
+) -> None:
     path = tmp_path / "chosen.safetensors"
     for request_id in [*its, *others]:
         with FileSink(tmp_path, FORMAT) as sink:
             file = sink.open(request_id, path)
             file.write(0, make_rows(0, 3))
             file.commit(token_ids(3), 2)
-        with nullcontext() if request_id in its else pytest.raises(HiddenStatesError, match="another request"):
+        with (
+            nullcontext()
+            if request_id in its
+            else pytest.raises(HiddenStatesError, match="another request")
+        ):
             load(path, response_id=response_id)
         remove(path)
 
 
-@pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])
+@pytest.mark.parametrize(
+    "make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"]
+)
 def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_gets_its_name(
     tmp_path: Path, make_sink: Callable[..., DirectorySink]
 ) -> None:
@@ -106,7 +137,9 @@ def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_g
     with make_sink(tmp_path, FORMAT) as sink, make_sink(tmp_path, FORMAT) as another:
         file = sink.open("first", path)
         file.write(0, make_rows(0, 3))
-        with pytest.raises(TimeoutError, match=r"chosen\.safetensors\.lock: still locked by its writer"):
+        with pytest.raises(
+            TimeoutError, match=r"chosen\.safetensors\.lock: still locked by its writer"
+        ):
             remove(path)
         with pytest.raises(SinkError, match="another request or server is writing this file"):
             another.open("second", path)
@@ -118,7 +151,10 @@ def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_g
 
 
 def test_rows_of_a_producer_that_names_no_request_are_of_no_response(tmp_path: Path) -> None:
-    save_file({"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)}, tmp_path / "a.safetensors")
+    save_file(
+        {"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)},
+        tmp_path / "a.safetensors",
+    )
     with pytest.raises(HiddenStatesError, match="a producer that names none"):
         load(tmp_path / "a.safetensors", response_id="cmpl-1")
 
@@ -132,7 +168,9 @@ def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 700])
-def test_a_complete_file_is_loaded_at_once(sink: FileSink, tmp_path: Path, tokens: int, mmap: bool) -> None:
+def test_a_complete_file_is_loaded_at_once(
+    sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
+) -> None:
     file = written(sink, tmp_path, tokens=tokens)
     file.commit(token_ids(tokens), tokens)
     states = load(file.path, 0, mmap=mmap)
@@ -144,7 +182,9 @@ def test_a_complete_file_is_loaded_at_once(sink: FileSink, tmp_path: Path, token
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_changing_what_was_loaded_changes_no_file(sink: FileSink, tmp_path: Path, mmap: bool) -> None:
+def test_changing_what_was_loaded_changes_no_file(
+    sink: FileSink, tmp_path: Path, mmap: bool
+) -> None:
     path = committed(sink, tmp_path)
     load(path, 0, mmap=mmap).hidden_states.zero_()
     assert_rows(load(path, 0), 5)
@@ -157,7 +197,9 @@ def test_a_mapped_file_can_be_removed_while_it_is_used(sink: FileSink, tmp_path:
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(sink: FileSink, tmp_path: Path, mmap: bool) -> None:
+def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(
+    sink: FileSink, tmp_path: Path, mmap: bool
+) -> None:
     path = committed(sink, tmp_path, tokens=3000)
     with open(path, "rb") as file:
         header = read_header(file.fileno())
@@ -170,7 +212,14 @@ def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(sink: FileSink, tm
 def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
     states = torch.randn(3, 1, 3).to(torch.bfloat16)
     path = tmp_path / "f.safetensors"
-    save_file({"hidden_states": states, "token_ids": torch.arange(3), "extra": torch.ones(7, dtype=torch.bool)}, path)
+    save_file(
+        {
+            "hidden_states": states,
+            "token_ids": torch.arange(3),
+            "extra": torch.ones(7, dtype=torch.bool),
+        },
+        path,
+    )
     loaded = load(path, 0, mmap=mmap)
     assert torch.equal(loaded.hidden_states, states)
     assert torch.equal(loaded.token_ids, torch.arange(3))
@@ -181,7 +230,12 @@ def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: b
             "token_ids": {"dtype": "I64", "shape": [3], "data_offsets": [18, 42]},
         }
     ).encode()
-    odd = len(header).to_bytes(8, "little") + header + states.view(torch.uint8).numpy().tobytes() + np.arange(3).tobytes()
+    odd = (
+        len(header).to_bytes(8, "little")
+        + header
+        + states.view(torch.uint8).numpy().tobytes()
+        + np.arange(3).tobytes()
+    )
     path.write_bytes(odd)
     loaded = load(path, 0, mmap=mmap)
     assert torch.equal(loaded.hidden_states, states)
@@ -192,12 +246,20 @@ def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: b
     ("tensors", "words"),
     [
         ({"token_ids": torch.arange(3)}, "it has no hidden_states"),
-        ({"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(2)}, r"token_ids \[2\] does not fit hidden_states \[3, 1, 4\]"),
-        ({"hidden_states": torch.ones(3, 1, 4, dtype=torch.uint8), "token_ids": torch.arange(3)}, "hidden_states is U8, not one of"),
+        (
+            {"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(2)},
+            r"token_ids \[2\] does not fit hidden_states \[3, 1, 4\]",
+        ),
+        (
+            {"hidden_states": torch.ones(3, 1, 4, dtype=torch.uint8), "token_ids": torch.arange(3)},
+            "hidden_states is U8, not one of",
+        ),
         (None, "too few"),
     ],
 )
-def test_a_file_that_holds_no_hidden_states_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor] | None, words: str) -> None:
+def test_a_file_that_holds_no_hidden_states_is_named(
+    tmp_path: Path, tensors: dict[str, torch.Tensor] | None, words: str
+) -> None:
     path = tmp_path / "f.safetensors"
     before = open_fds()
     if tensors is None:
@@ -217,7 +279,9 @@ def test_the_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> No
     file.fail("rows [3, 5) could not be written: No space left on device (ENOSPC)")
     with pytest.raises(HiddenStatesError) as raised:
         load(file.path, 0)
-    assert raised.value.reason == "rows [3, 5) could not be written: No space left on device (ENOSPC)"
+    assert (
+        raised.value.reason == "rows [3, 5) could not be written: No space left on device (ENOSPC)"
+    )
     assert raised.value.path == file.path
     assert str(file.path) in str(raised.value)
 
@@ -238,7 +302,10 @@ signal.pause()
 
 def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
     server = subprocess.Popen(
-        [sys.executable, "-c", KILLED_SERVER, tmp_path], env={**os.environ, "PYTHONPATH": SOURCE}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED_SERVER, tmp_path],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert server.stdout is not None
     with server.stdout:
@@ -253,12 +320,16 @@ def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no hidden states, lock or error.*cmpl-1\.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no hidden states, lock or error.*cmpl-1\.safetensors"
+    ):
         load(tmp_path / "cmpl-1.safetensors", 0)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reason":', '{"why": 1}'])
-def test_an_error_file_that_cannot_be_understood_is_still_an_error(tmp_path: Path, text: str) -> None:
+def test_an_error_file_that_cannot_be_understood_is_still_an_error(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "f.safetensors.error").write_text(text)
     with pytest.raises(HiddenStatesError, match="cannot be understood"):
         load(tmp_path / "f.safetensors", 0)
@@ -271,20 +342,35 @@ def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
         "for name in set(hsx.__all__) - {'HiddenStatesDataset', 'collate'}: getattr(hsx, name)\n"
         "assert set(hsx.__all__) <= set(dir(hsx))\n"
         "assert 'torch' not in sys.modules\n"
-        "assert hsx.HiddenStatesDataset.__mro__[1] is sys.modules['torch'].utils.data.Dataset and callable(hsx.collate)\n"
+        "assert hsx.HiddenStatesDataset.__mro__[1] is sys.modules['torch'].utils.data.Dataset "
+        "and callable(hsx.collate)\n"
         "try: hsx.no_such_name\n"
         "except AttributeError as error: print(error)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "no_such_name" in result.stdout
 
 
 def test_a_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    save_file({"hidden_states": torch.ones(1, 1, 4)}, path, {"producer": "vllm-ascend-hsx", "format_version": "3"})
-    with pytest.raises(HiddenStatesError, match="format_version='3' is unknown to this version of vllm-ascend-hsx"):
+    save_file(
+        {"hidden_states": torch.ones(1, 1, 4)},
+        path,
+        {"producer": "vllm-ascend-hsx", "format_version": "3"},
+    )
+    with pytest.raises(
+        HiddenStatesError, match="format_version='3' is unknown to this version of vllm-ascend-hsx"
+    ):
         load(path)
-    save_file({"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.ones(1, dtype=torch.int64)}, path, {"format_version": "3"})
+    save_file(
+        {"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.ones(1, dtype=torch.int64)},
+        path,
+        {"format_version": "3"},
+    )
     assert load(path).metadata == {"format_version": "3"}, "another producer's"

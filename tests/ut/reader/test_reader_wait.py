@@ -65,8 +65,12 @@ def test_a_reader_asleep_in_another_process_wakes_when_the_file_ends(
 def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> None:
     file = written(sink, tmp_path)
     results: list[HiddenStates] = []
-    threads = [threading.Thread(target=lambda: results.append(load(file.path, 30))) for _ in range(5)]
-    threads += [threading.Thread(target=lambda: results.append(load(file.path, None))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: results.append(load(file.path, 30))) for _ in range(5)
+    ]
+    threads += [
+        threading.Thread(target=lambda: results.append(load(file.path, None))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     wait_for_sleepers(Path(f"{file.path}.lock"))  # they share one call
@@ -79,7 +83,9 @@ def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_reader_gives_up_when_its_time_is_over(sink: FileSink, tmp_path: Path, timeout: float) -> None:
+def test_a_reader_gives_up_when_its_time_is_over(
+    sink: FileSink, tmp_path: Path, timeout: float
+) -> None:
     file = written(sink, tmp_path)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="still locked by its writer"):
@@ -87,7 +93,9 @@ def test_a_reader_gives_up_when_its_time_is_over(sink: FileSink, tmp_path: Path,
     assert timeout <= time.monotonic() - started < timeout + 5
 
 
-def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends(sink: FileSink, tmp_path: Path) -> None:
+def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends(
+    sink: FileSink, tmp_path: Path
+) -> None:
     file = written(sink, tmp_path)
     threads, fds = set(threading.enumerate()), open_fds()
     for _ in range(20):
@@ -101,7 +109,9 @@ def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends
     assert len(open_fds()) == len(fds) - 2, "the sleeper's, the lock's and the data's"
 
 
-def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(sink: FileSink, tmp_path: Path) -> None:
+def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(
+    sink: FileSink, tmp_path: Path
+) -> None:
     file = written(sink, tmp_path)
     with pytest.raises(TimeoutError):
         load(file.path, 0.001)
@@ -111,7 +121,9 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(si
     assert_rows(load(path, 30), 2)
 
 
-def test_member_that_is_published_between_two_looks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_that_is_published_between_two_looks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request of a shard drops its lock with its publication."""
     path = tmp_path / "a.safetensors"
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:

@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from shard_harness import sealed_shards
-from sink_harness import FORMAT, MIB, bits, finite_rows, lines_of, publish, put, rows_of, token_ids, walked
+from sink_harness import (
+    FORMAT,
+    MIB,
+    bits,
+    finite_rows,
+    lines_of,
+    publish,
+    put,
+    rows_of,
+    token_ids,
+    walked,
+)
 from torch.utils.data import DataLoader
 
 import vllm_ascend_hsx
@@ -38,14 +49,20 @@ def storage(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
-def test_load_takes_the_path_of_a_response_whether_rows_are_in_a_file_or_in_a_shard(storage: Path, mmap: bool, verify: bool) -> None:
+def test_load_takes_the_path_of_a_response_whether_rows_are_in_a_file_or_in_a_shard(
+    storage: Path, mmap: bool, verify: bool
+) -> None:
     for i in range(5):
         states = load(storage / f"r{i}-0123abcd.safetensors", mmap=mmap, verify=verify)
         assert np.array_equal(bits(states.hidden_states), finite_rows(0, 3 + i, i))
         assert np.array_equal(states.token_ids.numpy(), token_ids(3 + i))
         assert (states.layer_ids, states.num_prompt_tokens) == ([2, 0, 3], 2 + i)
-    assert np.array_equal(rows_of(storage / "folder/in/r5-0123abcd.safetensors", mmap=mmap), finite_rows(0, 8, 5))
-    assert np.array_equal(rows_of(storage / "s-0123abcd.safetensors", mmap=mmap), finite_rows(0, 2, 9))
+    assert np.array_equal(
+        rows_of(storage / "folder/in/r5-0123abcd.safetensors", mmap=mmap), finite_rows(0, 8, 5)
+    )
+    assert np.array_equal(
+        rows_of(storage / "s-0123abcd.safetensors", mmap=mmap), finite_rows(0, 2, 9)
+    )
     with pytest.raises(FileNotFoundError, match="no hidden states, lock or error"):
         load(storage / "never.safetensors", 0)
 
@@ -56,7 +73,9 @@ def test_changes_to_mapped_tensors_stay_private(storage: Path) -> None:
     assert np.array_equal(rows_of(path, verify=True), finite_rows(0, 4, 1))
 
 
-def test_a_member_that_was_changed_is_found_by_its_checksum(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_member_that_was_changed_is_found_by_its_checksum(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = Shards(storage).find("r2-0123abcd.safetensors")
     assert found is not None
     tar, member = found
@@ -73,18 +92,24 @@ def test_a_member_that_was_changed_is_found_by_its_checksum(storage: Path, capsy
         load(storage / member.name)
 
 
-def test_new_members_are_found_while_the_server_writes_and_only_new_lines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_members_are_found_while_the_server_writes_and_only_new_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = Shards(tmp_path)
     assert shards.members() == {}
     read: list[int] = []
     real = os.pread
     with ShardSink(tmp_path, FORMAT, shard_bytes=30_000) as sink:
-        monkeypatch.setattr(os, "pread", lambda fd, size, offset: (read.append(offset), real(fd, size, offset))[1])
+        monkeypatch.setattr(
+            os, "pread", lambda fd, size, offset: (read.append(offset), real(fd, size, offset))[1]
+        )
         for i in range(30):
             path = publish(sink, tmp_path, f"r{i}", 5)
             read.clear()
             assert shards.find(path.name) is not None
-            assert len(read) <= 2, "the index that grew, or the new one and the end of the one before"
+            assert len(read) <= 2, (
+                "the index that grew, or the new one and the end of the one before"
+            )
             assert len(shards.members()) == i + 1
         assert len(walked(tmp_path)) > 3
     assert len(shards.members()) == 30
@@ -96,7 +121,10 @@ def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None
     (index,) = tmp_path.glob("*.jsonl")
     good = index.read_bytes()
     with open(index, "ab") as file:
-        file.write(b'not a line\n[1]\n{"name":3,"time_ns":1}\n{"name":"x","time_ns":1,"offset":-4,"size":1,"tokens":1}\n')
+        file.write(
+            b"not a "
+            b'line\n[1]\n{"name":3,"time_ns":1}\n{"name":"x","time_ns":1,"offset":-4,"size":1,"tokens":1}\n'
+        )
         file.write(good.replace(b'"a-', b'"b-')[:40])
     shards = Shards(tmp_path)
     assert list(shards.members()) == [path.name]
@@ -106,9 +134,14 @@ def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None
     assert list(Shards(tmp_path).members()) == [path.name, path.name.replace("a-", "b-")]
 
 
-def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(tmp_path: Path) -> None:
+def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(
+    tmp_path: Path,
+) -> None:
     name, stems = "x.safetensors", [f"hsx-0000000{number}-000000" for number in range(3)]
-    members = [Member(name, 512 * (number + 1), 1, 1, "", "", time) for number, time in enumerate((10, 30, 20))]
+    members = [
+        Member(name, 512 * (number + 1), 1, 1, "", "", time)
+        for number, time in enumerate((10, 30, 20))
+    ]
     shards = Shards(tmp_path)
 
     def found() -> int | None:
@@ -124,17 +157,27 @@ def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(tm
     (tmp_path / f"{stems[1]}.jsonl").write_bytes(encode(members[1]))
     (tmp_path / f"{stems[2]}.jsonl").write_bytes(encode(members[2]))
     assert found() == 1024, "the newest"
-    for stem, offset, left in ((stems[0], 1024, 1024), (stems[1], 512, 1024), (stems[1], 1024, 1536), (stems[2], 1536, None)):
+    for stem, offset, left in (
+        (stems[0], 1024, 1024),
+        (stems[1], 512, 1024),
+        (stems[1], 1024, 1536),
+        (stems[2], 1536, None),
+    ):
         with removed.open("ab") as file:
             file.write(encode(Tombstone(name, stem, offset)))
         assert found() == left
     assert Shards(tmp_path).members() == shards.members() == {}
 
 
-@pytest.mark.parametrize("changes", [{"stem": "../x"}, {"stem": 3}, {"offset": -1}, {"gone": False}, {"name": "../x.safetensors"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"stem": "../x"}, {"stem": 3}, {"offset": -1}, {"gone": False}, {"name": "../x.safetensors"}],
+)
 def test_removal_that_names_no_member_cannot_be_used(changes: dict[str, Any]) -> None:
     values = {"name": "x.safetensors", "stem": "hsx-00000001-000000", "offset": 1, "gone": True}
-    assert decode(json.dumps(values).encode()) == Tombstone("x.safetensors", "hsx-00000001-000000", 1)
+    assert decode(json.dumps(values).encode()) == Tombstone(
+        "x.safetensors", "hsx-00000001-000000", 1
+    )
     assert decode(json.dumps(values | changes).encode()) is None
 
 
@@ -143,8 +186,12 @@ def test_line_of_a_member_in_the_list_of_removed_ones_cannot_be_used_nor_the_rev
 ) -> None:
     stem = "hsx-00000001-000000"
     removal = encode(Tombstone("x.safetensors", stem, 1))
-    (tmp_path / f"{stem}.jsonl").write_bytes(encode(Member("x.safetensors", 1, 1, 1, "", "", 1)) + removal)
-    (tmp_path / "hsx-removed.jsonl").write_bytes(encode(Member("y.safetensors", 1, 1, 1, "", "", 1)))
+    (tmp_path / f"{stem}.jsonl").write_bytes(
+        encode(Member("x.safetensors", 1, 1, 1, "", "", 1)) + removal
+    )
+    (tmp_path / "hsx-removed.jsonl").write_bytes(
+        encode(Member("y.safetensors", 1, 1, 1, "", "", 1))
+    )
     assert list(Shards(tmp_path).members()) == ["x.safetensors"]
     assert caplog.text.count("1 lines from byte 0 on cannot be used") == 2
 
@@ -165,7 +212,9 @@ def test_shards_that_were_moved_or_taken_away_are_seen_so(storage: Path, tmp_pat
         assert load(elsewhere / name, verify=True).token_ids.numel() == before[name].tokens
 
 
-def test_a_directory_of_files_is_not_searched_for_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_files_is_not_searched_for_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x.safetensors").touch()
     monkeypatch.setattr(os, "scandir", lambda path: pytest.fail("all names were read"))
     with pytest.raises(FileNotFoundError):
@@ -176,7 +225,10 @@ def test_a_directory_of_files_is_not_searched_for_shards(tmp_path: Path, monkeyp
 
 
 def test_open_dir_gives_files_and_members(storage: Path) -> None:
-    found = {path.relative_to(storage).as_posix(): len(states.token_ids) for path, states in open_dir(storage, mmap=True)}
+    found = {
+        path.relative_to(storage).as_posix(): len(states.token_ids)
+        for path, states in open_dir(storage, mmap=True)
+    }
     assert found == {
         **{f"r{i}-0123abcd.safetensors": 3 + i for i in range(5)},
         "folder/in/r5-0123abcd.safetensors": 8,
@@ -185,14 +237,21 @@ def test_open_dir_gives_files_and_members(storage: Path) -> None:
     assert list(found) == sorted(found)
 
 
-def test_files_and_shards_in_folders_are_read_as_members_in_folders_are(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_shards_in_folders_are_read_as_members_in_folders_are(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with FileSink(storage, FORMAT) as files:
         publish(files, storage, "folder/in/f", 3)
     with ShardSink(storage / "run", FORMAT, shard_bytes=20_000) as sink:
         publish(sink, storage / "run", "m", 4)
-    names = [f"{name}-0123abcd.safetensors" for name in ("folder/in/f", "folder/in/r5", "r0", "r1", "r2", "r3", "r4", "run/m", "s")]
+    names = [
+        f"{name}-0123abcd.safetensors"
+        for name in ("folder/in/f", "folder/in/r5", "r0", "r1", "r2", "r3", "r4", "run/m", "s")
+    ]
     assert [path.relative_to(storage).as_posix() for path, _ in open_dir(storage)] == names
-    assert [path.relative_to(storage).as_posix() for path in HiddenStatesDataset(storage).paths] == names
+    assert [
+        path.relative_to(storage).as_posix() for path in HiddenStatesDataset(storage).paths
+    ] == names
     assert [path.relative_to(storage).as_posix() for path in files_in(storage)] == names
     (tar,) = (storage / "run").glob("*.tar")
     os.truncate(tar, tar.stat().st_size - 1)
@@ -202,12 +261,19 @@ def test_files_and_shards_in_folders_are_read_as_members_in_folders_are(storage:
 
 def test_a_folder_below_a_server_s_directory_has_the_members_of_that_server(storage: Path) -> None:
     folder = storage / "folder"
-    with ShardSink(storage, FORMAT, shard_bytes=20_000) as shards, FileSink(storage, FORMAT) as files:
+    with (
+        ShardSink(storage, FORMAT, shard_bytes=20_000) as shards,
+        FileSink(storage, FORMAT) as files,
+    ):
         publish(shards, storage, "folderless/m", 4)
         publish(shards, storage, "folder/m", 4)
         publish(files, storage, "folder/f", 3)
         names = [f"{name}-0123abcd.safetensors" for name in ("f", "in/r5", "m")]
-        for listed in ([path for path, _ in open_dir(folder)], HiddenStatesDataset(folder).paths, files_in(folder)):
+        for listed in (
+            [path for path, _ in open_dir(folder)],
+            HiddenStatesDataset(folder).paths,
+            files_in(folder),
+        ):
             assert [path.relative_to(folder).as_posix() for path in listed] == names
     assert [path.name for path, _ in open_dir(folder / "in")] == ["r5-0123abcd.safetensors"]
     assert verify.main([str(folder), "--jobs", "1"]) == 0
@@ -220,12 +286,17 @@ def test_a_folder_below_a_server_s_directory_has_the_members_of_that_server(stor
         last = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([last ^ 1]))
-    assert (verify.main([str(folder), "--jobs", "1"]), verify.main([str(storage), "--jobs", "1"])) == (1, 1)
+    assert (
+        verify.main([str(folder), "--jobs", "1"]),
+        verify.main([str(storage), "--jobs", "1"]),
+    ) == (1, 1)
     remove(path)
     assert not list(open_dir(folder / "in"))
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_of_open_dir_and_datasets(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error_of_open_dir_and_datasets(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scandir = os.scandir
 
     def refuse(path: str) -> Any:
@@ -270,7 +341,9 @@ def test_the_backend_of_speculators_reads_members(storage: Path, tmp_path: Path)
     sample = transfer.get_cached(7)
     assert sample is not None
     assert np.array_equal(bits(sample["hidden_states"]), finite_rows(0, 4))
-    generated = HsxTransfer(storage).get_generated({"hidden_states_path": str(storage / "r1-0123abcd.safetensors")})
+    generated = HsxTransfer(storage).get_generated(
+        {"hidden_states_path": str(storage / "r1-0123abcd.safetensors")}
+    )
     assert len(generated["token_ids"]) == 4
 
 
@@ -286,15 +359,35 @@ def test_find_leads_from_a_response_to_its_member(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_has_members_and_files_in_the_workers_of_a_loader_too(storage: Path, workers: int) -> None:
+def test_a_dataset_has_members_and_files_in_the_workers_of_a_loader_too(
+    storage: Path, workers: int
+) -> None:
     dataset = HiddenStatesDataset(storage, verify=True)
     assert len(dataset) == 7
     context = "spawn" if workers else None
-    (batch,) = DataLoader(dataset, batch_size=7, collate_fn=collate, num_workers=workers, multiprocessing_context=context)
-    assert [Path(path).name[:2] for path in batch["paths"]] == ["r5", "r0", "r1", "r2", "r3", "r4", "s-"]
+    (batch,) = DataLoader(
+        dataset,
+        batch_size=7,
+        collate_fn=collate,
+        num_workers=workers,
+        multiprocessing_context=context,
+    )
+    assert [Path(path).name[:2] for path in batch["paths"]] == [
+        "r5",
+        "r0",
+        "r1",
+        "r2",
+        "r3",
+        "r4",
+        "s-",
+    ]
     assert batch["lengths"].tolist() == [8, 3, 4, 5, 6, 7, 2]
-    for index, (tokens, version) in enumerate([(8, 5), (3, 0), (4, 1), (5, 2), (6, 3), (7, 4), (2, 9)]):
-        assert np.array_equal(bits(batch["hidden_states"][index, :tokens]), finite_rows(0, tokens, version))
+    for index, (tokens, version) in enumerate(
+        [(8, 5), (3, 0), (4, 1), (5, 2), (6, 3), (7, 4), (2, 9)]
+    ):
+        assert np.array_equal(
+            bits(batch["hidden_states"][index, :tokens]), finite_rows(0, tokens, version)
+        )
 
 
 def test_a_dataset_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -305,7 +398,9 @@ def test_a_dataset_of_nothing_is_refused(tmp_path: Path) -> None:
 # The commands
 
 
-def test_inspect_and_verify_look_at_members(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_look_at_members(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(files_in(storage)) == 7
     assert examine(storage / "r3-0123abcd.safetensors").verdict == "verified"
     assert inspect.main([str(storage / "r3-0123abcd.safetensors")]) == 0
@@ -317,18 +412,58 @@ def test_inspect_and_verify_look_at_members(storage: Path, capsys: pytest.Captur
 
 
 DAMAGE = {
-    "a line is missing": ("jsonl", lambda data: data[: data.rindex(b"{")], "does not end after the last member of its index"),
-    "a line names another": ("jsonl", lambda data: data.replace(b'"name":"r0', b'"name":"q0'), "and the tar file has not"),
-    "a line too many": ("jsonl", lambda data: data + data.replace(b'"offset":', b'"offset":9'), "and the tar file has not"),
-    "another count": ("json", lambda data: data.replace(b'"members": ', b'"members": 1'), "its manifest says members="),
+    "a line is missing": (
+        "jsonl",
+        lambda data: data[: data.rindex(b"{")],
+        "does not end after the last member of its index",
+    ),
+    "a line names another": (
+        "jsonl",
+        lambda data: data.replace(b'"name":"r0', b'"name":"q0'),
+        "and the tar file has not",
+    ),
+    "a line too many": (
+        "jsonl",
+        lambda data: data + data.replace(b'"offset":', b'"offset":9'),
+        "and the tar file has not",
+    ),
+    "another count": (
+        "json",
+        lambda data: data.replace(b'"members": ', b'"members": 1'),
+        "its manifest says members=",
+    ),
     "no manifest": ("json", lambda data: b"[]", "its manifest cannot be understood"),
-    "another checksum": ("jsonl", lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'), "its manifest says index_checksum="),
-    "more after its end": ("tar", lambda data: data + b"more", "does not end after the last member of its index"),
-    "zeros after its end": ("tar", lambda data: data + bytes(1024), "does not end after the last member of its index"),
-    "bytes after its last member": ("tar", lambda data: data[:-1025] + b"!" + data[-1024:], "that belong to no member, at byte"),
-    "bytes after its end": ("tar", lambda data: data[:-4] + b"more", "does not end after the last member of its index"),
+    "another checksum": (
+        "jsonl",
+        lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'),
+        "its manifest says index_checksum=",
+    ),
+    "more after its end": (
+        "tar",
+        lambda data: data + b"more",
+        "does not end after the last member of its index",
+    ),
+    "zeros after its end": (
+        "tar",
+        lambda data: data + bytes(1024),
+        "does not end after the last member of its index",
+    ),
+    "bytes after its last member": (
+        "tar",
+        lambda data: data[:-1025] + b"!" + data[-1024:],
+        "that belong to no member, at byte",
+    ),
+    "bytes after its end": (
+        "tar",
+        lambda data: data[:-4] + b"more",
+        "does not end after the last member of its index",
+    ),
     "cut off": ("tar", lambda data: data[:-600], "does not end after the last member of its index"),
-    "an empty index": ("jsonl", lambda data: b"", "does not end after the last member of its index"),
+    "an empty index": (
+        "jsonl",
+        lambda data: b"",
+        "does not end after the last member of its index",
+    ),
 }
 
 
@@ -344,7 +479,10 @@ def test_verify_compares_manifest_index_and_tar_file(storage: Path, damage: str)
     assert words in problem
 
 
-@pytest.mark.parametrize(("gone", "words"), [("tar", "it is not there, and its index has lines"), ("jsonl", "it has no *.jsonl")])
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [("tar", "it is not there, and its index has lines"), ("jsonl", "it has no *.jsonl")],
+)
 def test_verify_misses_a_file_of_a_shard(storage: Path, gone: str, words: str) -> None:
     stem = sorted(walked(storage))[0]
     (storage / f"{stem}.{gone}").unlink()

@@ -43,7 +43,9 @@ def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_index_of_another_user_hides_no_rows_but_its_own(tmp_path: Path, close_to_readers: Callable[[Path], None], sealed: bool) -> None:
+def test_an_index_of_another_user_hides_no_rows_but_its_own(
+    tmp_path: Path, close_to_readers: Callable[[Path], None], sealed: bool
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as theirs:
         publish(theirs, tmp_path, "theirs")
     index = index_of(tmp_path)
@@ -58,14 +60,23 @@ def test_an_index_of_another_user_hides_no_rows_but_its_own(tmp_path: Path, clos
         assert len(load(path, 0, verify=True).token_ids) == 3
         assert find(tmp_path, "ours") == path
         for name in ("theirs", "never"):  # nobody can tell which of the two it is
-            with pytest.raises(PermissionError, match=f"rows may be in this index: let this user read it.*{index.name}"):
+            with pytest.raises(
+                PermissionError,
+                match=f"rows may be in this index: let this user read it.*{index.name}",
+            ):
                 load(tmp_path / f"{name}-0123abcd.safetensors", 0)
             with pytest.raises(PermissionError, match="rows may be in this index"):
                 find(tmp_path, name)
             with pytest.raises(PermissionError, match="rows may be in this index"):
                 shards.find(f"{name}-0123abcd.safetensors")
-    for listed in (lambda: list(open_dir(tmp_path)), lambda: HiddenStatesDataset(tmp_path), shards.members):
-        with pytest.raises(PermissionError, match="rows may be in this index"):  # no one trains on a part unknowingly
+    for listed in (
+        lambda: list(open_dir(tmp_path)),
+        lambda: HiddenStatesDataset(tmp_path),
+        shards.members,
+    ):
+        with pytest.raises(
+            PermissionError, match="rows may be in this index"
+        ):  # no one trains on a part unknowingly
             listed()
     problems: list[OSError] = []
     assert files_in(tmp_path, problems.append) == [file, path]
@@ -109,14 +120,21 @@ def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
 
 
 @pytest.mark.parametrize("order", ["top first", "top last"])
-def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(tmp_path: Path, order: str) -> None:
+def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(
+    tmp_path: Path, order: str
+) -> None:
     path = tmp_path / "sub" / "x.safetensors"
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top, ShardSink(tmp_path / "sub", FORMAT, shard_bytes=MIB) as sub:
+    with (
+        ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top,
+        ShardSink(tmp_path / "sub", FORMAT, shard_bytes=MIB) as sub,
+    ):
         for tokens, sink in enumerate([top, sub] if order == "top first" else [sub, top], 3):
             put(sink.open(f"r{tokens}", path, tokens), tokens)
             assert len(load(path, 0, verify=True).token_ids) == tokens
     for directory in (tmp_path, tmp_path / "sub"):
-        assert [(each, len(states.token_ids)) for each, states in open_dir(directory)] == [(path, 4)]
+        assert [(each, len(states.token_ids)) for each, states in open_dir(directory)] == [
+            (path, 4)
+        ]
     remove(path)
     with pytest.raises(FileNotFoundError):
         load(path, 0)
@@ -145,22 +163,32 @@ def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
     os.truncate(tmp_path / "hsx-removed.jsonl", 1 << 30)  # a hole costs no disk
     read: list[int] = []
     real = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, offset: (read.append(size), real(fd, size, offset))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, offset: (read.append(size), real(fd, size, offset))[1]
+    )
     with caplog.at_level(logging.WARNING):
         assert list(Shards(tmp_path).members()) == [member_name(i) for i in range(1, 6)]
     assert sum(read) <= (513 << 20) + 16 * MIB
-    assert "hsx-removed.jsonl has 1073741824 bytes, more than the 536870912 that readers take" in caplog.text
+    assert (
+        "hsx-removed.jsonl has 1073741824 bytes, more than the 536870912 that readers take"
+        in caplog.text
+    )
     assert [problem for _, problem in shard_problems(tmp_path)] == [
         "it cannot be read: its index has 1073741824 bytes, more than any server writes"
     ]
 
 
-def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unsealed_shard(tmp_path)
     remove(tmp_path / member_name(0))
     removed = tmp_path / "hsx-removed.jsonl"
     monkeypatch.setattr(reader_shards, "REMOVED_MAX", removed.stat().st_size)
-    with pytest.raises(OSError, match=r"the list of removed members has \d+ bytes, and readers take .*write to a new directory") as caught:
+    with pytest.raises(
+        OSError,
+        match=r"the list of removed members has \d+ bytes, and readers take .*write to a new directory",
+    ) as caught:
         remove(tmp_path / member_name(1))
     assert caught.value.errno == errno.EFBIG
     with removed.open("ab") as file:

@@ -36,7 +36,9 @@ def told(tmp_path: Path) -> Result:
 
 
 @pytest.mark.parametrize(("log", "outcome"), [(LOG, MEASURED), ("nothing of the kind", BROKE)])
-def test_the_kv_cache_is_the_least_that_the_log_names(log: str, outcome: str, tmp_path: Path, tell: Teller) -> None:
+def test_the_kv_cache_is_the_least_that_the_log_names(
+    log: str, outcome: str, tmp_path: Path, tell: Teller
+) -> None:
     (tmp_path / "log").write_text(log)
     server: Any = SimpleNamespace(log=tmp_path / "log", log_tail=lambda: "tail")
     throughput._tell_memory(server, "KV cache, off", tell)
@@ -46,9 +48,15 @@ def test_the_kv_cache_is_the_least_that_the_log_names(log: str, outcome: str, tm
 
 
 # MiniMax-M2 with TP=8 and 8,192 tokens a step: 48 MiB of staging, and the collected layers.
-@pytest.mark.parametrize(("tokens", "outcome"), [(998_000, HELD), (993_000, HELD), (970_000, BROKE)])
-def test_a_kv_cache_smaller_than_planned_does_not_hold(tokens: int, outcome: str, tmp_path: Path, tell: Teller) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 3072, "num_hidden_layers": 62, "dtype": "bfloat16"}))
+@pytest.mark.parametrize(
+    ("tokens", "outcome"), [(998_000, HELD), (993_000, HELD), (970_000, BROKE)]
+)
+def test_a_kv_cache_smaller_than_planned_does_not_hold(
+    tokens: int, outcome: str, tmp_path: Path, tell: Teller
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 3072, "num_hidden_layers": 62, "dtype": "bfloat16"})
+    )
     found = {
         "sizes": {"tensor_parallel": 8, "data_parallel": 1, "expert_parallel": True},
         "KV cache, off": {"tokens": 1_000_000, "bytes": 20 * GIB},
@@ -59,10 +67,15 @@ def test_a_kv_cache_smaller_than_planned_does_not_hold(tokens: int, outcome: str
     result = told(tmp_path)
     assert result.outcome == outcome
     assert result.data["staging_bytes"] == 2 * 1024 * 4 * 3072 * 2
-    assert f"{tokens / 1e6:.2%} is kept" in result.found and "with vLLM's connector 50.00%" in result.found
+    assert (
+        f"{tokens / 1e6:.2%} is kept" in result.found
+        and "with vLLM's connector 50.00%" in result.found
+    )
 
 
-def test_a_model_that_one_npu_does_not_hold_is_not_served_there(tmp_path: Path, tell: Teller) -> None:
+def test_a_model_that_one_npu_does_not_hold_is_not_served_there(
+    tmp_path: Path, tell: Teller
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8}))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(5 * GIB)
@@ -85,7 +98,11 @@ def storage(tmp_path: Path) -> Path:
 
 
 def test_files_after_a_stop_are_whole_or_have_their_reason(storage: Path) -> None:
-    assert files_after_stop(storage, [storage / f"{name}.safetensors" for name in "abc"]) == (2, 1, [])
+    assert files_after_stop(storage, [storage / f"{name}.safetensors" for name in "abc"]) == (
+        2,
+        1,
+        [],
+    )
 
 
 def test_what_is_wrong_after_a_stop_is_named(storage: Path) -> None:
@@ -94,4 +111,8 @@ def test_what_is_wrong_after_a_stop_is_named(storage: Path) -> None:
     (storage / "d.safetensors.lock").touch()
     whole, failed, bad = files_after_stop(storage, [storage / "e.safetensors"])
     assert (whole, failed) == (1, 1)
-    assert [each.partition(":")[0] for each in bad] == ["a.safetensors", "e.safetensors", "d.safetensors.lock"]
+    assert [each.partition(":")[0] for each in bad] == [
+        "a.safetensors",
+        "e.safetensors",
+        "d.safetensors.lock",
+    ]

@@ -25,7 +25,13 @@ NAMES = [step.name for step in STEPS]
 LINES = [line.key for step in STEPS for line in step.lines]
 GIB = 1 << 30
 SIZES = {"tensor_parallel": 2, "data_parallel": 1, "expert_parallel": True}
-FIGURES = {"requests_per_s": 2.0, "prompt_tokens_per_s": 500.0, "step_ms": 5.0, "steps": 3, "unread": 0}
+FIGURES = {
+    "requests_per_s": 2.0,
+    "prompt_tokens_per_s": 500.0,
+    "step_ms": 5.0,
+    "steps": 3,
+    "unread": 0,
+}
 
 
 @pytest.fixture
@@ -34,7 +40,10 @@ def context(tmp_path: Path) -> Context:
 
 
 def good(step: Step, context: Context) -> list[Result]:
-    return [Result(line.key, HELD, f"good {line.key}", dict(SIZES) if line.key == "sizes" else {}) for line in step.lines]
+    return [
+        Result(line.key, HELD, f"good {line.key}", dict(SIZES) if line.key == "sizes" else {})
+        for line in step.lines
+    ]
 
 
 def run(context: Context, how: Any, chosen: Sequence[str] = NAMES) -> dict[str, Result]:
@@ -54,7 +63,9 @@ def test_a_step_sees_what_earlier_ones_found(context: Context) -> None:
     assert (seen["npus"], seen["parallel"]) == (Sizes(1, 1, False), Sizes(2, 1, True))
 
 
-@pytest.mark.parametrize("mistake", ["sys.exit(7)", "import time; time.sleep(600)"], ids=["fails", "hangs"])
+@pytest.mark.parametrize(
+    "mistake", ["sys.exit(7)", "import time; time.sleep(600)"], ids=["fails", "hangs"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
     name: str, mistake: str, context: Context, monkeypatch: pytest.MonkeyPatch
@@ -65,15 +76,23 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
         told, log = context.output / "told", context.output / "log"
         command = [sys.executable, "-c", f"import sys; {mistake}"]
         # A busy machine may take seconds to start a process that is to fail.
-        return run_step(step, command, told, log, limit_s=60.0 if "exit" in mistake else 1.0, stop_s=0.5)
+        return run_step(
+            step, command, told, log, limit_s=60.0 if "exit" in mistake else 1.0, stop_s=0.5
+        )
 
     found = run(context, broken)
-    reason = "the step ended with exit code 7" if "exit" in mistake else "the step was ended at its limit of 1 s"
+    reason = (
+        "the step ended with exit code 7"
+        if "exit" in mistake
+        else "the step was ended at its limit of 1 s"
+    )
     by_name = {step.name: step for step in STEPS}
     lost = {line.key for line in by_name[name].lines}
     for step in STEPS:
         if step.name == name:
-            assert {(found[line.key].outcome, found[line.key].found) for line in step.lines} == {(BROKE, reason)}
+            assert {(found[line.key].outcome, found[line.key].found) for line in step.lines} == {
+                (BROKE, reason)
+            }
         elif lost & set(step.needs):
             lost |= {line.key for line in step.lines}
             assert {found[line.key].outcome for line in step.lines} == {NOT_RUN}
@@ -97,7 +116,10 @@ def test_the_report_has_the_lines_so_far_when_the_command_is_interrupted(context
 
     with pytest.raises(KeyboardInterrupt):
         run(context, interrupted)
-    lines = {each["line"]: each for each in json.loads((context.output / "hardware-report.json").read_text())["lines"]}
+    lines = {
+        each["line"]: each
+        for each in json.loads((context.output / "hardware-report.json").read_text())["lines"]
+    }
     assert (lines["one NPU"]["outcome"], lines["stop"]["outcome"]) == (HELD, NOT_RUN)
     assert lines["stop"]["found"] == "the command ended before it"
 
@@ -120,7 +142,16 @@ MOE = {"num_attention_heads": 48, "num_local_experts": 256}
         (MOE, 300, 8, 60, Sizes(4, 2, True)),
         ({"num_attention_heads": 3}, 1, 4, 60, Sizes(1, 2, False)),
     ],
-    ids=["one NPU", "two", "eight", "large", "MoE", "half the MoE", "a MoE whose experts two DP ranks share", "odd heads"],
+    ids=[
+        "one NPU",
+        "two",
+        "eight",
+        "large",
+        "MoE",
+        "half the MoE",
+        "a MoE whose experts two DP ranks share",
+        "odd heads",
+    ],
 )
 def test_the_least_tp_that_fits_is_chosen_with_two_dp_ranks_where_npus_are_left(
     config: dict[str, Any], weights: int, npus: int, free: int, sizes: Sizes
@@ -131,7 +162,9 @@ def test_the_least_tp_that_fits_is_chosen_with_two_dp_ranks_where_npus_are_left(
 def test_sizes_of_the_user_are_taken_and_those_that_do_not_fit_are_named() -> None:
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, 8, 1) == Sizes(8, 1, False)
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, data_parallel=4) == Sizes(2, 4, False)
-    with pytest.raises(DoesNotFitError, match="weights of 1,000.0 GiB do not fit 8 NPUs with 60.0 GiB free each"):
+    with pytest.raises(
+        DoesNotFitError, match="weights of 1,000.0 GiB do not fit 8 NPUs with 60.0 GiB free each"
+    ):
         choose_sizes(MOE, 1000 * GIB, 8, 60 * GIB)
     with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, and there are 8"):
         choose_sizes(DENSE, GIB, 8, 60 * GIB, 4, 4)
@@ -144,7 +177,9 @@ def every_line() -> list[Result]:
     found = {key: Result(key, HELD, "as expected") for key in LINES}
     found["npus"] = Result("npus", MEASURED, "2 | 3 NPUs", {"npu_smi": "```not yours```"})
     for name, rate in (("off", 4.0), ("hsx", 3.0)):
-        found[name] = Result(name, MEASURED, "fast", {"prefill-bound": FIGURES | {"requests_per_s": rate}})
+        found[name] = Result(
+            name, MEASURED, "fast", {"prefill-bound": FIGURES | {"requests_per_s": rate}}
+        )
     found["KV cache, hsx"] = Result("KV cache, hsx", MEASURED, "", {"tokens": 123456})
     found["vllm"] = Result("vllm", BROKE, "did not\nstart", log="Traceback")
     return list(found.values())
@@ -156,14 +191,27 @@ def test_the_markdown_has_every_line_the_servers_figures_and_the_logs(context: C
     assert "**The NPUs are emulated on a CPU" in text
     assert "| vllm-ascend-hsx | prefill-bound | 3.00 | 75.0% | 500 | 5.00 | 123,456 |" in text
     assert "| throughput with vLLM's own connector | did not hold | did not start |" in text
-    assert "<details><summary>throughput with vLLM's own connector</summary>\n\n```text\nTraceback\n```" in text
+    assert (
+        "<details><summary>throughput with vLLM's own "
+        "connector</summary>\n\n```text\nTraceback\n```"
+    ) in text
     assert "2 \\| 3 NPUs" in text and "````text\n```not yours```" in text
 
 
-def test_the_files_name_neither_this_machine_nor_its_directories(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_name_neither_this_machine_nor_its_directories(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setattr("socket.gethostname", lambda: "node-17")
-    found = [*every_line()[:-1], Result("plan", BROKE, f"{context.output}/logs and {context.model} on node-17", log="/home/somebody/x")]
+    found = [
+        *every_line()[:-1],
+        Result(
+            "plan",
+            BROKE,
+            f"{context.output}/logs and {context.model} on node-17",
+            log="/home/somebody/x",
+        ),
+    ]
     for path in document.write(context, found):
         text = path.read_text()
         assert "OUTPUT/logs and MODELS/tiny on HOST" in text and "~/x" in text
@@ -181,7 +229,11 @@ def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context)
 
 
 def test_the_checklist_names_the_step_that_runs_each_row() -> None:
-    table = {int(row[0]): row[-1].strip("`") for row in rows(page("hardware-checklist.md")) if row[0].isdecimal()}
+    table = {
+        int(row[0]): row[-1].strip("`")
+        for row in rows(page("hardware-checklist.md"))
+        if row[0].isdecimal()
+    }
     assert {number: step for number, step in table.items() if step} == rows_run()
     assert len(table) == document.CHECKLIST_ROWS
 
@@ -200,7 +252,11 @@ def test_the_page_opens_with_the_command_and_has_every_step() -> None:
     assert words[:2] == ["hsx", "hardware-report"]
     assert hardware_report.parse_arguments(words[2:]).steps == tuple(NAMES)
     table = page("hardware-checklist.md").partition("| step |")[2].partition("\n\n")[0]
-    assert [name for line in table.splitlines()[2:] for name in re.findall(r"`([\w-]+)`", line.split("|")[1])] == NAMES
+    assert [
+        name
+        for line in table.splitlines()[2:]
+        for name in re.findall(r"`([\w-]+)`", line.split("|")[1])
+    ] == NAMES
 
 
 # The command
@@ -209,7 +265,9 @@ def test_the_page_opens_with_the_command_and_has_every_step() -> None:
 def test_a_machine_without_npus_is_told_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hardware_report, "npu_is_emulated", lambda: False)  # the emulator is on the tests' path
+    monkeypatch.setattr(
+        hardware_report, "npu_is_emulated", lambda: False
+    )  # the emulator is on the tests' path
     assert hardware_report.main(["--output", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "this machine has no NPUs" in line and "hsx emulate -- hsx hardware-report" in line
@@ -228,28 +286,46 @@ def test_input_that_cannot_be_used_is_named_before_anything_runs(
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "report").touch()
     for arguments, message in (
-        (["--model", str(tmp_path)], f"--model='{tmp_path}' has no config.json. Give the directory of a downloaded model."),
-        (["--model", str(tiny_qwen3), "--output", str(tmp_path / "used")], "is not empty. Name a new directory"),
-        (["--model", str(tiny_qwen3), "--output", str(tmp_path / "used" / "report")], "cannot be a directory"),
+        (
+            ["--model", str(tmp_path)],
+            f"--model='{tmp_path}' has no config.json. Give the directory of a downloaded model.",
+        ),
+        (
+            ["--model", str(tiny_qwen3), "--output", str(tmp_path / "used")],
+            "is not empty. Name a new directory",
+        ),
+        (
+            ["--model", str(tiny_qwen3), "--output", str(tmp_path / "used" / "report")],
+            "cannot be a directory",
+        ),
     ):
         assert hardware_report.main(arguments) == 2
         assert message in capsys.readouterr().err
 
 
-def test_an_unknown_step_is_named_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_step_is_named_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         hardware_report.parse_arguments(["--steps", "software,nonsense"])
     assert "'nonsense' is not a step; choose from software, environment" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_npus")
-def test_the_exit_code_is_1_if_something_did_not_hold(tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_1_if_something_did_not_hold(
+    tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def all_but(broken: str) -> Any:
         def work(step: Step, context: Context, limit_s: float | None) -> list[Result]:
-            return [Result(line.key, BROKE if line.key == broken else HELD, "") for line in step.lines]
+            return [
+                Result(line.key, BROKE if line.key == broken else HELD, "") for line in step.lines
+            ]
 
         return work
 
     for broken, code in (("nothing", 0), ("stop", 1)):
         monkeypatch.setattr("vllm_ascend_hsx.report.run.run_process", all_but(broken))
-        assert hardware_report.main(["--model", str(tiny_qwen3), "--output", str(tmp_path / broken)]) == code
+        assert (
+            hardware_report.main(["--model", str(tiny_qwen3), "--output", str(tmp_path / broken)])
+            == code
+        )

@@ -13,7 +13,13 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, Result
 from vllm_ascend_hsx.report.runner import descendants, run_step, subreaper
 from vllm_ascend_hsx.report.steps import Line, Step
 
-STEP = Step("fake", "doing as it likes", "", 30.0, (Line("first", "what comes first"), Line("second", "what comes next")))
+STEP = Step(
+    "fake",
+    "doing as it likes",
+    "",
+    30.0,
+    (Line("first", "what comes first"), Line("second", "what comes next")),
+)
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -49,13 +55,21 @@ BOTH = FIRST + 'tell("second", "held", "too")\n'
     [
         ("sys.exit(3)", "the step ended with exit code 3"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "the step ended with signal SIGSEGV"),
-        ("tell.failed('it is full\\nthe disk\\nthe last lines of a log:\\nmore'); sys.exit(1)", "it is full; the disk"),
+        (
+            "tell.failed('it is full\\nthe disk\\nthe last lines of a log:\\nmore'); sys.exit(1)",
+            "it is full; the disk",
+        ),
         ("", "the step ended without a word about it"),
-        ("tell._path.open('a').write('{\"line\": \"sec')", "the step ended without a word about it"),
+        (
+            "tell._path.open('a').write('{\"line\": \"sec')",
+            "the step ended without a word about it",
+        ),
     ],
     ids=["exit code", "signal", "reason", "silence", "half a line"],
 )
-def test_what_a_step_has_not_told_did_not_hold_and_what_it_has_told_stays(code: str, second: str, tmp_path: Path) -> None:
+def test_what_a_step_has_not_told_did_not_hold_and_what_it_has_told_stays(
+    code: str, second: str, tmp_path: Path
+) -> None:
     results = run(tmp_path, FIRST + code)
     assert outcomes(results) == [("first", HELD, "as it should be"), ("second", BROKE, second)]
     assert results[0].data == {"size": 3}
@@ -68,13 +82,20 @@ def test_the_end_of_its_output_is_kept_for_what_did_not_hold(tmp_path: Path) -> 
 
 def test_a_step_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
     started = time.monotonic()
-    results = run(tmp_path, FIRST + "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", limit_s=3.0)
+    results = run(
+        tmp_path,
+        FIRST + "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+        limit_s=3.0,
+    )
     assert time.monotonic() - started < 60
     assert outcomes(results)[1] == ("second", BROKE, "the step was ended at its limit of 3 s")
 
 
 def test_a_step_that_hangs_can_end_its_server_itself(tmp_path: Path) -> None:
-    code = "signal.signal(signal.SIGTERM, lambda *_: (tell.failed('stopped the server'), sys.exit(1)))\ntime.sleep(600)"
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: (tell.failed('stopped the server'), "
+        "sys.exit(1)))\ntime.sleep(600)"
+    )
     results = run(tmp_path, FIRST + code, limit_s=3.0)
     assert results[1].found == "stopped the server; the step was ended at its limit of 3 s"
 
@@ -85,12 +106,18 @@ def test_no_process_of_a_step_outlives_it_whatever_its_session(hangs: bool, tmp_
     mark = f"{tmp_path}/alive"
     child = f"{STUBBORN.replace('time.sleep', f'open({mark!r}, chr(119)); time.sleep')}"
     code = f"beget({child!r})\nwhile not os.path.exists({mark!r}): time.sleep(0.05)\n"
-    results = run(tmp_path, BOTH + code + ("time.sleep(600)" if hangs else ""), limit_s=5.0 if hangs else 30.0)
+    results = run(
+        tmp_path, BOTH + code + ("time.sleep(600)" if hangs else ""), limit_s=5.0 if hangs else 30.0
+    )
     left = [pid for pid in descendants(1) - before if mark in command_of(pid)]
     assert left == []
     assert results[0].outcome == HELD
     if not hangs:
-        assert outcomes(results)[1] == ("second", BROKE, "too; the step left 1 processes running, which were killed")
+        assert outcomes(results)[1] == (
+            "second",
+            BROKE,
+            "too; the step left 1 processes running, which were killed",
+        )
 
 
 def command_of(pid: int) -> str:
@@ -99,4 +126,7 @@ def command_of(pid: int) -> str:
 
 
 def test_a_step_that_tells_all_and_ends_has_no_reason(tmp_path: Path) -> None:
-    assert outcomes(run(tmp_path, BOTH)) == [("first", HELD, "as it should be"), ("second", HELD, "too")]
+    assert outcomes(run(tmp_path, BOTH)) == [
+        ("first", HELD, "as it should be"),
+        ("second", HELD, "too"),
+    ]

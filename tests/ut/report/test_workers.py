@@ -60,7 +60,10 @@ TABLE = """
 """
 ALONE = TABLE.format(more="")
 TWICE = TABLE.format(
-    more="| 0       0                 | 4712          | VLLMWorker_TP            | 107                     |\n"
+    more=(
+        "| 0       0                 | 4712          | VLLMWorker_TP            | 107            "
+        "         |\n"
+    )
 )
 
 

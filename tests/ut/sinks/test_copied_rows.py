@@ -57,9 +57,18 @@ def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "sour
     return file.source
 
 
-def continue_from(sink: DirectorySink, where: Path, source: RowSource, num_rows: int, tokens: int, name: str = "next") -> RequestFile:
+def continue_from(
+    sink: DirectorySink,
+    where: Path,
+    source: RowSource,
+    num_rows: int,
+    tokens: int,
+    name: str = "next",
+) -> RequestFile:
     """Publish a request that has its first rows from another one."""
-    file = sink.open("x" * 5000, where / f"{name}-0123abcd.safetensors", tokens)  # a header of another size
+    file = sink.open(
+        "x" * 5000, where / f"{name}-0123abcd.safetensors", tokens
+    )  # a header of another size
     file.keeps_source = True
     file.copy(source, num_rows)
     file.write(num_rows, finite_rows(num_rows, tokens, version=1))
@@ -68,14 +77,20 @@ def continue_from(sink: DirectorySink, where: Path, source: RowSource, num_rows:
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_copied_rows_are_those_of_their_source_and_the_others_its_own(kind: str, tmp_path: Path) -> None:
+def test_copied_rows_are_those_of_their_source_and_the_others_its_own(
+    kind: str, tmp_path: Path
+) -> None:
     with SINKS[kind](tmp_path) as sink:
-        put(open_request(sink, tmp_path, "before"), 4, version=2)  # a source in a shard has an offset
+        put(
+            open_request(sink, tmp_path, "before"), 4, version=2
+        )  # a source in a shard has an offset
         source = make_source(sink, tmp_path, 6)
         file = continue_from(sink, tmp_path, source, 4, 7)
         second = file.source
         assert second is not None
-        continue_from(sink, tmp_path, second, 7, 9, "last")  # 4 rows of the first, 3 of the second, 2 of its own
+        continue_from(
+            sink, tmp_path, second, 7, 9, "last"
+        )  # 4 rows of the first, 3 of the second, 2 of its own
         expected = {
             "next": np.concatenate([finite_rows(0, 4), finite_rows(4, 7, version=1)]),
             "last": np.concatenate([finite_rows(0, 4), finite_rows(4, 9, version=1)]),
@@ -87,13 +102,18 @@ def test_copied_rows_are_those_of_their_source_and_the_others_its_own(kind: str,
     source.release()
     second.release()
     verify = kind != "without checksum"
-    found = {Path(path).name.removesuffix("-0123abcd.safetensors"): load(path, 0, verify=verify) for path, _ in open_dir(tmp_path)}
+    found = {
+        Path(path).name.removesuffix("-0123abcd.safetensors"): load(path, 0, verify=verify)
+        for path, _ in open_dir(tmp_path)
+    }
     for name in expected:
         copied, computed = found[name], found[f"{name}-computed"]
         assert (bits(copied.hidden_states) == bits(computed.hidden_states)).all(), name
 
 
-def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checksum is that of the rows that were computed, not of what the copy has."""
 
     def copy(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
@@ -112,7 +132,9 @@ def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(tmp_path: Path, 
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_digest_of_a_beginning_is_that_of_its_bytes_and_a_change_of_them_is_noticed(data: st.DataObject) -> None:
+def test_the_digest_of_a_beginning_is_that_of_its_bytes_and_a_change_of_them_is_noticed(
+    data: st.DataObject,
+) -> None:
     content = data.draw(st.binary(min_size=1, max_size=300))
     ends = sorted({*data.draw(st.sets(st.integers(1, len(content)))), len(content)})
     size = data.draw(st.integers(1, len(content)))
@@ -172,12 +194,17 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, cut_and_grow, cut_in_half, cut_the_last_row, empty])
-def test_a_source_that_was_changed_in_place_fails_the_request(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_source_that_was_changed_in_place_fails_the_request(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
     with files(tmp_path) as sink:
         source = make_source(sink, tmp_path, 300)
         change(tmp_path / "source-0123abcd.safetensors")
         file = open_request(sink, tmp_path, "next", 300)
-        with pytest.raises(SinkError, match=r"could not be copied from the request that has them: the file was changed.*EUCLEAN") as failed:
+        with pytest.raises(
+            SinkError,
+            match=r"could not be copied from the request that has them: the file was changed.*EUCLEAN",
+        ) as failed:
             file.copy(source, 299)
         assert "rows [0, 299)" in failed.value.reason
         file.fail("as a test")
@@ -228,7 +255,10 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
         file = open_request(sink, tmp_path, "next", 300)
         with monkeypatch.context() as patch:
             break_it(source, patch)
-            with pytest.raises(SinkError, match=r"rows \[0, 299\) could not be copied from the request that has them"):
+            with pytest.raises(
+                SinkError,
+                match=r"rows \[0, 299\) could not be copied from the request that has them",
+            ):
                 file.copy(source, 299)
         file.fail("as a test")
     source.release()
@@ -236,7 +266,9 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
 
 
 @pytest.mark.parametrize("kind", ["files", "shards"])
-def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(kind: str, tmp_path: Path) -> None:
+def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(
+    kind: str, tmp_path: Path
+) -> None:
     with SINKS[kind](tmp_path) as sink:
         put(open_request(sink, tmp_path, "first"), 3)
         before = sorted(os.listdir("/proc/self/fd"))
@@ -262,5 +294,7 @@ def test_rows_that_are_computed_again_replace_copied_ones(tmp_path: Path) -> Non
         file.write(2, finite_rows(2, 6, version=1))
         file.commit(token_ids(6), 6)
     source.release()
-    assert (rows_of(file.path) == np.concatenate([finite_rows(0, 2), finite_rows(2, 6, version=1)])).all()
+    assert (
+        rows_of(file.path) == np.concatenate([finite_rows(0, 2), finite_rows(2, 6, version=1)])
+    ).all()
     assert load(file.path, verify=True).metadata["checksum"]

@@ -24,7 +24,11 @@ LAYER_IDS, HIDDEN = (2, 0, 3), 8
 ROW_SHAPE = (len(LAYER_IDS), HIDDEN)
 # The 127 magnitudes of float8_e4m3fn: 4 bits of exponent (bias 7, no infinity), 3 of mantissa; all
 # ones is NaN.
-MAGNITUDES = np.array([m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1])
+MAGNITUDES = np.array(
+    [m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][
+        :-1
+    ]
+)
 
 
 def row_format(dtype: str = "BF16", hidden: int = HIDDEN) -> RowFormat:
@@ -35,7 +39,9 @@ def as_rows(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-def rows_of(count: int, dtype: str = "BF16", version: int = 0, shape: tuple[int, int] = ROW_SHAPE) -> torch.Tensor:
+def rows_of(
+    count: int, dtype: str = "BF16", version: int = 0, shape: tuple[int, int] = ROW_SHAPE
+) -> torch.Tensor:
     """Rows of very different sizes."""
     generator = torch.Generator().manual_seed(count * 100 + version)
     sizes = torch.logspace(-3, 3, max(count, 1))[:count].view(-1, 1, 1)
@@ -44,7 +50,9 @@ def rows_of(count: int, dtype: str = "BF16", version: int = 0, shape: tuple[int,
 
 def quantised(rows: torch.Tensor, dtype: str, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """What our encoder makes of rows: float8 [tokens, layers, hidden] and float32 [tokens]."""
-    made = Fp8PerToken(RowFormat(tuple(range(rows.shape[1])), rows.shape[2], dtype, quantization="fp8"))
+    made = Fp8PerToken(
+        RowFormat(tuple(range(rows.shape[1])), rows.shape[2], dtype, quantization="fp8")
+    )
     stored = made.encode(first, as_rows(rows).reshape(-1).data)
     scales = made.scales(first + len(rows))[first:]
     values = torch.from_numpy(np.frombuffer(stored, np.uint8).copy()).view(torch.float8_e4m3fn)
@@ -59,26 +67,39 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
     bits = hnp.arrays(BITS[dtype], shape)
     small = hnp.arrays(BITS[dtype], shape, elements=st.integers(0, 300))
     rows = torch.from_numpy(draw(st.one_of(bits, small))).view(DTYPES[dtype])
-    return dtype, torch.where(rows.isfinite(), rows, torch.zeros_like(rows)) if draw(st.booleans()) else rows
+    return dtype, torch.where(rows.isfinite(), rows, torch.zeros_like(rows)) if draw(
+        st.booleans()
+    ) else rows
 
 
 @settings(max_examples=depth(400))
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
-def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(case: tuple[str, torch.Tensor], step: int) -> None:
+def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(
+    case: tuple[str, torch.Tensor], step: int
+) -> None:
     dtype, rows = case
     theirs, their_scales = quantize_tensor_to_fp8(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "_AT_A_TIME", step)
         ours, scales = quantised(rows, dtype, first=3)
     assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-    assert torch.equal(scales.view(torch.int32)[scales.isfinite()], their_scales.view(-1).view(torch.int32)[scales.isfinite()])
-    assert torch.equal(scales, their_scales.view(-1)) or scales.isnan().equal(their_scales.view(-1).isnan())
+    assert torch.equal(
+        scales.view(torch.int32)[scales.isfinite()],
+        their_scales.view(-1).view(torch.int32)[scales.isfinite()],
+    )
+    assert torch.equal(scales, their_scales.view(-1)) or scales.isnan().equal(
+        their_scales.view(-1).isnan()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-10, 1e-3, 1.0, 3e4])
-def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(dtype: str, size: float) -> None:
-    rows = (torch.linspace(-1, 1, 4 * 2 * 512, dtype=torch.float64).view(4, 2, 512) * size).to(DTYPES[dtype])
+def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(
+    dtype: str, size: float
+) -> None:
+    rows = (torch.linspace(-1, 1, 4 * 2 * 512, dtype=torch.float64).view(4, 2, 512) * size).to(
+        DTYPES[dtype]
+    )
     ours, scales = quantised(rows, dtype)
     largest = rows.double().abs().amax((1, 2))
     # hs_connectors divides in float32, as we do: the quotient may be off by half a unit of it.
@@ -90,7 +111,9 @@ def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(dtype: str, 
     tied = (nearest >= 0).sum(-1) > 1
     codes = np.where(tied, even, nearest.max(-1))
     assert np.array_equal(ours.view(torch.uint8).numpy() & 0x7F, codes)
-    assert np.array_equal((ours.view(torch.uint8).numpy() >> 7).astype(bool), np.signbit(rows.float().numpy()))
+    assert np.array_equal(
+        (ours.view(torch.uint8).numpy() >> 7).astype(bool), np.signbit(rows.float().numpy())
+    )
 
 
 def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -108,11 +131,18 @@ def test_no_element_loses_more_than_the_page_says(rows: np.ndarray, dtype: str) 
     stored, scales = quantised(given, dtype)
     exact = stored.double() * scales.double().view(-1, 1, 1)
     lost = (exact - given.double()).abs()
-    assert bool((lost <= bound(given, scales) * (1 + 2**-20)).all())  # the quotient is rounded to float32 first
+    assert bool(
+        (lost <= bound(given, scales) * (1 + 2**-20)).all()
+    )  # the quotient is rounded to float32 first
     # What the reader makes of it: both factors and the product are rounded to the model's dtype.
     unit = torch.finfo(DTYPES[dtype]).eps / 2
     read = dequantized(stored, scales.view(-1, 1, 1), DTYPES[dtype])
-    assert bool(((read.double() - exact).abs() <= exact.abs() * 2.02 * unit + torch.finfo(DTYPES[dtype]).tiny).all())
+    assert bool(
+        (
+            (read.double() - exact).abs()
+            <= exact.abs() * 2.02 * unit + torch.finfo(DTYPES[dtype]).tiny
+        ).all()
+    )
 
 
 # Memory and threads
@@ -161,4 +191,7 @@ def test_a_writer_does_not_ask_for_more_cores_than_its_own() -> None:
 def test_rows_that_cannot_be_written_to_are_quantised_too() -> None:
     rows = rows_of(4)
     made = Fp8PerToken(row_format())
-    assert bytes(made.encode(0, memoryview(as_rows(rows).tobytes()))) == as_rows(quantised(rows, "BF16")[0]).tobytes()
+    assert (
+        bytes(made.encode(0, memoryview(as_rows(rows).tobytes())))
+        == as_rows(quantised(rows, "BF16")[0]).tobytes()
+    )

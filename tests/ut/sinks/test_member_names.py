@@ -45,7 +45,11 @@ def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.sampled_from(NAMES), st.sampled_from(STEMS))))
+@given(
+    moves=st.lists(
+        st.tuples(st.sampled_from(MOVES), st.sampled_from(NAMES), st.sampled_from(STEMS))
+    )
+)
 def test_server_and_reader_agree_on_the_names_that_have_members(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, str, str]]
 ) -> None:
@@ -54,7 +58,11 @@ def test_server_and_reader_agree_on_the_names_that_have_members(
     try:
         known, present = MemberNames(fd), set()
         for move, name, stem in moves:
-            if move == "publish" and (stem, name) not in present and not (directory / (stem + MANIFEST)).exists():
+            if (
+                move == "publish"
+                and (stem, name) not in present
+                and not (directory / (stem + MANIFEST)).exists()
+            ):
                 present.add((stem, name))
                 add(directory, stem, member(name, 512 * STEMS.index(stem) + NAMES.index(name)))
             elif move == "remove":
@@ -81,21 +89,27 @@ def test_line_that_is_not_complete_does_not_count_yet(tmp_path: Path, names: Mem
     assert names.has(NAMES[0])
 
 
-def test_members_of_a_shard_that_was_removed_do_not_count(tmp_path: Path, names: MemberNames) -> None:
+def test_members_of_a_shard_that_was_removed_do_not_count(
+    tmp_path: Path, names: MemberNames
+) -> None:
     add(tmp_path, STEMS[0], member(NAMES[0]))
     assert names.has(NAMES[0])
     (tmp_path / (STEMS[0] + INDEX)).unlink()
     assert not names.has(NAMES[0])
 
 
-def test_line_is_read_once_and_a_sealed_index_not_again(tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_is_read_once_and_a_sealed_index_not_again(
+    tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(tmp_path, STEMS[0], *(member(f"{number}.safetensors", number) for number in range(1000)))
     add(tmp_path, STEMS[1], member(NAMES[0]))
     (tmp_path / (STEMS[0] + MANIFEST)).touch()
     assert names.has("7.safetensors")
     read, opened = [], []
     pread, open_regular = os.pread, files.open_regular
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: (read.append(size), pread(fd, size, at))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, at: (read.append(size), pread(fd, size, at))[1]
+    )
 
     def open_and_note(name: str, *flags: int, **where: int) -> int:
         opened.append(name)
@@ -116,12 +130,16 @@ def test_index_that_cannot_be_opened_does_not_count(tmp_path: Path, names: Membe
     assert not names.has(NAMES[1])
 
 
-def test_index_larger_than_readers_take_is_not_read(tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_larger_than_readers_take_is_not_read(
+    tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (tmp_path / (STEMS[0] + INDEX)).open("wb") as index:
         index.truncate(1 << 40)
     read: list[int] = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: (read.append(size), pread(fd, size, at))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, at: (read.append(size), pread(fd, size, at))[1]
+    )
     assert not names.has(NAMES[0])
     assert sum(read) == 0
 

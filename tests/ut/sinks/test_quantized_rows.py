@@ -17,7 +17,16 @@ from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp
 from hs_connectors.transfer import FP8Transfer
 from safetensors.torch import load_file, save_file
 from sink_harness import token_ids
-from test_fp8_encoder import DTYPES, HIDDEN, LAYER_IDS, ROW_SHAPE, as_rows, quantised, row_format, rows_of
+from test_fp8_encoder import (
+    DTYPES,
+    HIDDEN,
+    LAYER_IDS,
+    ROW_SHAPE,
+    as_rows,
+    quantised,
+    row_format,
+    rows_of,
+)
 
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.protocol.format import read_header
@@ -36,7 +45,13 @@ def open_file(sink: FileSink, where: Path, name: str = "a", expected: int = 0) -
     return sink.open(name, where / f"{name}.safetensors", expected)
 
 
-def publish(where: Path, rows: torch.Tensor, dtype: str = "BF16", name: str = "a", options: FileOptions | None = None) -> Path:
+def publish(
+    where: Path,
+    rows: torch.Tensor,
+    dtype: str = "BF16",
+    name: str = "a",
+    options: FileOptions | None = None,
+) -> Path:
     with FileSink(where, row_format(dtype, rows.shape[2]), options or FileOptions()) as sink:
         file = open_file(sink, where, name, len(rows))
         if len(rows):
@@ -47,7 +62,9 @@ def publish(where: Path, rows: torch.Tensor, dtype: str = "BF16", name: str = "a
 
 def test_rows_of_float16_that_are_small_or_large_come_back(tmp_path: Path) -> None:
     """Their scales, or their products, are out of float16's range."""
-    rows = torch.stack([torch.full(ROW_SHAPE, 65504.0), torch.full(ROW_SHAPE, 6e-8), torch.full(ROW_SHAPE, 2e-6)]).half()
+    rows = torch.stack(
+        [torch.full(ROW_SHAPE, 65504.0), torch.full(ROW_SHAPE, 6e-8), torch.full(ROW_SHAPE, 2e-6)]
+    ).half()
     back = load(publish(tmp_path, rows, "F16")).hidden_states
     assert torch.equal(back[0], rows[0])
     assert torch.allclose(back[1:], rows[1:], rtol=2**-4)
@@ -69,7 +86,9 @@ def test_sinks_need_no_torch_when_nothing_is_quantised(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
 
 
-def test_quantised_rows_go_past_the_page_cache_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_rows_go_past_the_page_cache_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     bypassed: list[bool] = []
@@ -100,7 +119,9 @@ def test_quantised_rows_go_past_the_page_cache_too(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [0, 1, 50])
-def test_our_reader_and_hs_connectors_give_the_same_bits(tmp_path: Path, dtype: str, tokens: int) -> None:
+def test_our_reader_and_hs_connectors_give_the_same_bits(
+    tmp_path: Path, dtype: str, tokens: int
+) -> None:
     path = publish(tmp_path, rows_of(tokens, dtype), dtype, "hs_7")
     ours = load(path, 0, verify=True)
     assert ours.hidden_states.dtype == DTYPES[dtype]
@@ -111,13 +132,19 @@ def test_our_reader_and_hs_connectors_give_the_same_bits(tmp_path: Path, dtype: 
         assert torch.equal(ours.token_ids, theirs["token_ids"])
     stored = load_file(path)
     assert set(stored) == {"hidden_states", "token_ids", "hidden_states_scales"}
-    in_float32 = dequantize_fp8_tensor(stored["hidden_states"], stored["hidden_states_scales"], torch.float32)
+    in_float32 = dequantize_fp8_tensor(
+        stored["hidden_states"], stored["hidden_states_scales"], torch.float32
+    )
     assert torch.allclose(ours.hidden_states.float(), in_float32, rtol=2**-7, atol=2**-24)
 
 
 def test_files_of_hs_connectors_own_connector_are_read_too(tmp_path: Path) -> None:
     values, scales = quantize_tensor_to_fp8(rows_of(6))
-    tensors = {"hidden_states": values, "hidden_states_scales": scales, "token_ids": torch.arange(6)}
+    tensors = {
+        "hidden_states": values,
+        "hidden_states_scales": scales,
+        "token_ids": torch.arange(6),
+    }
     save_file(tensors, tmp_path / "hs_0.safetensors")
     theirs = FP8Transfer(tmp_path).get_cached(0)
     assert theirs is not None
@@ -132,7 +159,9 @@ def test_a_reader_can_have_the_rows_as_they_are_stored(tmp_path: Path, mmap: boo
     assert (states.hidden_states.dtype, states.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
     assert states.scales is not None and states.scales.shape == (5, 1, 1)
     whole = load(path, mmap=mmap)
-    assert torch.equal(dequantized(states.hidden_states, states.scales, states.dtype), whole.hidden_states)
+    assert torch.equal(
+        dequantized(states.hidden_states, states.scales, states.dtype), whole.hidden_states
+    )
     assert whole.scales is not None and torch.equal(whole.scales, states.scales)
     ((found, each),) = open_dir(tmp_path, mmap=mmap)
     assert found == path and torch.equal(each.hidden_states, whole.hidden_states)
@@ -162,7 +191,10 @@ def test_the_backend_for_speculators_gives_rows_in_the_models_dtype(tmp_path: Pa
     from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 
     path = publish(tmp_path, rows_of(4), name="hs_0")
-    for sample in (HsxTransfer(tmp_path).get_cached(0), HsxTransfer(tmp_path).get_generated({"hidden_states_path": str(path)})):
+    for sample in (
+        HsxTransfer(tmp_path).get_cached(0),
+        HsxTransfer(tmp_path).get_generated({"hidden_states_path": str(path)}),
+    ):
         assert sample is not None and set(sample) == {"hidden_states", "token_ids"}
         assert torch.equal(sample["hidden_states"], load(path).hidden_states)
 
@@ -170,11 +202,16 @@ def test_the_backend_for_speculators_gives_rows_in_the_models_dtype(tmp_path: Pa
 # What is wrong with a file is found
 
 
-def test_hsx_inspect_shows_the_dequantised_rows_and_that_they_are_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hsx_inspect_shows_the_dequantised_rows_and_that_they_are_quantised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = publish(tmp_path, rows_of(20))
     found = examine(path, norms=True)
     states = load(path)
-    assert (found.kind.dtype, found.num_bytes) == ("bfloat16 in float8_e4m3fn", 20 * (len(LAYER_IDS) * HIDDEN + 4))
+    assert (found.kind.dtype, found.num_bytes) == (
+        "bfloat16 in float8_e4m3fn",
+        20 * (len(LAYER_IDS) * HIDDEN + 4),
+    )
     assert np.allclose(found.token_norms, states.hidden_states.float().norm(dim=-1))
     assert inspect.main([str(path)]) == 0
     shown = capsys.readouterr().out
@@ -190,7 +227,10 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path) -> None:
 
 
 def test_quantised_rows_of_different_models_are_of_different_kinds(tmp_path: Path) -> None:
-    kinds = [examine(publish(tmp_path, rows_of(4, dtype), dtype, name)).kind for name, dtype in (("a", "BF16"), ("b", "F16"))]
+    kinds = [
+        examine(publish(tmp_path, rows_of(4, dtype), dtype, name)).kind
+        for name, dtype in (("a", "BF16"), ("b", "F16"))
+    ]
     assert kinds[0] == ((2, 0, 3), *ROW_SHAPE, "bfloat16 in float8_e4m3fn", False, "")
     assert kinds[1].dtype == "float16 in float8_e4m3fn"
 
@@ -201,16 +241,42 @@ VALUES = torch.zeros(4, *ROW_SHAPE).to(torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("tensors", "metadata", "words"),
     [
-        ({"hidden_states_scales": torch.ones(3, 1, 1)}, {}, r"hidden_states_scales F32 \[3, 1, 1\] does not fit"),
-        ({"hidden_states_scales": torch.ones(4)}, {}, r"hidden_states_scales F32 \[4\] does not fit"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1).half()}, {}, r"hidden_states_scales F16 \[4, 1, 1\] does not fit"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1), "hidden_states": VALUES.float()}, {}, r"does not fit hidden_states F32"),
+        (
+            {"hidden_states_scales": torch.ones(3, 1, 1)},
+            {},
+            r"hidden_states_scales F32 \[3, 1, 1\] does not fit",
+        ),
+        (
+            {"hidden_states_scales": torch.ones(4)},
+            {},
+            r"hidden_states_scales F32 \[4\] does not fit",
+        ),
+        (
+            {"hidden_states_scales": torch.ones(4, 1, 1).half()},
+            {},
+            r"hidden_states_scales F16 \[4, 1, 1\] does not fit",
+        ),
+        (
+            {"hidden_states_scales": torch.ones(4, 1, 1), "hidden_states": VALUES.float()},
+            {},
+            r"does not fit hidden_states F32",
+        ),
         ({}, {"quantization": "fp8_e4m3_per_token"}, "but it has no hidden_states_scales"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"quantization": "int4"}, "quantised as 'int4', which is unknown"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"dtype": "I64"}, "its rows were quantised from I64"),
+        (
+            {"hidden_states_scales": torch.ones(4, 1, 1)},
+            {"quantization": "int4"},
+            "quantised as 'int4', which is unknown",
+        ),
+        (
+            {"hidden_states_scales": torch.ones(4, 1, 1)},
+            {"dtype": "I64"},
+            "its rows were quantised from I64",
+        ),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Any], metadata: dict[str, str], words: str) -> None:
+def test_scales_that_do_not_fit_are_refused(
+    tmp_path: Path, tensors: dict[str, Any], metadata: dict[str, str], words: str
+) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"hidden_states": VALUES, "token_ids": torch.arange(4), **tensors}, path, metadata)
     with pytest.raises(HiddenStatesError, match=words):
@@ -246,13 +312,17 @@ def test_the_reader_s_named_tuple_has_its_scales_last() -> None:
     assert HiddenStates._field_defaults == {"scales": None}
 
 
-def test_verify_counts_tokens_too_small_for_fp8_and_takes_them_for_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_counts_tokens_too_small_for_fp8_and_takes_them_for_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     row_format = RowFormat((1, 2), 8, "F32", quantization="fp8")
     sizes = [1.0, 4.4e-10, 9.7e-16, 4.6e-10, 0.0]
     with FileSink(tmp_path, row_format) as sink:
         for name in ("a", "b"):
             file = sink.open(name, tmp_path / f"{name}.safetensors")
-            rows = np.stack([np.full((2, 8), size if name == "a" else 1.0, np.float32) for size in sizes])
+            rows = np.stack(
+                [np.full((2, 8), size if name == "a" else 1.0, np.float32) for size in sizes]
+            )
             file.write(0, rows)
             file.commit(np.arange(len(sizes)), len(sizes))
     stored = load(tmp_path / "a.safetensors").hidden_states
@@ -260,4 +330,7 @@ def test_verify_counts_tokens_too_small_for_fp8_and_takes_them_for_no_fault(tmp_
     assert verify.main([str(tmp_path), "--jobs", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tiny_tokens"] == 3
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
-    assert "warning: 3 tokens in 1 files have rows below 4.5e-10" in capsys.readouterr().out.replace("\n", " ")
+    assert (
+        "warning: 3 tokens in 1 files have rows below 4.5e-10"
+        in capsys.readouterr().out.replace("\n", " ")
+    )

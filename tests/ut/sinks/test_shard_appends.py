@@ -12,7 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sink_harness import FORMAT, MIB, finite_rows, open_request, publish, put, rows_of, token_ids, walked
+from sink_harness import (
+    FORMAT,
+    MIB,
+    finite_rows,
+    open_request,
+    publish,
+    put,
+    rows_of,
+    token_ids,
+    walked,
+)
 from test_sink_shard import manifests, members
 from tracing import Calls, Traced, trace
 
@@ -72,7 +82,9 @@ def test_a_durable_member_is_on_the_disk_before_its_line_and_that_before_the_loc
         noted("fdatasync")
         noted("copy_file_range", "pwrite", at=1)
         unlock = fcntl.flock
-        monkeypatch.setattr(fcntl, "flock", lambda fd, how: (flocks.append(len(calls)), unlock(fd, how))[1])
+        monkeypatch.setattr(
+            fcntl, "flock", lambda fd, how: (flocks.append(len(calls)), unlock(fd, how))[1]
+        )
         file.commit(token_ids(2), 2)
         monkeypatch.undo()
     assert [each for each in calls if not each[1][1:].isdigit()][-4:] == [
@@ -94,7 +106,10 @@ def test_a_disk_that_is_full_in_the_middle_of_an_append_fails_that_request_alone
 
     with monkeypatch.context() as patch:
         patch.setattr(f"{SHARD_FILE}.copy_into", copy_a_part)
-        patch.setattr(f"{SHARD_FILE}.os", Traced(os, Calls(errno.EIO, "ftruncate", when=lambda: not truncates)))
+        patch.setattr(
+            f"{SHARD_FILE}.os",
+            Traced(os, Calls(errno.EIO, "ftruncate", when=lambda: not truncates)),
+        )
         with pytest.raises(SinkError, match="ENOSPC"):
             put(file, 300)
     if truncates:
@@ -142,7 +157,9 @@ def test_where_the_kernel_cannot_copy_rows_are_copied_all_the_same(
     assert members(tmp_path) == [path.name]
 
 
-def test_a_shard_is_sealed_although_somebody_has_removed_the_hidden_directory(sink: ShardSink, tmp_path: Path) -> None:
+def test_a_shard_is_sealed_although_somebody_has_removed_the_hidden_directory(
+    sink: ShardSink, tmp_path: Path
+) -> None:
     before = publish(sink, tmp_path, "before")
     shutil.rmtree(next(tmp_path.glob(".hsx-*")))
     after = publish(sink, tmp_path, "after")
@@ -171,7 +188,8 @@ def _cut_off(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "how"), [*itertools.product(("tar", "jsonl"), (Path.unlink, _moved, _replaced)), ("jsonl", _cut_off)]
+    ("suffix", "how"),
+    [*itertools.product(("tar", "jsonl"), (Path.unlink, _moved, _replaced)), ("jsonl", _cut_off)],
 )
 def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_silence(
     sink: ShardSink,
@@ -188,7 +206,11 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
 
     for name in "ab":  # before a request is appended, in a shard and in a line about its name
         publish(sink, tmp_path, f"before-{name}")
-        chosen = sink.open(name, tmp_path / f"{name}.safetensors", 1) if name == "b" else open_request(sink, tmp_path, name)
+        chosen = (
+            sink.open(name, tmp_path / f"{name}.safetensors", 1)
+            if name == "b"
+            else open_request(sink, tmp_path, name)
+        )
         remove()
         put(chosen, 1)
         assert np.array_equal(rows_of(chosen.path), finite_rows(0, 1))
@@ -199,7 +221,9 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
     assert "was removed or cut off by somebody" in caplog.text
 
 
-def test_what_two_failures_left_of_a_member_is_in_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_failures_left_of_a_member_is_in_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a")
         with monkeypatch.context() as patch:
@@ -215,7 +239,9 @@ def test_what_two_failures_left_of_a_member_is_in_no_other_one(tmp_path: Path, m
     assert [member.tokens for member in Shards(tmp_path).members().values()] == [3, 1]
 
 
-def test_a_shard_is_sealed_before_its_index_is_larger_than_readers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_sealed_before_its_index_is_larger_than_readers_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"{SHARD_FILE}.SEAL_AT", 500)  # a line has some 200 bytes
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         for number in range(9):

@@ -38,7 +38,9 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
     size=st.integers(0, 3 * 8**11),
     start=st.integers(0, 40).map(lambda blocks: blocks * BLOCK),
 )
-def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(name: str, size: int, start: int) -> None:
+def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(
+    name: str, size: int, start: int
+) -> None:
     made = headers(start, name, size, 0o640, 1234)
     offset = start + len(made)
     assert offset % PAGE == 0
@@ -60,21 +62,35 @@ def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(nam
 
 @settings(max_examples=depth(120))
 @given(st.randoms(use_true_random=False))
-def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(luck: random.Random) -> None:
+def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(
+    luck: random.Random,
+) -> None:
     """Requests run at the same time, shards are small, rows are removed; they may be fp8."""
     with tempfile.TemporaryDirectory() as directory:
         shard_dir, file_dir = Path(directory, "shards"), Path(directory, "files")
-        options = FileOptions(checksum=luck.choice(["crc32c", "none"]), durability=luck.choice(["none", "none", "fdatasync"]))
+        options = FileOptions(
+            checksum=luck.choice(["crc32c", "none"]),
+            durability=luck.choice(["none", "none", "fdatasync"]),
+        )
         row_format = replace(FORMAT, quantization=luck.choice(["none", "none", "fp8"]))
-        names = [luck.choice(["", "", "x/", "folder/" + "y" * 150 + "/"]) + f"r{i}.safetensors" for i in range(luck.randint(1, 6))]
+        names = [
+            luck.choice(["", "", "x/", "folder/" + "y" * 150 + "/"]) + f"r{i}.safetensors"
+            for i in range(luck.randint(1, 6))
+        ]
         with (
-            ShardSink(shard_dir, row_format, options, shard_bytes=luck.choice([1, 20_000, 60_000])) as shards,
+            ShardSink(
+                shard_dir, row_format, options, shard_bytes=luck.choice([1, 20_000, 60_000])
+            ) as shards,
             FileSink(file_dir, row_format, options) as files,
         ):
             running: list[Iterator[None]] = []
             for serial in range(luck.randint(1, 14)):
-                name = names[serial % len(names)] if luck.random() < 0.7 else f"n{serial}.safetensors"
-                running.append(life(luck, [(shards, shard_dir), (files, file_dir)], f"{serial}", name))
+                name = (
+                    names[serial % len(names)] if luck.random() < 0.7 else f"n{serial}.safetensors"
+                )
+                running.append(
+                    life(luck, [(shards, shard_dir), (files, file_dir)], f"{serial}", name)
+                )
                 while running and luck.random() < 0.8:
                     step(luck, running)
                 if luck.random() < 0.2:
@@ -91,7 +107,9 @@ def step(luck: random.Random, running: list[Iterator[None]]) -> None:
         running.remove(one)
 
 
-def life(luck: random.Random, sinks: list[tuple[ShardSink | FileSink, Path]], request_id: str, name: str) -> Iterator[None]:
+def life(
+    luck: random.Random, sinks: list[tuple[ShardSink | FileSink, Path]], request_id: str, name: str
+) -> Iterator[None]:
     """Serve a request with each of the sinks, a step at a time."""
     tokens = luck.choice([0, 1, luck.randint(2, 30), luck.randint(2, 600)])
     grows = luck.random() < 0.4
@@ -123,13 +141,18 @@ def life(luck: random.Random, sinks: list[tuple[ShardSink | FileSink, Path]], re
 
 
 def check_same(shard_dir: Path, file_dir: Path, *, sealed: bool) -> None:
-    expected = {path.relative_to(file_dir).as_posix(): path.read_bytes() for path in file_dir.rglob("*.safetensors")}
+    expected = {
+        path.relative_to(file_dir).as_posix(): path.read_bytes()
+        for path in file_dir.rglob("*.safetensors")
+    }
     stems = walked(shard_dir)
     assert list(Shards(shard_dir).members()) == sorted(expected)
     for name, data in expected.items():
         assert member_bytes(shard_dir, name) == data
         assert not (shard_dir / name).exists()
-    companions = {d: {p.relative_to(d).as_posix() for p in d.rglob("*.error")} for d in (shard_dir, file_dir)}
+    companions = {
+        d: {p.relative_to(d).as_posix() for p in d.rglob("*.error")} for d in (shard_dir, file_dir)
+    }
     assert companions[shard_dir] == companions[file_dir]
     assert {p.relative_to(shard_dir).as_posix() for p in shard_dir.rglob("*.lock")} == {
         name.removesuffix(".error") + ".lock" for name in companions[shard_dir]
@@ -146,7 +169,9 @@ def check_manifest(where: Path, stem: str, said: dict[str, int]) -> None:
     published = [line for line in lines if isinstance(line, Member)]
     digest = Digest()
     digest.update((where / f"{stem}.jsonl").read_bytes())
-    assert {key: said[key] for key in ("members", "tokens", "bytes", "index_lines", "index_checksum")} == {
+    assert {
+        key: said[key] for key in ("members", "tokens", "bytes", "index_lines", "index_checksum")
+    } == {
         "members": len(published),
         "tokens": sum(line.tokens for line in published),
         "bytes": sum(line.size for line in published),
@@ -155,10 +180,17 @@ def check_manifest(where: Path, stem: str, said: dict[str, int]) -> None:
     }
     assert said["sealed_by"] == "server"
     if published:
-        assert (said["model"], said["layer_ids"], said["dtype"], said["row_shape"]) == ("tiny", [2, 0, 3], "BF16", [3, 8])
+        assert (said["model"], said["layer_ids"], said["dtype"], said["row_shape"]) == (
+            "tiny",
+            [2, 0, 3],
+            "BF16",
+            [3, 8],
+        )
 
 
-def test_a_line_of_the_index_says_what_the_member_is_and_a_name_of_the_servers_costs_no_other(tmp_path: Path) -> None:
+def test_a_line_of_the_index_says_what_the_member_is_and_a_name_of_the_servers_costs_no_other(
+    tmp_path: Path,
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         path = publish(sink, tmp_path, "a", 5)
     ((stem, (entry,)),) = walked(tmp_path).items()

@@ -17,7 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mooncake_master import MooncakeMaster
 from sink_cases import IN_A_DIRECTORY, IN_A_STORE, QUANTIZED, FileCase, MooncakeCase, SinkCase
-from sink_harness import ENDS, FORMAT, end, finite_rows, join_sleepers, listing, make_rows, put, run_threads, token_ids, wait_for_sleepers
+from sink_harness import (
+    ENDS,
+    FORMAT,
+    end,
+    finite_rows,
+    join_sleepers,
+    listing,
+    make_rows,
+    put,
+    run_threads,
+    token_ids,
+    wait_for_sleepers,
+)
 
 from vllm_ascend_hsx.connector.stats import failure_kind
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
@@ -34,7 +46,9 @@ pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 
 
 @pytest.fixture(scope="module")
-def in_a_store(master: MooncakeMaster, reader: MooncakeReader) -> Iterator[Callable[[str], MooncakeCase]]:
+def in_a_store(
+    master: MooncakeMaster, reader: MooncakeReader
+) -> Iterator[Callable[[str], MooncakeCase]]:
     """The case of a sink in a store, by its quantization."""
     make = functools.cache(lambda quantization: MooncakeCase(master.address, reader, quantization))
     yield make
@@ -59,7 +73,9 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SinkCase]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(case: SinkCase, dtype: str) -> None:
+def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(
+    case: SinkCase, dtype: str
+) -> None:
     rows = torch.randn(5, 3, 8).to(DTYPES[dtype])
     with case.serve(dtype=dtype):
         file = case.open("typed")
@@ -70,19 +86,31 @@ def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(case: SinkCase,
     assert states.hidden_states.dtype == DTYPES[dtype]
     assert torch.equal(states.hidden_states, case.as_read(rows))
     assert states.token_ids.tolist() == token_ids(5).tolist()
-    assert (states.layer_ids, states.num_prompt_tokens, states.metadata["num_output_tokens"]) == ([2, 0, 3], 4, "1")
+    assert (states.layer_ids, states.num_prompt_tokens, states.metadata["num_output_tokens"]) == (
+        [2, 0, 3],
+        4,
+        "1",
+    )
     assert (states.metadata["model"], states.metadata["request_id"]) == ("tiny", "typed")
 
 
 @pytest.mark.parametrize("name", ["of an adapter", "long" * 1500])
 def test_only_a_request_of_an_adapter_names_one(case: SinkCase, name: str) -> None:
-    adapters = {"plain": Adapter(), "adapted": Adapter(name, "0a" * 16), "unknown": Adapter("other"), "plain too": Adapter()}
+    adapters = {
+        "plain": Adapter(),
+        "adapted": Adapter(name, "0a" * 16),
+        "unknown": Adapter("other"),
+        "plain too": Adapter(),
+    }
     for request, adapter in adapters.items():
         put(case.open(request, adapter=adapter), 2)
     for request, adapter in adapters.items():
         metadata = case.load(request).metadata
         assert (metadata.get("lora", ""), metadata.get("lora_weights", "")) == adapter
-        assert ("lora" in metadata, "lora_weights" in metadata) == (bool(adapter.name), bool(adapter.weights))
+        assert ("lora" in metadata, "lora_weights" in metadata) == (
+            bool(adapter.name),
+            bool(adapter.weights),
+        )
 
 
 def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
@@ -100,7 +128,11 @@ def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
 def test_the_weights_that_computed_the_rows_are_read_with_them(case: SinkCase) -> None:
     fingerprint = "0a" * 16
     mixed = [WeightVersion(3, "step 3"), WeightVersion(4, "step 4")]
-    origins = {"one": Origin([WeightVersion(3, "step 3", fingerprint)]), "two": Origin(mixed), "aborted": Origin(mixed, is_aborted=True)}
+    origins = {
+        "one": Origin([WeightVersion(3, "step 3", fingerprint)]),
+        "two": Origin(mixed),
+        "aborted": Origin(mixed, is_aborted=True),
+    }
     for name, origin in origins.items():
         file = case.open(name)
         file.origin = origin
@@ -113,16 +145,22 @@ def test_the_weights_that_computed_the_rows_are_read_with_them(case: SinkCase) -
 
 @settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_rows(case: SinkCase, data: st.DataObject) -> None:
+def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_rows(
+    case: SinkCase, data: st.DataObject
+) -> None:
     tokens = data.draw(st.integers(1, 24), "tokens")
     span = st.tuples(st.integers(0, 28), st.integers(0, 9), st.integers(0, 3))
-    writes = [(a, a + n, version) for a, n, version in data.draw(st.lists(span, max_size=12), "spans")]
+    writes = [
+        (a, a + n, version) for a, n, version in data.draw(st.lists(span, max_size=12), "spans")
+    ]
     cuts = sorted({0, tokens, *data.draw(st.lists(st.integers(0, tokens), max_size=4), "cuts")})
     covering = [(a, b, data.draw(st.integers(0, 3))) for a, b in itertools.pairwise(cuts)]
     writes = data.draw(st.permutations(writes + covering), "order")
     expected = np.zeros((40, *FORMAT.row_shape), np.uint16)
     name = f"any-{next(NUMBERS)}"
-    file = case.open(name, data.draw(st.sampled_from([0, tokens, tokens + 9]), "expected"))  # the last draw: what is opened is ended
+    file = case.open(
+        name, data.draw(st.sampled_from([0, tokens, tokens + 9]), "expected")
+    )  # the last draw: what is opened is ended
     for first, last, version in writes:
         rows = expected[first:last] = finite_rows(first, last, version)
         file.write(first, memoryview(rows) if rows.size and version % 2 else rows)
@@ -166,9 +204,13 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("label", NO_ROWS)
-def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(case: SinkCase, label: str) -> None:
+def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(
+    case: SinkCase, label: str
+) -> None:
     file = case.open("mistaken")
-    with pytest.raises(ValueError, match=r"not C-contiguous|bytes at position -?\d are not rows of 48 bytes"):
+    with pytest.raises(
+        ValueError, match=r"not C-contiguous|bytes at position -?\d are not rows of 48 bytes"
+    ):
         file.write(*NO_ROWS[label])
     put(file, 2)
     assert case.has("mistaken", finite_rows(0, 2))
@@ -179,7 +221,9 @@ def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(case: S
 
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothing(case: SinkCase, how: str, rows: int) -> None:
+def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothing(
+    case: SinkCase, how: str, rows: int
+) -> None:
     file = case.open("once", 3)
     assert case.outcome("once") is None
     if rows or how == "commit":
@@ -191,12 +235,17 @@ def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothi
         assert case.has("once", finite_rows(0, 3))
     else:
         assert case.outcome("once") == ("as a test" if how == "fail" else None)
-    assert case.traces("once") == {"commit": case.published, "fail": case.failed, "discard": set()}[how]
+    assert (
+        case.traces("once")
+        == {"commit": case.published, "fail": case.failed, "discard": set()}[how]
+    )
 
 
 @pytest.mark.parametrize("earlier", ["fail", "discard"])
 @pytest.mark.parametrize("later", ENDS)
-def test_name_of_a_request_without_rows_is_used_again(case: SinkCase, earlier: str, later: str) -> None:
+def test_name_of_a_request_without_rows_is_used_again(
+    case: SinkCase, earlier: str, later: str
+) -> None:
     """From `open` on: where the server dies then, this is what stays."""
     first = case.open("again")
     first.write(0, finite_rows(0, 5, version=1))
@@ -206,7 +255,10 @@ def test_name_of_a_request_without_rows_is_used_again(case: SinkCase, earlier: s
     assert case.traces("again") <= {"lock", "hidden file"}
     second.write(0, finite_rows(0, 2, version=2))
     end(second, later, 2)
-    assert case.traces("again") == {"commit": case.published, "fail": case.failed, "discard": set()}[later]
+    assert (
+        case.traces("again")
+        == {"commit": case.published, "fail": case.failed, "discard": set()}[later]
+    )
     if later == "commit":
         assert case.has("again", finite_rows(0, 2, version=2))
 
@@ -237,10 +289,14 @@ def test_no_end_keeps_memory_or_descriptors(case: SinkCase) -> None:
         if turn % 2 or how == "commit":
             file.write(0, finite_rows(0, 2))
         end(file, how)
-        assert case.held() <= before + (1 if case.spare_fds else 0), "a hidden file for the next request"
+        assert case.held() <= before + (1 if case.spare_fds else 0), (
+            "a hidden file for the next request"
+        )
 
 
-def test_a_failure_that_overtakes_writes_keeps_its_memory_until_the_file_is_closed(case: SinkCase) -> None:
+def test_a_failure_that_overtakes_writes_keeps_its_memory_until_the_file_is_closed(
+    case: SinkCase,
+) -> None:
     before = case.held()
     file = case.open("overtaken", 5)
     file.write(0, finite_rows(0, 2))
@@ -252,11 +308,15 @@ def test_a_failure_that_overtakes_writes_keeps_its_memory_until_the_file_is_clos
     assert case.traces("overtaken") == case.failed
 
 
-def test_a_request_for_which_there_is_no_room_fails_alone(case: SinkCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_which_there_is_no_room_fails_alone(
+    case: SinkCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directory_module, "is_in_memory", lambda fd: False)
     with case.serve():  # it looks at its filesystem anew
         other = case.open("small")
-        with pytest.raises(SinkError, match=r"ENOSPC|EFBIG|mooncake\.local_buffer_size=4194304 .* are free") as failure:
+        with pytest.raises(
+            SinkError, match=r"ENOSPC|EFBIG|mooncake\.local_buffer_size=4194304 .* are free"
+        ) as failure:
             large = case.open("large", 1 << 45)
             try:
                 large.write(0, finite_rows(0, 1))
@@ -275,7 +335,9 @@ def test_a_reader_that_waits_is_let_go_when_the_request_ends(case: SinkCase, how
 
     def read() -> None:
         try:
-            found.append(case.load("awaited", 30 if how != "discard" or isinstance(case, FileCase) else 0.05))
+            found.append(
+                case.load("awaited", 30 if how != "discard" or isinstance(case, FileCase) else 0.05)
+            )
         except (HiddenStatesError, FileNotFoundError, TimeoutError) as error:
             found.append(error)
 
@@ -313,7 +375,11 @@ def test_closing_the_sink_fails_what_is_open_and_nothing_else(case: SinkCase) ->
         overtaken.close()
     finally:
         case.sink = shared
-    assert [case.outcome(name) for name in ("rows", "no-rows", "overtaken")] == [SERVER_STOPPED, SERVER_STOPPED, "too slow"]
+    assert [case.outcome(name) for name in ("rows", "no-rows", "overtaken")] == [
+        SERVER_STOPPED,
+        SERVER_STOPPED,
+        "too slow",
+    ]
     assert case.has("done", finite_rows(0, 1))
     assert case.held() == before
     if isinstance(case, FileCase):

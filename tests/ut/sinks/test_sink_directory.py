@@ -48,7 +48,9 @@ def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) 
     ],
     ids=ascii,
 )
-def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_remedy(path: str, problem: str) -> None:
+def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_remedy(
+    path: str, problem: str
+) -> None:
     before = open_fds()
     for use in (check_directory, lambda path: FileSink(path, FORMAT)):
         with pytest.raises(UserError) as raised:
@@ -72,12 +74,17 @@ def test_a_directory_of_another_user_is_refused() -> None:
              "except UserError as error: print(error)", directory],
             capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source},
         )  # fmt: skip
-        assert result.stdout.startswith(f"shared_storage_path={directory!r} cannot be written: Permission denied. Make it writable")
+        assert result.stdout.startswith(
+            f"shared_storage_path={directory!r} cannot be written: Permission denied. Make it "
+            "writable"
+        )
         assert listing(Path(directory)) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     monkeypatch.setattr(lock_module, "fcntl", Traced(lock_module.fcntl, Calls(code, "flock")))
     with pytest.raises(UserError, match="without flock.*use_synchronization_lock"):
         check_directory(tmp_path)
@@ -85,8 +92,13 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Pa
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize(("failing", "direct"), [("pwrite", False), ("pwrite", True), ("rename", False), ("mkdir", False)])
-def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("failing", "direct"),
+    [("pwrite", False), ("pwrite", True), ("rename", False), ("mkdir", False)],
+)
+def test_a_full_filesystem_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool
+) -> None:
     before = open_fds()
     for module in (directory_module, workspace_module):
         monkeypatch.setattr(module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
@@ -119,7 +131,9 @@ def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
     ids=ascii,
 )
-def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(
+    tmp_path: Path, path: str
+) -> None:
     directory = tmp_path / "storage"
     with FileSink(directory, FORMAT) as sink:
         (directory / "sub").mkdir()
@@ -133,7 +147,9 @@ def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(t
     assert listing(directory / "sub") == []
 
 
-def test_a_relative_directory_stays_where_it_was_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_stays_where_it_was_when_the_process_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with FileSink(Path("storage"), FORMAT) as sink:
         monkeypatch.chdir("/")
@@ -144,8 +160,14 @@ def test_a_relative_directory_stays_where_it_was_when_the_process_moves(tmp_path
 
 
 @settings(max_examples=80)
-@given(st.text(st.characters(exclude_categories=()), max_size=60) | st.text("./\0~a", max_size=20) | st.just("x" * 10_000))
-def test_whatever_a_request_is_called_its_file_is_in_the_directory_and_nothing_else_is(request_id: str) -> None:
+@given(
+    st.text(st.characters(exclude_categories=()), max_size=60)
+    | st.text("./\0~a", max_size=20)
+    | st.just("x" * 10_000)
+)
+def test_whatever_a_request_is_called_its_file_is_in_the_directory_and_nothing_else_is(
+    request_id: str,
+) -> None:
     with tempfile.TemporaryDirectory() as above:
         directory = Path(above, "storage")
         with FileSink(directory, FORMAT) as sink:
@@ -172,22 +194,36 @@ def test_request_whose_directory_was_replaced_fails_and_frees_both(tmp_path: Pat
             end(under_way, "commit")
         put(sink.open("a", directory / "a.safetensors"), 3)
         with FileSink(directory, FORMAT):
-            assert len([name for name in os.listdir(directory) if name.startswith(".")]) == 2, "both hidden directories are held"
+            assert len([name for name in os.listdir(directory) if name.startswith(".")]) == 2, (
+                "both hidden directories are held"
+            )
     assert not [name for name in os.listdir(directory) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("use_lock", [False, True])
-def test_a_server_whose_hidden_directory_was_removed_makes_another_one_with_and_without_locks(tmp_path: Path, use_lock: bool) -> None:
+def test_a_server_whose_hidden_directory_was_removed_makes_another_one_with_and_without_locks(
+    tmp_path: Path, use_lock: bool
+) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=use_lock)) as sink:
         shutil.rmtree(tmp_path / workspace_name(sink.token, use_lock))
         path = put(sink.open("r", tmp_path / "r.safetensors"), 2)
     assert load(path, 0, verify=True).token_ids.shape == (2,)
 
 
-def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(tmp_path: Path) -> None:
+def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(
+    tmp_path: Path,
+) -> None:
     of_storage, of_team = (4321, 1234) if os.geteuid() == 0 else (os.getgroups() * 2)[:2]
-    storage, team, plain = tmp_path / "storage", tmp_path / "storage/team", tmp_path / "storage/plain"
-    for folder, gid, mode in ((storage, of_storage, 0o2770), (team, of_team, 0o2770), (plain, of_team, 0o770)):
+    storage, team, plain = (
+        tmp_path / "storage",
+        tmp_path / "storage/team",
+        tmp_path / "storage/plain",
+    )
+    for folder, gid, mode in (
+        (storage, of_storage, 0o2770),
+        (team, of_team, 0o2770),
+        (plain, of_team, 0o770),
+    ):
         folder.mkdir()
         os.chown(folder, -1, gid)
         folder.chmod(mode)
@@ -196,7 +232,9 @@ def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(t
             put(sink.open("r", folder / "r.safetensors"), 1)
             sink.open("failed", folder / "failed.safetensors").fail("x")
             (folder / "made there").touch()
-            assert {path.stat().st_gid for path in folder.iterdir() if path.is_file()} == {(folder / "made there").stat().st_gid}
+            assert {path.stat().st_gid for path in folder.iterdir() if path.is_file()} == {
+                (folder / "made there").stat().st_gid
+            }
         os.chown(storage, -1, of_team)
         assert put(sink.open("later", storage / "later.safetensors"), 1).stat().st_gid == of_team
 
@@ -221,7 +259,9 @@ def test_a_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=use_lock)) as sink:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", as_if_mounted)
-            with pytest.raises(SinkError, match=r"on another filesystem than the storage directory \(EXDEV\)"):
+            with pytest.raises(
+                SinkError, match=r"on another filesystem than the storage directory \(EXDEV\)"
+            ):
                 sink.open("r", mounted / "r.safetensors")
         sink.open("r", mounted / "r.safetensors").discard()
     assert not open_fds() - before

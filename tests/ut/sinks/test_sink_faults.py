@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from sink_cases import IN_A_DIRECTORY, FileCase, ShardCase
-from sink_harness import ENDS, FORMAT, end, finite_rows, listing, put, reason_of, token_ids, walked, write_in_flight
+from sink_harness import (
+    ENDS,
+    FORMAT,
+    end,
+    finite_rows,
+    listing,
+    put,
+    reason_of,
+    token_ids,
+    walked,
+    write_in_flight,
+)
 from tracing import Calls, trace
 
 from vllm_ascend_hsx.connector.stats import failure_kind
@@ -36,7 +47,9 @@ def in_directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fil
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_the_lock_is_held_until_the_request_is_decided_also_where_a_child_was_forked(in_directory: FileCase, how: str) -> None:
+def test_the_lock_is_held_until_the_request_is_decided_also_where_a_child_was_forked(
+    in_directory: FileCase, how: str
+) -> None:
     file = in_directory.open("locked")
     assert in_directory.is_locked("locked")
     file.write(0, finite_rows(0, 2))
@@ -80,16 +93,23 @@ def test_a_failure_overtakes_a_write_that_hangs_and_the_caller_closes_the_file(
         put(in_directory.open("next"), 4, version=3)
     file.close()
     assert in_directory.traces("slow") == in_directory.failed
-    assert in_directory.has("next", finite_rows(0, 4, version=3)), "not those of the write that hung"
+    assert in_directory.has("next", finite_rows(0, 4, version=3)), (
+        "not those of the write that hung"
+    )
     assert in_directory.held() - before <= in_directory.spare_fds
 
 
-def test_a_full_disk_fails_the_request_with_the_systems_reason(in_directory: FileCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_the_request_with_the_systems_reason(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, other = in_directory.open("full"), in_directory.open("other")
     file.write(0, finite_rows(0, 2))
     with monkeypatch.context() as patch:
         trace(patch, Calls(errno.ENOSPC, "pwrite"))
-        with pytest.raises(SinkError, match=r"rows \[2, 4\) could not be written: No space left on device \(ENOSPC\)") as failure:
+        with pytest.raises(
+            SinkError,
+            match=r"rows \[2, 4\) could not be written: No space left on device \(ENOSPC\)",
+        ) as failure:
             file.write(2, finite_rows(2, 4))
     assert failure_kind(failure.value) == "ENOSPC"
     put(other, 4)
@@ -122,7 +142,9 @@ def test_fault_while_a_used_name_is_refused_leaves_its_rows_and_no_reason(
     assert in_directory.traces("folder/used") == traces
 
 
-def test_rows_that_could_not_be_written_can_be_written_again(in_directory: FileCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_could_not_be_written_can_be_written_again(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = in_directory.open("again")
     with monkeypatch.context() as patch:
         trace(patch, Calls(errno.EIO, "open", "pwrite"))
@@ -154,10 +176,17 @@ def test_a_directory_removed_under_the_server_fails_requests_until_it_is_back(
 
 
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("earlier", [False, True], ids=["new directories", "directories and a name of a failed request"])
+@pytest.mark.parametrize(
+    "earlier", [False, True], ids=["new directories", "directories and a name of a failed request"]
+)
 @pytest.mark.parametrize("label", IN_A_DIRECTORY)
 def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leaks_nothing(
-    tmp_path: Path, label: str, earlier: bool, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    label: str,
+    earlier: bool,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is reported as published is there and right, nothing else is, and others go on."""
     for nth in itertools.count(1):
@@ -185,7 +214,9 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
             if raised is not None:
                 assert "EIO" in raised.reason
                 if file is not None or "a directory on the way" not in raised.reason:
-                    assert reason_of(case.path(name)) == raised.reason, "a response that has left already names the path"
+                    assert reason_of(case.path(name)) == raised.reason, (
+                        "a response that has left already names the path"
+                    )
             elif ending < nth <= len(calls.made):
                 assert "EIO" in caplog.text, "a fault that changes nothing is in the log"
             if committed:
@@ -200,8 +231,12 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
             remove(case.path(name))
             case.open(name).discard()
         assert case.held() == 0
-        assert all(case.has(other, finite_rows(0, 3, version)) for version, other in enumerate(others, 1))
-        assert len(list(case.where.glob("hsx-*.json"))) == len(walked(case.where)), "what could not be sealed is sealed at the end"
+        assert all(
+            case.has(other, finite_rows(0, 3, version)) for version, other in enumerate(others, 1)
+        )
+        assert len(list(case.where.glob("hsx-*.json"))) == len(walked(case.where)), (
+            "what could not be sealed is sealed at the end"
+        )
         assert not list(case.where.glob(".*")), "no server may ever start there"
         if not calls.failed:
             break
@@ -215,7 +250,9 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize(("mode", "lock_mode"), [(0o640, 0o660), (0o600, 0o600), (0o644, 0o666)])
 @pytest.mark.parametrize("make", [FileCase, ShardCase])
-def test_file_modes_are_as_asked_whatever_the_umask(tmp_path: Path, make: type[FileCase], mode: int, lock_mode: int, umask: int) -> None:
+def test_file_modes_are_as_asked_whatever_the_umask(
+    tmp_path: Path, make: type[FileCase], mode: int, lock_mode: int, umask: int
+) -> None:
     """Readers of the data can open the lock for writing, as speculators does."""
     before = os.umask(umask)
     case = make(tmp_path, mode=mode)
@@ -231,7 +268,9 @@ def test_file_modes_are_as_asked_whatever_the_umask(tmp_path: Path, make: type[F
 
 
 @pytest.mark.parametrize("make", [FileCase, ShardCase])
-def test_without_durability_nothing_waits_for_the_disk(tmp_path: Path, make: type[FileCase], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_durability_nothing_waits_for_the_disk(
+    tmp_path: Path, make: type[FileCase], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = Calls()
     trace(monkeypatch, calls)
     case = make(tmp_path)

@@ -10,7 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from sink_harness import FORMAT, bits, listing, make_rows, open_request, publish, put, reason_of, token_ids
+from sink_harness import (
+    FORMAT,
+    bits,
+    listing,
+    make_rows,
+    open_request,
+    publish,
+    put,
+    reason_of,
+    token_ids,
+)
 from tracing import trace
 
 from vllm_ascend_hsx.cli import verify
@@ -43,9 +53,14 @@ def test_rows_are_written_from_the_callers_memory_bit_for_bit_and_as_often_as_th
     assert os.stat(file.path).st_size == 4096 + 4 * (FORMAT.row_bytes + 8)
 
 
-def test_reader_keeps_a_file_that_was_removed_and_written_again(sink: FileSink, tmp_path: Path) -> None:
+def test_reader_keeps_a_file_that_was_removed_and_written_again(
+    sink: FileSink, tmp_path: Path
+) -> None:
     path = publish(sink, tmp_path, tokens=6, version=1)
-    earlier, rows = load_file(path), bits(load_file(path)["hidden_states"]).copy()  # mapped by safetensors
+    earlier, rows = (
+        load_file(path),
+        bits(load_file(path)["hidden_states"]).copy(),
+    )  # mapped by safetensors
     remove(path)
     publish(sink, tmp_path, tokens=3, version=2)
     assert len(load(path).token_ids) == 3
@@ -60,7 +75,9 @@ def test_a_reason_comes_with_the_request_that_it_is_of(sink: FileSink, tmp_path:
     assert (error["request_id"], error["reason"]) == ("a-0123abcd", "the device is on fire")
 
 
-def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(tmp_path: Path) -> None:
+def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "chosen.safetensors"
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
         file = sink.open("a", path)
@@ -99,7 +116,11 @@ def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(
 
 @pytest.mark.parametrize("written", [0, 7])
 def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_request_failed(
-    sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: int
+    sink: FileSink,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    written: int,
 ) -> None:
     """Not that the server died, which is alive."""
     file = open_request(sink, tmp_path)
@@ -113,7 +134,10 @@ def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_requ
         file.fail("no room for its rows")
     assert Path(f"{file.path}.error").stat().st_size == 0
     assert f"{file.path}.error stays empty: No space left on device (ENOSPC)" in caplog.text
-    with pytest.raises(HiddenStatesError, match="the request failed, and the storage had no room for the reason: see the server's log"):
+    with pytest.raises(
+        HiddenStatesError,
+        match="the request failed, and the storage had no room for the reason: see the server's log",
+    ):
         load(file.path, 1)
     assert verify.main([str(tmp_path)]) == 1
     open_request(sink, tmp_path).fail("later")

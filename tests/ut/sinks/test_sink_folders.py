@@ -17,7 +17,9 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o2770, 0o1777])
-def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_in(tmp_path: Path, mode: int, umask: int) -> None:
+def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_in(
+    tmp_path: Path, mode: int, umask: int
+) -> None:
     tmp_path.chmod(mode)
     before = os.umask(umask)
     try:
@@ -28,11 +30,15 @@ def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_
                 sink.open("r", tmp_path / f"{name}.safetensors").fail("x")
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "new/inner", "kept")]
+    modes = [
+        stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "new/inner", "kept")
+    ]
     assert modes == [mode, mode, kept], "what was there before keeps its mode"
 
 
-def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     real = os.fsync
 
@@ -41,7 +47,11 @@ def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(t
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    for durability, expected in (("none", []), ("fdatasync", [".", "a", "a/b"]), ("fdatasync", [".", "a", "a/b"])):
+    for durability, expected in (
+        ("none", []),
+        ("fdatasync", [".", "a", "a/b"]),
+        ("fdatasync", [".", "a", "a/b"]),
+    ):
         with FileSink(tmp_path, FORMAT, FileOptions(durability=durability)) as sink:
             synced.clear()
             path = put(sink.open("r", tmp_path / "a" / "b" / "r.safetensors"), 2)
@@ -63,7 +73,9 @@ def test_files_of_one_name_in_different_directories_are_different_files(tmp_path
             assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
 
 
-def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.mkdir
     made = 0
 
@@ -79,6 +91,8 @@ def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_en
         limit = 4
         sink.open("patient", tmp_path / "a" / "r.safetensors").discard()
         limit = 10_000
-        with pytest.raises(SinkError, match=r"a directory on the way to it cannot be entered: .*\(ENOENT\)"):
+        with pytest.raises(
+            SinkError, match=r"a directory on the way to it cannot be entered: .*\(ENOENT\)"
+        ):
             sink.open("unlucky", tmp_path / "b" / "r.safetensors")
         assert made < 30

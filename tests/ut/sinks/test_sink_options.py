@@ -29,7 +29,9 @@ from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
-FORMAT = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
+FORMAT = RowFormat(
+    layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny"
+)  # 2,048 bytes a row
 
 
 def tokens(count: int) -> np.ndarray:
@@ -41,8 +43,12 @@ class Aligned:
 
     def __init__(self, row_format: RowFormat, count: int) -> None:
         self._pages = mmap.mmap(-1, max(PAGE, count * row_format.row_bytes))
-        self.rows = np.frombuffer(self._pages, np.uint8)[: count * row_format.row_bytes].reshape(count, -1)
-        self.rows[:] = np.random.default_rng(count).integers(0, 255, self.rows.shape, dtype=np.uint8)
+        self.rows = np.frombuffer(self._pages, np.uint8)[: count * row_format.row_bytes].reshape(
+            count, -1
+        )
+        self.rows[:] = np.random.default_rng(count).integers(
+            0, 255, self.rows.shape, dtype=np.uint8
+        )
 
 
 def open_file(sink: FileSink, where: Path, expected: int = 0, name: str = "a") -> RequestFile:
@@ -66,11 +72,15 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_befor
         file.write(0, Aligned(FORMAT, 2).rows)
         trace(monkeypatch, calls)
         file.commit(tokens(2), 2)
-        order = [call for call in calls.made if call in ("pwrite", "fdatasync", "link", "fsync", "flock")]
+        order = [
+            call for call in calls.made if call in ("pwrite", "fdatasync", "link", "fsync", "flock")
+        ]
     assert order == ["pwrite", "pwrite", "fdatasync", "link", "fsync", "flock"]
 
 
-def test_a_file_whose_name_may_be_lost_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_name_may_be_lost_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
         file = open_file(sink, tmp_path, 2)
         file.write(0, Aligned(FORMAT, 2).rows)
@@ -83,7 +93,9 @@ def test_a_file_whose_name_may_be_lost_is_not_shown(tmp_path: Path, monkeypatch:
 # Direct I/O
 
 
-def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All rows are aligned to the 512 bytes of the filesystem but those in ordinary memory."""
     bypassed: list[bool] = []
     real = os.pwrite
@@ -139,16 +151,22 @@ def _refuse_to_open(number: int) -> Callable[..., int]:
     return open_
 
 
-def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "open", _refuse_to_open(errno.EINVAL))
     check_directory(tmp_path)
-    with pytest.raises(UserError, match=r'without O_DIRECT: Invalid argument\. Set io to "buffered"'):
+    with pytest.raises(
+        UserError, match=r'without O_DIRECT: Invalid argument\. Set io to "buffered"'
+    ):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"))
     assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize("wants", [512, 2048, 4096])
-def test_the_alignment_of_direct_io_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: int) -> None:
+def test_the_alignment_of_direct_io_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: int
+) -> None:
     real = os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -160,7 +178,9 @@ def test_the_alignment_of_direct_io_is_found(tmp_path: Path, monkeypatch: pytest
     assert check_directory(tmp_path, direct=True).alignment == wants
 
 
-def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_that_takes_no_direct_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -170,18 +190,26 @@ def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monk
     assert listing(tmp_path) == []
 
 
-def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, at start."""
     memory, real = memoryview(mmap.mmap(-1, 4 * PAGE)), os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and isinstance(data, memoryview) and data.obj is memory.obj:
+        if (
+            fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+            and isinstance(data, memoryview)
+            and data.obj is memory.obj
+        ):
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     FileSink(tmp_path, FORMAT, FileOptions(), memory).close()
-    with pytest.raises(UserError, match='takes no direct writes: Bad address. Set io to "buffered"'):
+    with pytest.raises(
+        UserError, match='takes no direct writes: Bad address. Set io to "buffered"'
+    ):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"), memory)
     assert listing(tmp_path) == []
 
@@ -189,7 +217,9 @@ def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(tm
 # Room
 
 
-def test_the_first_rows_take_the_room_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rows_take_the_room_of_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
     with FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path, 1000)
@@ -201,7 +231,9 @@ def test_the_first_rows_take_the_room_of_the_whole_file(tmp_path: Path, monkeypa
         file.discard()
 
 
-def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(fd: int, mode: int, offset: int, length: int) -> int:
         storage.ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
@@ -213,7 +245,9 @@ def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_pa
     assert (status.st_size, status.st_blocks) == (1 << 30, 0)
 
 
-def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         assert not check_directory(Path(in_memory)).reserves
         calls = Calls()

@@ -41,7 +41,9 @@ from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
-PAGES = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
+PAGES = RowFormat(
+    layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny"
+)  # 2,048 bytes a row
 
 
 @pytest.fixture
@@ -59,7 +61,9 @@ def manifests(where: Path) -> list[dict[str, int]]:
     return [json.loads(path.read_text()) for path in sorted(where.glob("hsx-*.json"))]
 
 
-def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(tmp_path: Path) -> None:
+def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(
+    tmp_path: Path,
+) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         file = open_request(sink, tmp_path, "images", 3)
         file.placeholders = [Placeholder("image", 0, 2)]
@@ -69,7 +73,9 @@ def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(tmp
 
 
 @pytest.mark.parametrize("how", ["fail", "discard"])
-def test_a_request_that_fails_or_is_aborted_takes_no_space_in_a_shard(tmp_path: Path, how: str) -> None:
+def test_a_request_that_fails_or_is_aborted_takes_no_space_in_a_shard(
+    tmp_path: Path, how: str
+) -> None:
     with ShardSink(tmp_path, PAGES, shard_bytes=1 << 30) as sink:
         doomed = open_request(sink, tmp_path, "a", 2000)
         doomed.write(0, np.ones((2000, PAGES.row_bytes), np.uint8))
@@ -84,7 +90,11 @@ def test_hidden_files_serve_one_request_after_the_other_but_large_ones_are_remov
         return [name for name in listing(tmp_path) if name.startswith(".")]
 
     for tokens in (50, 3, 0, 80):  # shorter ones keep nothing of the longer ones
-        path = put(open_request(sink, tmp_path, f"r{tokens}", tokens * (tokens != 3)), tokens, version=tokens)
+        path = put(
+            open_request(sink, tmp_path, f"r{tokens}", tokens * (tokens != 3)),
+            tokens,
+            version=tokens,
+        )
         assert np.array_equal(rows_of(path), finite_rows(0, tokens, tokens))
         assert len(hidden()) == 1
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard._LARGEST_SPARE", 10_000)
@@ -124,7 +134,9 @@ def test_a_shard_is_sealed_with_the_request_that_fills_it(tmp_path: Path) -> Non
     with ShardSink(tmp_path, FORMAT, shard_bytes=30_000) as sink:
         for i in range(20):
             publish(sink, tmp_path, f"r{i}", 10)
-            sealed = [path.with_suffix(".json").exists() for path in sorted(tmp_path.glob("hsx-*.tar"))]
+            sealed = [
+                path.with_suffix(".json").exists() for path in sorted(tmp_path.glob("hsx-*.tar"))
+            ]
             assert all(sealed[:-1])
         stems = sorted(walked(tmp_path))
         assert [stem[-6:] for stem in stems] == [f"{i:06d}" for i in range(len(stems))]
@@ -146,7 +158,9 @@ def test_a_request_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> Non
 # Threads and servers
 
 
-@pytest.mark.parametrize("options", [FileOptions(), FileOptions(io="direct")], ids=["buffered", "direct"])
+@pytest.mark.parametrize(
+    "options", [FileOptions(), FileOptions(io="direct")], ids=["buffered", "direct"]
+)
 def test_many_threads_write_many_requests(tmp_path: Path, options: FileOptions) -> None:
     threads, each = 8, 25
 
@@ -155,7 +169,9 @@ def test_many_threads_write_many_requests(tmp_path: Path, options: FileOptions) 
         for i in range(each):
             tokens = luck.randint(1, 60)
             file = open_request(sink, tmp_path, f"r{rank}.{i}", luck.choice([0, tokens]))
-            rows = np.frombuffer(mmap.mmap(-1, tokens * PAGES.row_bytes), np.uint8).reshape(tokens, -1)
+            rows = np.frombuffer(mmap.mmap(-1, tokens * PAGES.row_bytes), np.uint8).reshape(
+                tokens, -1
+            )
             rows[:] = np.random.default_rng([rank, i]).integers(0, 255, rows.shape, dtype=np.uint8)
             for first in luck.sample(range(0, tokens, 7), len(range(0, tokens, 7))):
                 file.write(first, rows[first : first + 7])
@@ -170,12 +186,19 @@ def test_many_threads_write_many_requests(tmp_path: Path, options: FileOptions) 
         rank, i = map(int, name[1:].split("-")[0].split("."))
         states = load(tmp_path / name, 0, verify=True)
         tokens = len(states.token_ids)
-        rows = np.random.default_rng([rank, i]).integers(0, 255, (tokens, PAGES.row_bytes), dtype=np.uint8)
-        assert np.array_equal(states.hidden_states.view(torch.uint8).reshape(tokens, -1).numpy(), rows)
+        rows = np.random.default_rng([rank, i]).integers(
+            0, 255, (tokens, PAGES.row_bytes), dtype=np.uint8
+        )
+        assert np.array_equal(
+            states.hidden_states.view(torch.uint8).reshape(tokens, -1).numpy(), rows
+        )
 
 
 def test_two_servers_in_one_directory_have_shards_of_their_own(tmp_path: Path) -> None:
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as one, ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as two:
+    with (
+        ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as one,
+        ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as two,
+    ):
         for i in range(5):
             publish(one, tmp_path, f"one{i}", version=1)
             publish(two, tmp_path, f"two{i}", version=2)
@@ -213,7 +236,9 @@ def test_gnu_tar_and_webdataset_read_a_sealed_shard(tmp_path: Path) -> None:
     expected = [member_bytes(tmp_path, path.name) for path in paths]
     out = tmp_path / "out"
     out.mkdir()
-    done = subprocess.run(["tar", "-xf", tar, "-C", out], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["tar", "-xf", tar, "-C", out], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     assert listing(out) == [path.name for path in paths]
     assert [(out / path.name).read_bytes() for path in paths] == expected
@@ -224,7 +249,9 @@ def test_gnu_tar_and_webdataset_read_a_sealed_shard(tmp_path: Path) -> None:
     assert [sample["safetensors"] for sample in samples] == expected
 
 
-def test_a_name_whose_rows_were_removed_goes_to_another_shard_so_that_webdataset_reads_each(tmp_path: Path) -> None:
+def test_a_name_whose_rows_were_removed_goes_to_another_shard_so_that_webdataset_reads_each(
+    tmp_path: Path,
+) -> None:
     import webdataset
 
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -232,6 +259,13 @@ def test_a_name_whose_rows_were_removed_goes_to_another_shard_so_that_webdataset
             remove(tmp_path / f"{name}-0123abcd.safetensors")
             publish(sink, tmp_path, name, tokens)
     tars = sorted(str(path) for path in tmp_path.glob("*.tar"))
-    keys = [[sample["__key__"] for sample in webdataset.WebDataset(tar, shardshuffle=False)] for tar in tars]
-    assert [[key.partition("-")[0] for key in each] for each in keys] == [["a", "b"], ["a", "c"], ["a"]]
+    keys = [
+        [sample["__key__"] for sample in webdataset.WebDataset(tar, shardshuffle=False)]
+        for tar in tars
+    ]
+    assert [[key.partition("-")[0] for key in each] for each in keys] == [
+        ["a", "b"],
+        ["a", "c"],
+        ["a"],
+    ]
     assert sorted(member.tokens for member in Shards(tmp_path).members().values()) == [2, 4, 5]

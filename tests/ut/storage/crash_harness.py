@@ -63,7 +63,15 @@ class Arena:
         shards: whether they make shards instead of files.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 0, together: int = 1, mutation: str = "", shards: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        together: int = 1,
+        mutation: str = "",
+        shards: bool = False,
+    ) -> None:
         self._shards = shards
         self._directory = directory
         self._together = together
@@ -71,7 +79,9 @@ class Arena:
         self._luck = random.Random(seed)
         self._number = seed * 1_000_000
         self._direct = has_direct(directory)
-        self._names = [[f"s{slot}-{index}.safetensors" for index in range(NAMES)] for slot in range(together)]
+        self._names = [
+            [f"s{slot}-{index}.safetensors" for index in range(NAMES)] for slot in range(together)
+        ]
         self._states = {name: EMPTY for names in self._names for name in names}
         self._looked_at: set[str] = set()
         self.problems: list[str] = []
@@ -79,12 +89,15 @@ class Arena:
         self._phases: Counter[str] = Counter()
         self._shared = mmap.mmap(-1, Reader.SIZE)
 
-    def run(self, kills: int, wanted: Mapping[str, int] = MappingProxyType({})) -> dict[str, object]:
+    def run(
+        self, kills: int, wanted: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, object]:
         """Kill servers; return counts of events, "phases" (of killed threads) and "problems".
 
         How far a server gets before a random kill depends on the machine's load. The run therefore
         goes on until each event has happened as often as `wanted`, for up to three times `kills`.
         """
+
         def goes_on() -> bool:
             done = self._counts["kills"]
             missing = any(self._counts[event] < number for event, number in wanted.items())
@@ -108,14 +121,18 @@ class Arena:
         self.problems += os.pread(reader_log, 1 << 20, 0).decode().splitlines()
         self._start_and_stop()
         self._check_shards(dead=True)
-        self.problems += [f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)]
+        self.problems += [
+            f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)
+        ]
         if left := [name for name in os.listdir(self._directory) if name.startswith(".")]:
             self.problems.append(f"hidden files are left when all servers are dead: {left}")
         look = Reader(self._directory, [], self._direct, self._shared)
         self._counts.update(waits=look.count(Reader.WAITS), seen_meanwhile=look.count(Reader.SEEN))
         return self._result()
 
-    def sweep(self, number: int, ends: Sequence[tuple[int, str]], step: int = 1) -> dict[str, object]:
+    def sweep(
+        self, number: int, ends: Sequence[tuple[int, str]], step: int = 1
+    ) -> dict[str, object]:
         """Kill a server at its first system call, then `step` later, until one has stopped.
 
         Each starts among orphans and serves one request after the other; `ends` says for each the
@@ -140,7 +157,11 @@ class Arena:
     def _find(self, number: int, name: str, end: str) -> str:
         """The id of a request with some tokens that ends so."""
         ids = (f"{number}.{serial}.{name}" for serial in itertools.count())
-        return next(each for each in ids if (request := Request.of(each, self._direct)).end == end and request.tokens > 3)
+        return next(
+            each
+            for each in ids
+            if (request := Request.of(each, self._direct)).end == end and request.tokens > 3
+        )
 
     def _result(self) -> dict[str, object]:
         return {**self._counts, "phases": self._phases, "problems": self.problems[:20]}
@@ -150,9 +171,21 @@ class Arena:
     def _fork_next(self, slot: int) -> Life:
         """A server with a number of its own."""
         self._number += 1
-        return self._fork(self._number, slot, self._luck.randint(1, self._luck.choice([60, LONGEST_LIFE])), self._luck.random() < 0.5)
+        return self._fork(
+            self._number,
+            slot,
+            self._luck.randint(1, self._luck.choice([60, LONGEST_LIFE])),
+            self._luck.random() < 0.5,
+        )
 
-    def _fork(self, number: int, slot: int, dies_after: int, kills_itself: bool, request_ids: Sequence[str] = ()) -> Life:
+    def _fork(
+        self,
+        number: int,
+        slot: int,
+        dies_after: int,
+        kills_itself: bool,
+        request_ids: Sequence[str] = (),
+    ) -> Life:
         log_fd = log_in_memory()
         phases = Phases()
 
@@ -161,7 +194,17 @@ class Arena:
                 (MUTATIONS | OF_SHARDS)[self._mutation]()
             contested = CONTESTED if self._together > 1 else ()
             kill_at = dies_after if kills_itself else 0
-            server = Server(self._directory, number, self._names[slot], contested, self._direct, log_fd, phases, kill_at, self._shards)
+            server = Server(
+                self._directory,
+                number,
+                self._names[slot],
+                contested,
+                self._direct,
+                log_fd,
+                phases,
+                kill_at,
+                self._shards,
+            )
             try:
                 if request_ids:
                     server.live_in_order(request_ids)
@@ -175,7 +218,9 @@ class Arena:
     def _fork_reader(self) -> tuple[int, int]:
         log_fd = log_in_memory()
         names = [*(name for names in self._names for name in names), *CONTESTED]
-        return forked(lambda: Reader(self._directory, names, self._direct, self._shared).run(log_fd)), log_fd
+        return forked(
+            lambda: Reader(self._directory, names, self._direct, self._shared).run(log_fd)
+        ), log_fd
 
     def _next(self, lives: list[Life]) -> Life:
         """Return the first server whose time has come; the others go on meanwhile."""
@@ -197,11 +242,16 @@ class Arena:
         waited = bool(self._shared[Reader.WAITING])
         status = self._wait_for_child(life.pid, f"server {life.number}")
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        self._counts.update(kills=killed, by_itself=killed and life.kills_itself, stopped=not killed)
+        self._counts.update(
+            kills=killed, by_itself=killed and life.kills_itself, stopped=not killed
+        )
         if killed:
             self._phases.update(life.phases.now())
         if self._together == 1 and waited:
-            self._counts["let_go"] += self._until(lambda: not self._shared[Reader.WAITING], "a reader sleeps on a lock of a dead server")
+            self._counts["let_go"] += self._until(
+                lambda: not self._shared[Reader.WAITING],
+                "a reader sleeps on a lock of a dead server",
+            )
         log = os.pread(life.log_fd, os.fstat(life.log_fd).st_size, 0).decode()
         os.close(life.log_fd)
         life.events = [line.split("\t") for line in log.splitlines()]
@@ -244,7 +294,9 @@ class Arena:
             if self._together > 1 and WAITING in allowed[name]:
                 allowed[name].add(EMPTY)  # another server has cleaned up
             if state not in allowed[name]:
-                self.problems.append(f"{name}: {state}, expected {allowed[name]} after {life.events[-20:]}")
+                self.problems.append(
+                    f"{name}: {state}, expected {allowed[name]} after {life.events[-20:]}"
+                )
             lock = self._directory / f"{name}{LOCK_SUFFIX}"
             self._until(lambda: is_free(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
         for name in CONTESTED if self._together > 1 else ():
@@ -279,7 +331,9 @@ class Arena:
         except FileNotFoundError:
             return ""
         except Exception as error:  # noqa: BLE001 - any is a finding
-            self.problems.append(f"{path.name} cannot be understood: {type(error).__name__}: {error}")
+            self.problems.append(
+                f"{path.name} cannot be understood: {type(error).__name__}: {error}"
+            )
             return ""
         self._counts["errors_checked"] += 1
         return request_id
@@ -290,7 +344,9 @@ class Arena:
         expected = {name: self._states[name] for name in self._names[life.slot]}
         expected = {name: EMPTY if state == WAITING else state for name, state in expected.items()}
         if self._shards:  # beside rows a lock that nobody holds is left over, too
-            expected = {name: state._replace(lock=state.kind == "error") for name, state in expected.items()}
+            expected = {
+                name: state._replace(lock=state.kind == "error") for name, state in expected.items()
+            }
 
         def is_clean() -> bool:
             self._start_and_stop()
@@ -301,7 +357,11 @@ class Arena:
                 hidden = [name for name in hidden if token and token == token_of_workspace(name)]
             elif hidden:
                 self.problems.append(f"hidden files are left: {hidden}")
-            locks = [name for name, state in expected.items() if (f"{name}{LOCK_SUFFIX}" in names) != state.lock]
+            locks = [
+                name
+                for name, state in expected.items()
+                if (f"{name}{LOCK_SUFFIX}" in names) != state.lock
+            ]
             return not hidden and not locks
 
         # Repeated: a reader, or another server that cleans up, may hold a lock for a moment.
@@ -309,7 +369,11 @@ class Arena:
             self._states.update(expected)
 
     def _start_and_stop(self) -> None:
-        (ShardSink(self._directory, SMALL, shard_bytes=SHARD) if self._shards else FileSink(self._directory, SMALL)).close()
+        (
+            ShardSink(self._directory, SMALL, shard_bytes=SHARD)
+            if self._shards
+            else FileSink(self._directory, SMALL)
+        ).close()
 
     def _check_shards(self, dead: bool) -> None:
         """Check that members are whole, shards can be walked, and those of dead servers are sealed.
@@ -318,8 +382,14 @@ class Arena:
             dead: all servers are.
         """
         if self._luck.random() < 0.1:  # it walks all of them anew
-            self.problems += [f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)]
-        unsealed = [path.name for path in self._directory.glob("hsx-*.tar") if not path.with_suffix(".json").exists()]
+            self.problems += [
+                f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)
+            ]
+        unsealed = [
+            path.name
+            for path in self._directory.glob("hsx-*.tar")
+            if not path.with_suffix(".json").exists()
+        ]
         if dead and unsealed:
             self.problems.append(f"not sealed: {unsealed}")
         if not dead:
@@ -346,7 +416,9 @@ class Arena:
     def _consume(self, slot: int) -> None:
         """Take some files away, as their consumers do."""
         for name in self._names[slot]:
-            if self._luck.random() < 0.3 and not (self._shards and self._states[name].kind == "data"):
+            if self._luck.random() < 0.3 and not (
+                self._shards and self._states[name].kind == "data"
+            ):
                 for suffix in (LOCK_SUFFIX, ERROR_SUFFIX, ""):
                     (self._directory / f"{name}{suffix}").unlink(missing_ok=True)
                 self._states[name] = EMPTY
@@ -354,5 +426,9 @@ class Arena:
 
 if __name__ == "__main__":
     method, directory, arguments = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    own = {key: arguments.pop(key) for key in ("seed", "together", "mutation", "shards") if key in arguments}
+    own = {
+        key: arguments.pop(key)
+        for key in ("seed", "together", "mutation", "shards")
+        if key in arguments
+    }
     print(json.dumps(getattr(Arena(directory, **own), method)(**arguments)))

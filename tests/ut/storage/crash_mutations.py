@@ -43,7 +43,15 @@ def written_under_its_own_name() -> None:
 
     def make_data(self: Any, file: RequestFile) -> DataFile:
         layout = FileLayout(self.row_format, file.request_id)
-        return DataFile(file.storage, file.name, -1, layout, self.options, file.expected_tokens, file.session.filesystem)
+        return DataFile(
+            file.storage,
+            file.name,
+            -1,
+            layout,
+            self.options,
+            file.expected_tokens,
+            file.session.filesystem,
+        )
 
     FileSink.make_data = make_data  # type: ignore[method-assign]
 
@@ -91,7 +99,9 @@ def with_cleaning_that_ignores_the_locks_of_servers() -> None:
     def adopt(parent_fd: int, token: str, remove_empty: bool) -> workspace.Workspace:
         name = names.workspace_name(token)
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent_fd)
-        lock = HeldLock(fd, workspace.LOCK, os.open(workspace.LOCK, os.O_RDONLY | os.O_CREAT, dir_fd=fd))
+        lock = HeldLock(
+            fd, workspace.LOCK, os.open(workspace.LOCK, os.O_RDONLY | os.O_CREAT, dir_fd=fd)
+        )
         return workspace.Workspace(parent_fd, name, token, fd, lock)
 
     workspace.Workspace.adopt = adopt  # type: ignore[method-assign,assignment]
@@ -107,7 +117,9 @@ def with_cleaning_that_ignores_locks() -> None:
 def without_the_lock_of_the_server() -> None:
     """Nobody takes its workspace for an orphan."""
     make = workspace.Workspace.make.__func__  # type: ignore[attr-defined]
-    workspace.Workspace.make = classmethod(lambda cls, fd, use_lock, mode: make(cls, fd, False, mode))  # type: ignore[method-assign,assignment]
+    workspace.Workspace.make = classmethod(
+        lambda cls, fd, use_lock, mode: make(cls, fd, False, mode)
+    )  # type: ignore[method-assign,assignment]
 
 
 # Of shards
@@ -167,7 +179,9 @@ ALONE: dict[str, Callable[[], None]] = _all(
     whose_data_is_not_cut,
     without_the_lock_of_the_server,
 )
-TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_the_locks_of_servers, with_cleaning_that_ignores_locks)
+TOGETHER: dict[str, Callable[[], None]] = _all(
+    with_cleaning_that_ignores_the_locks_of_servers, with_cleaning_that_ignores_locks
+)
 MUTATIONS = ALONE | TOGETHER
 OF_SHARDS: dict[str, Callable[[], None]] = _all(
     with_a_line_before_its_member_is_complete,

@@ -22,7 +22,9 @@ from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
 
 SMALL = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
-PAGES = RowFormat(layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny")  # a page a row, as direct I/O wants it
+PAGES = RowFormat(
+    layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny"
+)  # a page a row, as direct I/O wants it
 
 ENDS = ("commit", "commit", "commit", "commit", "fail", "discard", "never")
 
@@ -55,13 +57,26 @@ class Request:
         row_format, options = settings_of(int(server), direct)
         luck = random.Random(request_id)
         tokens = luck.choice([0, 1, 2, 3, 7, luck.randrange(1, 40)])
-        return cls(request_id, int(server), name, row_format, options, tokens, luck.randint(0, tokens), luck.choice(ENDS))
+        return cls(
+            request_id,
+            int(server),
+            name,
+            row_format,
+            options,
+            tokens,
+            luck.randint(0, tokens),
+            luck.choice(ENDS),
+        )
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.uint16]:
         """Return the rows of positions [first, last); no two rows and no two requests are alike."""
         positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
-        elements = np.arange(self.row_format.row_bytes // 2, dtype=np.uint32).reshape(1, *self.row_format.row_shape)
-        mixed = (positions * 7919 + elements * 104729 + np.uint32(zlib.crc32(self.id.encode()))) * np.uint32(2654435761)
+        elements = np.arange(self.row_format.row_bytes // 2, dtype=np.uint32).reshape(
+            1, *self.row_format.row_shape
+        )
+        mixed = (
+            positions * 7919 + elements * 104729 + np.uint32(zlib.crc32(self.id.encode()))
+        ) * np.uint32(2654435761)
         rows: npt.NDArray[np.uint16] = (mixed >> np.uint32(16)).astype(np.uint16)
         return rows
 
@@ -75,7 +90,9 @@ class Request:
         after the last token.
         """
         luck = random.Random(f"{self.id} spans")
-        cuts = sorted({0, self.tokens, *(luck.randint(0, self.tokens) for _ in range(luck.randrange(4)))})
+        cuts = sorted(
+            {0, self.tokens, *(luck.randint(0, self.tokens) for _ in range(luck.randrange(4)))}
+        )
         spans = [(first, last, False) for first, last in zip(cuts, cuts[1:], strict=False)]
         if luck.random() < 0.5:
             luck.shuffle(spans)
@@ -89,9 +106,13 @@ class Request:
         """Compare a file, or a part of one, with what it must hold. AssertionError, FormatError."""
         header = read_header(fd, offset, size)
         states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
-        assert states.shape == (self.tokens, *self.row_format.row_shape), f"{states.shape}, {self.tokens} tokens expected"
+        assert states.shape == (self.tokens, *self.row_format.row_shape), (
+            f"{states.shape}, {self.tokens} tokens expected"
+        )
         assert states.dtype == "BF16"
-        found = np.frombuffer(os.pread(fd, states.end - states.begin, states.begin), np.uint16).reshape(states.shape)
+        found = np.frombuffer(
+            os.pread(fd, states.end - states.begin, states.begin), np.uint16
+        ).reshape(states.shape)
         assert np.array_equal(found, self.rows(0, self.tokens)), "its rows are wrong"
         found_ids = np.frombuffer(os.pread(fd, ids.end - ids.begin, ids.begin), np.int64)
         assert np.array_equal(found_ids, self.token_ids()), "its token ids are wrong"
@@ -100,7 +121,9 @@ class Request:
         assert end == max(states.end, ids.end), f"{end - offset} bytes"
         if self.options.checksum == "crc32c":
             assert header.metadata["checksum_algorithm"] == ALGORITHM
-            assert header.metadata["checksum"] == checksum_of(os.pread(fd, end - offset, offset)), "its checksum is wrong"
+            assert header.metadata["checksum"] == checksum_of(os.pread(fd, end - offset, offset)), (
+                "its checksum is wrong"
+            )
         else:
             assert "checksum" not in header.metadata
 

@@ -129,7 +129,10 @@ class Server:
         """Serve requests with several threads; returns when it has stopped."""
         sink = self._start()
         jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None] = queue.SimpleQueue()
-        threads = [threading.Thread(target=self._work, args=(index + 1, jobs)) for index in range(self._luck.randint(1, MAX_THREADS - 1))]
+        threads = [
+            threading.Thread(target=self._work, args=(index + 1, jobs))
+            for index in range(self._luck.randint(1, MAX_THREADS - 1))
+        ]
         for thread in threads:
             thread.start()
         for serial in range(self._luck.choice([3, 30, 300])):
@@ -161,7 +164,11 @@ class Server:
         self._enter("start")
         settings = settings_of(self._number, self._direct)
         check_directory(self._directory, direct=settings[1].io == "direct")  # as read_settings does
-        sink = ShardSink(self._directory, *settings, shard_bytes=SHARD) if self._shards else FileSink(self._directory, *settings)
+        sink = (
+            ShardSink(self._directory, *settings, shard_bytes=SHARD)
+            if self._shards
+            else FileSink(self._directory, *settings)
+        )
         self._enter("nothing")
         self._log("started", sink.token)
         return sink
@@ -173,7 +180,9 @@ class Server:
         self._enter("nothing")
         self._log("closed", "")
 
-    def _open(self, sink: FileSink | ShardSink, request_id: str) -> tuple[RequestFile, Request] | None:
+    def _open(
+        self, sink: FileSink | ShardSink, request_id: str
+    ) -> tuple[RequestFile, Request] | None:
         request = Request.of(request_id, self._direct)
         self._log("open", request_id)
         self._enter("open")
@@ -184,7 +193,10 @@ class Server:
             if error.reason == NAME_USED:
                 self._remove_rows(request)
                 return None
-            if request.name not in self._contested or "another request or server is writing" not in error.reason:
+            if (
+                request.name not in self._contested
+                or "another request or server is writing" not in error.reason
+            ):
                 raise
             self._free.put(request.name)
             return None
@@ -204,7 +216,9 @@ class Server:
         self._log("removed", request.id)
         self._free.put(request.name)
 
-    def _work(self, index: int, jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None]) -> None:
+    def _work(
+        self, index: int, jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None]
+    ) -> None:
         """Serve requests, several at a time: a step of one, a step of another."""
         self._this.index = index
         luck = random.Random(f"thread {self._number} {index}")
@@ -212,7 +226,9 @@ class Server:
         more = True
         try:
             while more or active:
-                if more and (not active or (len(active) < 4 and luck.random() < 0.5 and not jobs.empty())):
+                if more and (
+                    not active or (len(active) < 4 and luck.random() < 0.5 and not jobs.empty())
+                ):
                     job = jobs.get()
                     if job is None:
                         more = False
@@ -272,7 +288,9 @@ class Reader:
     STOP, WAITING, WAITS, SEEN = 0, 1, 2, 6
     SIZE = 10
 
-    def __init__(self, directory: Path, names: Sequence[str], direct: bool, shared: mmap.mmap) -> None:
+    def __init__(
+        self, directory: Path, names: Sequence[str], direct: bool, shared: mmap.mmap
+    ) -> None:
         self._directory = directory
         self._names = names
         self._direct = direct

@@ -17,7 +17,13 @@ EMPTY = State("nothing", "", False)
 WAITING = State("nothing", "", True)
 
 
-def replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str], *, keeps_locks: bool) -> None:
+def replay(
+    events: list[list[str]],
+    allowed: dict[str, set[State]],
+    problems: list[str],
+    *,
+    keeps_locks: bool,
+) -> None:
     """Narrow down the states of each file that agree with the events that a server has logged."""
     running: dict[str, str] = {}
     for event, what in events:
@@ -27,7 +33,9 @@ def replay(events: list[list[str]], allowed: dict[str, set[State]], problems: li
             for name, request_id in running.items():
                 allowed[name] |= {State("error", request_id, True)}
         if event == "closed":
-            allowed.update({name: {State("error", request_id, True)} for name, request_id in running.items()})
+            allowed.update(
+                {name: {State("error", request_id, True)} for name, request_id in running.items()}
+            )
         name = what.split(".", 2)[-1]
         if name not in allowed:
             continue
@@ -48,5 +56,11 @@ def replay(events: list[list[str]], allowed: dict[str, set[State]], problems: li
             if event == "commit" and not keeps_locks:
                 allowed[name].add(data._replace(lock=False))
         elif event.endswith(" done"):
-            allowed[name] = {{"commit done": data._replace(lock=keeps_locks), "fail done": error, "discard done": EMPTY}[event]}
+            allowed[name] = {
+                {
+                    "commit done": data._replace(lock=keeps_locks),
+                    "fail done": error,
+                    "discard done": EMPTY,
+                }[event]
+            }
             del running[name]

@@ -20,17 +20,39 @@ HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
 KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by how many servers live at a time
 SHARD_KILLS = {1: depth(300, 2), 3: depth(100, 2)}
-MUTATION_KILLS = 1600  # at most: a mistake that two threads must meet is mostly found by the first ten
+MUTATION_KILLS = (
+    1600  # at most: a mistake that two threads must meet is mostly found by the first ten
+)
 STEP = 1 if is_long() else 3  # of a sweep: system calls from one kill to the next
 
 # Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
 SERVERS = (2, *(pytest.param(number, marks=pytest.mark.long) for number in (4, 6)))
 # Names that are new, have data, have an error; requests that end in each way, or never.
-ENDS = [(0, "commit"), (0, "commit"), (1, "fail"), (1, "commit"), (2, "discard"), (0, "discard"), (3, "never"), (1, "never")]
+ENDS = [
+    (0, "commit"),
+    (0, "commit"),
+    (1, "fail"),
+    (1, "commit"),
+    (2, "discard"),
+    (0, "discard"),
+    (3, "never"),
+    (1, "never"),
+]
 # A start reads an orphan's lock once. When depends on the order of names, which differs from one
 # life to the next, so a sweep may miss that `pread`.
 CALLS = {
-    "start": {"open", "flock", "stat", "fstat", "fchmod", "pwrite", "rename", "unlink", "close", "scandir"},
+    "start": {
+        "open",
+        "flock",
+        "stat",
+        "fstat",
+        "fchmod",
+        "pwrite",
+        "rename",
+        "unlink",
+        "close",
+        "scandir",
+    },
     "open": {"open", "flock", "stat", "fstat", "fchmod", "link", "unlink"},
     "write": {"open", "fchmod", "pwrite"},
     "commit": {"pwrite", "close", "link", "flock", "unlink"},
@@ -59,16 +81,24 @@ def contexts(phases: dict[str, int]) -> set[str]:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", KILLS, ids=["one server", "three servers"])
-def test_what_can_be_seen_is_right_whenever_a_server_is_killed(tmp_path: Path, together: int, request: pytest.FixtureRequest) -> None:
+def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
+    tmp_path: Path, together: int, request: pytest.FixtureRequest
+) -> None:
     asked = request.config.getoption("kills")
     kills = KILLS[together] if asked is None else asked * KILLS[together] // sum(KILLS.values())
     ends = ("commit done", "fail done", "discard done", "stopped")
     wanted = dict.fromkeys(ends, kills // 10)
-    found = play("run", tmp_path / "storage", seed=asked or 0, together=together, kills=kills, wanted=wanted)
+    found = play(
+        "run", tmp_path / "storage", seed=asked or 0, together=together, kills=kills, wanted=wanted
+    )
     assert not found["problems"]
     assert found["kills"] >= kills
-    assert min(found["by_itself"], found["kills"] - found["by_itself"]) > kills // 4, "at a system call, and anywhere"
-    assert contexts(found["phases"]) >= CALLS.keys() - {"close"}  # which is short; the sweeps meet all of it
+    assert min(found["by_itself"], found["kills"] - found["by_itself"]) > kills // 4, (
+        "at a system call, and anywhere"
+    )
+    assert contexts(found["phases"]) >= CALLS.keys() - {
+        "close"
+    }  # which is short; the sweeps meet all of it
     assert min(found[end] for end in ends) >= kills // 10
     assert min(found["files_checked"], found["seen_meanwhile"], found["waits"]) > kills // 10
     if together == 1:
@@ -77,23 +107,35 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(tmp_path: Path, t
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
+def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(
+    tmp_path: Path, number: int
+) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, step=STEP)
     assert not found["problems"]
     assert found["kills"] > 200 // STEP
     assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
     assert contexts(found["phases"]) >= CALLS.keys()
     if STEP == 1:
-        assert {f"{context} {call}" for context, calls in CALLS.items() for call in calls} <= found["phases"].keys()
+        assert {f"{context} {call}" for context, calls in CALLS.items() for call in calls} <= found[
+            "phases"
+        ].keys()
 
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", SHARD_KILLS, ids=["one server", "three servers"])
-def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(tmp_path: Path, together: int) -> None:
+def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(
+    tmp_path: Path, together: int
+) -> None:
     # A start reads the end of each index, so many are killed there.
     kills = SHARD_KILLS[together]
-    wanted = {"shards_checked": kills // 6, "commit done": kills // 6, "errors_checked": kills // 20}
-    found = play("run", tmp_path / "storage", shards=True, together=together, kills=kills, wanted=wanted)
+    wanted = {
+        "shards_checked": kills // 6,
+        "commit done": kills // 6,
+        "errors_checked": kills // 20,
+    }
+    found = play(
+        "run", tmp_path / "storage", shards=True, together=together, kills=kills, wanted=wanted
+    )
     assert not found["problems"]
     assert not {event: found[event] for event, number in wanted.items() if found[event] < number}
     assert found["members_checked"] >= found["commit done"]
@@ -102,28 +144,41 @@ def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_on
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
+def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(
+    tmp_path: Path, number: int
+) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True, step=STEP)
     assert not found["problems"]
     assert found["kills"] > 200 // STEP
     assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
     assert contexts(found["phases"]) >= {"write", "commit", "close", "open"}
     if STEP == 1:
-        assert {"write pwrite", "commit pwrite", "close ftruncate", "close rename", "remove pwrite"} <= found["phases"].keys()
+        assert {
+            "write pwrite",
+            "commit pwrite",
+            "close ftruncate",
+            "close rename",
+            "remove pwrite",
+        } <= found["phases"].keys()
 
 
 # A mistake that shows in one of hundreds of kills.
 RARE = "with_cleaning_that_ignores_locks"
 
 
-@pytest.mark.parametrize("mutation", [pytest.param(each, marks=pytest.mark.long) if each == RARE else each for each in MUTATIONS])
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(each, marks=pytest.mark.long) if each == RARE else each for each in MUTATIONS],
+)
 def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
     assert mutation in ALONE or mutation in TOGETHER
     assert problems_of(mutation, tmp_path, together=1 if mutation in ALONE else 3)
 
 
 @pytest.mark.parametrize("mutation", OF_SHARDS)
-def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(
+    tmp_path: Path, mutation: str
+) -> None:
     assert problems_of(mutation, tmp_path, shards=True)
 
 
@@ -132,7 +187,9 @@ def problems_of(mutation: str, directory: Path, **arguments: Any) -> list[str]:
     found = (
         play("sweep", directory / "storage", mutation=mutation, number=2, ends=ENDS, **arguments)
         if mutation in IN_ORDER
-        else play("run", directory / "storage", mutation=mutation, kills=MUTATION_KILLS, **arguments)
+        else play(
+            "run", directory / "storage", mutation=mutation, kills=MUTATION_KILLS, **arguments
+        )
     )
     problems: list[str] = found["problems"]
     return problems

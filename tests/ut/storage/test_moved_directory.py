@@ -49,7 +49,9 @@ def begin(sink: Sink, directory: Path, name: str = NAME, tokens: int = 3) -> Req
 
 
 def assert_found(path: Path, tokens: int = 3) -> None:
-    assert np.array_equal(load(path, 0, verify=True).hidden_states.view(torch.uint16).numpy(), make_rows(0, tokens))
+    assert np.array_equal(
+        load(path, 0, verify=True).hidden_states.view(torch.uint16).numpy(), make_rows(0, tokens)
+    )
 
 
 def reason_at(path: Path) -> str:
@@ -94,7 +96,9 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
         assert not directory.exists(), "it may be where something was mounted"
         assert reason_at(moved / under_way.path.name) == MOVED
         Path(f"{moved / under_way.path.name}.error").unlink()
-        assert Shards(moved).members() == {}, "a failed request is no member, whatever becomes of its error"
+        assert Shards(moved).members() == {}, (
+            "a failed request is no member, whatever becomes of its error"
+        )
         assert not (moved / under_way.path.name).exists()
 
 
@@ -134,7 +138,9 @@ def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path:
 
 
 @EVERY_SINK
-@pytest.mark.parametrize("later", ["none", "under way", "published"], ids=lambda later: f"later request {later}")
+@pytest.mark.parametrize(
+    "later", ["none", "under way", "published"], ids=lambda later: f"later request {later}"
+)
 def test_request_under_way_fails_and_later_ones_use_the_new_directory(
     tmp_path: Path, make: Callable[..., Sink], later: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +166,9 @@ def test_request_under_way_fails_and_later_ones_use_the_new_directory(
     assert not [name for name in listing(moved) if not name.endswith((".error", ".lock"))]
 
 
-def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(
+    tmp_path: Path, elsewhere: Path
+) -> None:
     current = tmp_path / "current"
     (tmp_path / "day1").mkdir()
     current.symlink_to(tmp_path / "day1")
@@ -175,7 +183,9 @@ def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(tmp_path: Path, el
 
 
 @EVERY_SINK
-def test_request_that_fails_leaves_its_reason_where_its_lock_is(tmp_path: Path, make: Callable[..., Sink]) -> None:
+def test_request_that_fails_leaves_its_reason_where_its_lock_is(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -186,7 +196,9 @@ def test_request_that_fails_leaves_its_reason_where_its_lock_is(tmp_path: Path, 
 
 
 @EVERY_SINK
-def test_a_request_that_is_discarded_leaves_nothing_anywhere(tmp_path: Path, make: Callable[..., Sink]) -> None:
+def test_a_request_that_is_discarded_leaves_nothing_anywhere(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -197,7 +209,9 @@ def test_a_request_that_is_discarded_leaves_nothing_anywhere(tmp_path: Path, mak
 
 @EVERY_SINK
 @pytest.mark.parametrize("there", [False, True], ids=["renamed", "replaced"])
-def test_a_chosen_folder_may_be_renamed_too(tmp_path: Path, make: Callable[..., Sink], there: bool) -> None:
+def test_a_chosen_folder_may_be_renamed_too(
+    tmp_path: Path, make: Callable[..., Sink], there: bool
+) -> None:
     with make(tmp_path, FORMAT) as sink:
         under_way, victim = begin(sink, tmp_path, f"day/{NAME}"), begin(sink, tmp_path, "day/b")
         moved = (tmp_path / "day").rename(tmp_path / "yesterday")
@@ -234,7 +248,9 @@ def test_a_reader_asleep_on_the_lock_in_the_former_directory_wakes(tmp_path: Pat
 
 
 @EVERY_SINK
-def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_along(tmp_path: Path, make: Callable[..., Sink]) -> None:
+def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_along(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
     for happens_at in range(40):
         directory = tmp_path / str(happens_at) / "out"
         with make(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
@@ -265,7 +281,9 @@ def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_al
 
 
 @EVERY_SINK
-def test_a_former_directory_is_left_with_its_last_request(tmp_path: Path, make: Callable[..., Sink]) -> None:
+def test_a_former_directory_is_left_with_its_last_request(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
     """Its shard is sealed and its hidden directory gone, so that it can be read now."""
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:

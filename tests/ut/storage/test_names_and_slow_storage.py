@@ -9,7 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sink_harness import reason_of
-from worker_harness import FORMAT, NOTHING, SILENT, Engine, answer, ended, failures, fill_ring, silence, started, waiting
+from worker_harness import (
+    FORMAT,
+    NOTHING,
+    SILENT,
+    Engine,
+    answer,
+    ended,
+    failures,
+    fill_ring,
+    silence,
+    started,
+    waiting,
+)
 
 from vllm_ascend_hsx.connector.metadata import RequestStart
 from vllm_ascend_hsx.connector.worker import NAME_IN_USE
@@ -29,7 +41,10 @@ def publish(engine: Engine, *names: str) -> None:
 
 
 def chosen(engine: Engine, *names: str) -> list[RequestStart]:
-    return [RequestStart(f"{name}-0", str(engine.path(name)), 0, np.arange(3, dtype=np.int64)) for name in names]
+    return [
+        RequestStart(f"{name}-0", str(engine.path(name)), 0, np.arange(3, dtype=np.int64))
+        for name in names
+    ]
 
 
 def assert_rows_stay(engine: Engine, *names: str) -> None:
@@ -38,10 +53,14 @@ def assert_rows_stay(engine: Engine, *names: str) -> None:
         assert not Path(f"{engine.path(name)}.error").exists()
 
 
-def test_request_for_a_name_with_rows_is_refused_in_its_first_step(make_engine: Callable[..., Engine]) -> None:
+def test_request_for_a_name_with_rows_is_refused_in_its_first_step(
+    make_engine: Callable[..., Engine],
+) -> None:
     engine = make_engine()
     publish(engine, "used")
-    engine.step(started(*chosen(engine, "used"), engine.start("new", 3)), [("used-0", 0, 3), ("new", 0, 3)])
+    engine.step(
+        started(*chosen(engine, "used"), engine.start("new", 3)), [("used-0", 0, 3), ("new", 0, 3)]
+    )
     assert engine.outcomes["used-0"] == NAME_USED, "the response that is sent now has the reason"
     assert "used-0" not in engine.staging.wanted
     engine.step(ended("used-0"), [])
@@ -79,7 +98,9 @@ def test_file_that_opens_after_its_request_has_failed_leaves_no_reason_beside_ro
     assert_rows_stay(engine, "earlier")
 
 
-@pytest.mark.parametrize("hanging", [(RequestFile, "_made_data"), (FileSink, "publish")], ids=["rows", "publishing"])
+@pytest.mark.parametrize(
+    "hanging", [(RequestFile, "_made_data"), (FileSink, "publish")], ids=["rows", "publishing"]
+)
 def test_request_for_a_name_that_is_being_written_is_refused_and_leaves_no_reason(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, hanging: tuple[type, str]
 ) -> None:

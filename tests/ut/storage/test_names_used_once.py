@@ -27,7 +27,7 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 Sink: TypeAlias = "FileSink | ShardSink"
-CHOSEN = "folder/grün \"1\".safetensors"
+CHOSEN = 'folder/grün "1".safetensors'
 REQUEST = "cmpl-1-0-0123abcd"
 
 
@@ -49,12 +49,20 @@ def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # however slow this machine is
 
 
-SINKS: dict[str, Callable[..., Sink]] = {"files": file_sink, "shards": shard_sink, "small shards": small_shard_sink}
+SINKS: dict[str, Callable[..., Sink]] = {
+    "files": file_sink,
+    "shards": shard_sink,
+    "small shards": small_shard_sink,
+}
 EVERY_SINK = pytest.mark.parametrize("make", SINKS.values(), ids=SINKS)
-EVERY_LATER_SINK = pytest.mark.parametrize("make_later", SINKS.values(), ids=[f"then {name}" for name in SINKS])
+EVERY_LATER_SINK = pytest.mark.parametrize(
+    "make_later", SINKS.values(), ids=[f"then {name}" for name in SINKS]
+)
 
 
-def begin(sink: Sink, directory: Path, tokens: int = 2, name: str = CHOSEN, request_id: str = REQUEST) -> RequestFile:
+def begin(
+    sink: Sink, directory: Path, tokens: int = 2, name: str = CHOSEN, request_id: str = REQUEST
+) -> RequestFile:
     file = sink.open(request_id, directory / name, tokens)
     file.write(0, finite_rows(0, tokens))
     return file
@@ -103,7 +111,9 @@ def test_name_with_rows_is_refused_at_open_and_free_after_remove(
 
 
 @EVERY_SINK
-def test_name_with_rows_is_refused_although_its_lock_was_removed(tmp_path: Path, make: Callable[..., Sink]) -> None:
+def test_name_with_rows_is_refused_although_its_lock_was_removed(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
     with make(tmp_path) as sink:
         remove(put(sink.open(REQUEST, tmp_path / CHOSEN), 2), keep_data=True)
         with pytest.raises(SinkError, match=NAME_USED):
@@ -149,7 +159,9 @@ def test_publishing_never_replaces_a_file_that_appeared_meanwhile(
 
 
 @LINKS
-def test_file_is_published_with_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_file_is_published_with_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     if not links:
         without_hard_links(monkeypatch)
     with file_sink(tmp_path) as sink:
@@ -162,7 +174,9 @@ def test_file_is_published_with_one_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", files._NO_LINKS)
-def test_link_reports_a_filesystem_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_link_reports_a_filesystem_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(*names: object, **where: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -170,7 +184,9 @@ def test_link_reports_a_filesystem_without_hard_links(tmp_path: Path, monkeypatc
     assert files.link(-1, "a", -1, "b") is False
 
 
-def test_file_whose_hidden_name_cannot_be_removed_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_whose_hidden_name_cannot_be_removed_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unlink = os.unlink
 
     def refuse(name: str, **where: int) -> None:
@@ -203,7 +219,9 @@ def test_planted_name_is_refused_and_stays(tmp_path: Path, planted: str) -> None
 
 @EVERY_SINK
 @EVERY_LATER_SINK
-def test_stale_reason_is_replaced(tmp_path: Path, make: Callable[..., Sink], make_later: Callable[..., Sink]) -> None:
+def test_stale_reason_is_replaced(
+    tmp_path: Path, make: Callable[..., Sink], make_later: Callable[..., Sink]
+) -> None:
     with make(tmp_path) as sink:
         begin(sink, tmp_path).fail("no luck")
     assert reason_of(tmp_path / CHOSEN) == "no luck"
@@ -224,7 +242,9 @@ def test_reason_is_not_left_beside_rows_that_appeared_meanwhile(tmp_path: Path) 
     assert not Path(f"{tmp_path / CHOSEN}.error").exists()
 
 
-def test_name_that_cannot_be_looked_for_gets_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_cannot_be_looked_for_gets_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(names: MemberNames, name: str) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -242,7 +262,9 @@ def test_name_that_cannot_be_looked_for_gets_no_reason(tmp_path: Path, monkeypat
 
 
 @EVERY_SINK
-def test_unique_names_are_not_looked_for(tmp_path: Path, make: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unique_names_are_not_looked_for(
+    tmp_path: Path, make: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hsx-shards").touch()
     with make(tmp_path) as sink:
         monkeypatch.setattr(MemberNames, "look", lambda self: pytest.fail("an index was read"))
@@ -276,9 +298,15 @@ def test_removal_hides_its_member_and_no_later_one_whatever_the_clock_says(
                 clock.setattr(time, "time_ns", lambda now=now: now)
                 path = put(sink.open(REQUEST, tmp_path / CHOSEN), tokens)
             assert tokens_at(path) == tokens
-            assert shards.members()[CHOSEN].tokens == Shards(tmp_path).members()[CHOSEN].tokens == tokens
+            assert (
+                shards.members()[CHOSEN].tokens
+                == Shards(tmp_path).members()[CHOSEN].tokens
+                == tokens
+            )
             remove(path)
-            assert shards.find(CHOSEN) is None and shards.members() == Shards(tmp_path).members() == {}
+            assert (
+                shards.find(CHOSEN) is None and shards.members() == Shards(tmp_path).members() == {}
+            )
         put(sink.open(REQUEST, tmp_path / CHOSEN), 2)
     assert tokens_at(tmp_path / CHOSEN) == 2
     assert Shards(tmp_path).members()[CHOSEN].tokens == 2

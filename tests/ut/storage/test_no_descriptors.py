@@ -43,13 +43,19 @@ def in_child(run: object) -> None:
 @pytest.mark.parametrize("name", ["r-0123abcd", "chosen", "folder/inner/chosen"])
 @pytest.mark.parametrize("when", ["open", "write"])
 @pytest.mark.parametrize("kind", ["files", "shards"])
-def test_request_without_a_descriptor_leaves_its_reason(tmp_path: Path, kind: str, when: str, name: str) -> None:
+def test_request_without_a_descriptor_leaves_its_reason(
+    tmp_path: Path, kind: str, when: str, name: str
+) -> None:
     path = tmp_path / f"{name}.safetensors"
     if "/" in name:
         path.parent.mkdir(parents=True)
 
     def serve() -> None:
-        sink = FileSink(tmp_path, FORMAT) if kind == "files" else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20)
+        sink = (
+            FileSink(tmp_path, FORMAT)
+            if kind == "files"
+            else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20)
+        )
         put(sink.open("before", tmp_path / "before.safetensors"), 2)
         if kind == "shards":  # their hidden file would serve the next request
             spare = sink.open("spare", tmp_path / "spare.safetensors")

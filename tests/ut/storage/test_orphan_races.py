@@ -21,7 +21,9 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
-def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(tmp_path: Path, earlier: bool) -> None:
+def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(
+    tmp_path: Path, earlier: bool
+) -> None:
     """A reader of an earlier request may lock and remove a lock file before our flock."""
     met = set()
     for stop_at in range(12):
@@ -49,7 +51,9 @@ def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhil
     assert met >= {"open", "flock", "stat"}
 
 
-def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     slept: list[float] = []
@@ -73,7 +77,9 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypa
     os.close(dir_fd)
 
 
-def test_a_request_of_the_same_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_the_same_server_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that chooses names could otherwise hold up the opening of all other files."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with FileSink(tmp_path, FORMAT) as sink:
@@ -111,7 +117,9 @@ def leave(directory: Path, stale: bool) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_nothing(tmp_path: Path, stale: bool) -> None:
+def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_nothing(
+    tmp_path: Path, stale: bool
+) -> None:
     stop_at = 0
     reached = True
     while reached:
@@ -192,12 +200,16 @@ def test_a_live_server_is_not_harmed_while_another_one_has_stopped_at_any_system
 
 
 @pytest.mark.parametrize("round", range(3))
-def test_servers_that_start_and_clean_at_the_same_time_all_start(tmp_path: Path, round: int) -> None:
+def test_servers_that_start_and_clean_at_the_same_time_all_start(
+    tmp_path: Path, round: int
+) -> None:
     def serve(number: int) -> None:
         for turn in range(12):
             with FileSink(tmp_path, FORMAT) as sink:
                 commit(sink, tmp_path, f"{number}.safetensors")
-                (tmp_path / f"{number}.safetensors").unlink()  # a consumer: what it leaves is a stale lock
+                (
+                    tmp_path / f"{number}.safetensors"
+                ).unlink()  # a consumer: what it leaves is a stale lock
             dead_workspace(tmp_path, f"{number:04x}{turn:04x}")
 
     run_threads(*(lambda number=number: serve(number) for number in range(8)))

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from orphan_harness import DATA, commit, dead_workspaces, everything, hidden, open_file
-from sink_harness import FORMAT, MIB, dead_workspace, finite_rows, is_held, killed, make_rows, open_fds, publish, token_ids
+from sink_harness import (
+    FORMAT,
+    MIB,
+    dead_workspace,
+    finite_rows,
+    is_held,
+    killed,
+    make_rows,
+    open_fds,
+    publish,
+    token_ids,
+)
 from tracing import Calls, Traced, trace
 
 from vllm_ascend_hsx.cli.clean import main as clean
@@ -33,9 +44,13 @@ from vllm_ascend_hsx.sinks.workspace import LOCK
 # What is removed, and what stays
 
 
-def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_with_it(tmp_path: Path) -> None:
+def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_with_it(
+    tmp_path: Path,
+) -> None:
     with FileSink(tmp_path, FORMAT) as one, FileSink(tmp_path, FORMAT) as other:
-        assert everything(tmp_path) == sorted([workspace_name(one.token), workspace_name(other.token)])
+        assert everything(tmp_path) == sorted(
+            [workspace_name(one.token), workspace_name(other.token)]
+        )
         assert is_held(tmp_path / workspace_name(one.token) / LOCK)
         one.close()
         assert everything(tmp_path) == [workspace_name(other.token)]
@@ -43,7 +58,9 @@ def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_wi
 
 
 @pytest.mark.parametrize("at", ["open", "rows", "published", "reason", "lock over a reader's"])
-def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     def die(*args: object, **kwargs: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,13 +81,17 @@ def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: 
 
     killed(serve)
     published = [DATA, f"{DATA}.lock"] if at == "published" else []
-    assert len(everything(tmp_path)) == 2 + (at == "published"), "the workspace, a lock, and what was published"
+    assert len(everything(tmp_path)) == 2 + (at == "published"), (
+        "the workspace, a lock, and what was published"
+    )
     assert len(hidden(tmp_path)) == (at != "open")
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == published
 
 
-def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log_says_what_was_recovered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def serve() -> None:
         sink = ShardSink(tmp_path, FORMAT, shard_bytes=MIB)
         for name in ("a", "b"):
@@ -111,7 +132,9 @@ def test_what_belongs_to_consumers_stays(tmp_path: Path) -> None:
 def test_what_belongs_to_a_server_that_lives_stays(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         open_file(sink, tmp_path, "again.safetensors").fail("x")
-        files = [open_file(sink, tmp_path, name) for name in ("again.safetensors", "rows.safetensors")]
+        files = [
+            open_file(sink, tmp_path, name) for name in ("again.safetensors", "rows.safetensors")
+        ]
         files.append(open_file(sink, tmp_path, "no-rows.safetensors", rows=0))
         before = everything(tmp_path)
         killed(lambda: FileSink(tmp_path, FORMAT))
@@ -121,12 +144,23 @@ def test_what_belongs_to_a_server_that_lives_stays(tmp_path: Path) -> None:
             file.commit(token_ids(2), 2)
 
 
-def test_what_is_not_a_servers_stays_whatever_it_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_a_servers_stays_whatever_it_is_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     directory = tmp_path / "storage"
     directory.mkdir()
-    strangers = [".hidden", ".hsx-", ".hsx-0BADCAFE", "x.lock", ".x.partial", ".hsx-0badcafe5", "hsx-0badcafe", ".hsx-unlocked-0badcafe"]
+    strangers = [
+        ".hidden",
+        ".hsx-",
+        ".hsx-0BADCAFE",
+        "x.lock",
+        ".x.partial",
+        ".hsx-0badcafe5",
+        "hsx-0badcafe",
+        ".hsx-unlocked-0badcafe",
+    ]
     for name in strangers:
         (directory / name).mkdir()
         (directory / name / "lock").touch()
@@ -143,7 +177,9 @@ def test_what_is_not_a_servers_stays_whatever_it_is_called(tmp_path: Path, caplo
     assert before - set(everything(directory)) == {workspace_name("0badcaff")}
     assert sorted(os.listdir(directory / workspace_name("0badcafe"))) == ["folder", "lock"]
     assert victim.read_text() == "precious"
-    assert "(6 problems in all)" in caplog.text, "three workspaces and two locks that are none, and a folder in a workspace"
+    assert "(6 problems in all)" in caplog.text, (
+        "three workspaces and two locks that are none, and a folder in a workspace"
+    )
 
 
 def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_path: Path) -> None:
@@ -159,18 +195,32 @@ def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_pat
         living = open_file(sink, tmp_path, "a/b/living.safetensors")
         killed(serve)
         shutil.rmtree(tmp_path / "removed")
-        (tmp_path / "linked").rename(tmp_path / "moved").with_name("linked").symlink_to(tmp_path / "moved")
+        (tmp_path / "linked").rename(tmp_path / "moved").with_name("linked").symlink_to(
+            tmp_path / "moved"
+        )
         FileSink(tmp_path, FORMAT).close()
         assert dead_workspaces(tmp_path) == []
         assert everything(tmp_path / "a" / "b") == ["living.safetensors.lock"]
-        assert everything(tmp_path / "a") == ["b", "complete.safetensors", "complete.safetensors.lock"]
+        assert everything(tmp_path / "a") == [
+            "b",
+            "complete.safetensors",
+            "complete.safetensors.lock",
+        ]
         living.commit(token_ids(2), 2)
-    assert [everything(tmp_path / each) for each in ("é", "moved", "strangers")] == [[], ["rows.safetensors.lock"], ["x.safetensors.lock"]]
+    assert [everything(tmp_path / each) for each in ("é", "moved", "strangers")] == [
+        [],
+        ["rows.safetensors.lock"],
+        ["x.safetensors.lock"],
+    ]
     assert everything(tmp_path) == ["a", "linked", "moved", "strangers", "é"]
 
 
-@pytest.mark.parametrize("folder", ["../outside", "/", ".", ".hidden", "link", "a/../../outside", "\0", "file"])
-def test_a_workspace_lock_that_was_tampered_with_leads_nowhere_outside(tmp_path: Path, folder: str) -> None:
+@pytest.mark.parametrize(
+    "folder", ["../outside", "/", ".", ".hidden", "link", "a/../../outside", "\0", "file"]
+)
+def test_a_workspace_lock_that_was_tampered_with_leads_nowhere_outside(
+    tmp_path: Path, folder: str
+) -> None:
     outside, directory = tmp_path / "outside", tmp_path / "storage"
     for each in (outside, directory / "a", directory / ".hidden"):
         each.mkdir(parents=True)
@@ -189,8 +239,14 @@ def test_without_locks_nothing_is_removed_neither_by_a_server_nor_of_it(tmp_path
     before = everything(tmp_path)
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
         open_file(sink, tmp_path, "other.safetensors").discard()
-        assert [name for name in everything(tmp_path) if name != f".hsx-unlocked-{sink.token}"] == before
-    killed(lambda: open_file(FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)), tmp_path, "other.safetensors"))
+        assert [
+            name for name in everything(tmp_path) if name != f".hsx-unlocked-{sink.token}"
+        ] == before
+    killed(
+        lambda: open_file(
+            FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)), tmp_path, "other.safetensors"
+        )
+    )
     FileSink(tmp_path, FORMAT).close()
     assert len(hidden(tmp_path)) == 1, "who holds no lock may live"
 
@@ -198,7 +254,10 @@ def test_without_locks_nothing_is_removed_neither_by_a_server_nor_of_it(tmp_path
 def test_a_request_of_a_dead_server_is_not_there_for_its_reader(tmp_path: Path) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
     FileSink(tmp_path, FORMAT).close()
-    with pytest.raises(FileNotFoundError, match=r"hidden_states_error in its response\) or aborted, did its server die"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"hidden_states_error in its response\) or aborted, did its server die",
+    ):
         load(tmp_path / DATA, 0)
 
 
@@ -208,12 +267,17 @@ def test_a_server_that_died_before_it_made_its_lock_is_cleaned_up_too(tmp_path: 
     assert everything(tmp_path) == []
 
 
-def test_a_server_whose_workspace_was_removed_makes_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_whose_workspace_was_removed_makes_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         under_way = open_file(sink, tmp_path)
         not_begun = open_file(sink, tmp_path, "folder/not-begun.safetensors", rows=0)
         shutil.rmtree(tmp_path / workspace_name(sink.token))
-        why = "could not be {}, because somebody has removed the hidden directory of this server.*ENOENT"
+        why = (
+            "could not be {}, because somebody has removed the hidden directory of this "
+            "server.*ENOENT"
+        )
         with pytest.raises(SinkError, match=why.format("published")) as raised:
             under_way.commit(token_ids(2), 2)
         with pytest.raises(HiddenStatesError) as told:
@@ -226,7 +290,11 @@ def test_a_server_whose_workspace_was_removed_makes_another_one(tmp_path: Path, 
             load(not_begun.path, 0)
         commit(sink, tmp_path, "next.safetensors")
         assert "somebody has removed the hidden directory" in caplog.text
-    assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == [f"{DATA}.error", "folder", "next.safetensors"]
+    assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == [
+        f"{DATA}.error",
+        "folder",
+        "next.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["files", "shards"])
@@ -236,7 +304,11 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
 ) -> None:
     """A purge of old files does that. Sealing a shard under its server would lose members."""
     paths = [tmp_path / f"{name}.safetensors" for name in ("before", "under-way", "after")]
-    with FileSink(tmp_path, FORMAT) if kind == "files" else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+    with (
+        FileSink(tmp_path, FORMAT)
+        if kind == "files"
+        else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink
+    ):
         commit(sink, tmp_path, paths[0].name)
         if removed == "its lock":
             under_way = open_file(sink, tmp_path, paths[1].name)
@@ -246,7 +318,10 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
         FileSink(tmp_path, FORMAT).close()
         assert not list(tmp_path.glob("hsx-*.json")), "sealed"
         if removed == "its lock":
-            assert f"could not clean {workspace.name!r}: its lock was removed, so its server may be alive" in caplog.text
+            assert (
+                f"could not clean {workspace.name!r}: its lock was removed, so its server may be "
+                "alive"
+            ) in caplog.text
             assert clean([str(tmp_path), "--dry-run"]) == clean([str(tmp_path)]) == 1
             under_way.commit(token_ids(2), 2)
         else:
@@ -259,11 +334,15 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
         assert not workspace.exists(), "the former one is removed with its last request"
         for path in paths:
             assert load(path, 0, verify=True).token_ids.tolist() == token_ids(2).tolist()
-    assert {json.loads(path.read_text())["sealed_by"] for path in tmp_path.glob("hsx-*.json")} <= {"server"}
+    assert {json.loads(path.read_text())["sealed_by"] for path in tmp_path.glob("hsx-*.json")} <= {
+        "server"
+    }
     assert not [name for name in everything(tmp_path) if name.startswith(".")]
 
 
-def test_a_directory_of_complete_files_costs_one_pass_over_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_complete_files_costs_one_pass_over_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: dict[int, list[str]] = {}
     for files in (3, 300):
         directory = tmp_path / str(files)
@@ -306,7 +385,9 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("vllm_ascend_hsx.sinks.file.remove_orphans", remove_orphans)
         for module in (orphans, files_module, lock_module, workspace_module):
-            patch.setattr(module, "os", Traced(os, Calls(errno.EACCES, failing, when=lambda: cleaning)))
+            patch.setattr(
+                module, "os", Traced(os, Calls(errno.EACCES, failing, when=lambda: cleaning))
+            )
         with FileSink(tmp_path, FORMAT) as sink:
             assert "EACCES" in caplog.text
             if failing != "scandir":
@@ -318,7 +399,9 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
     assert everything(tmp_path) == ["mine.safetensors", "mine.safetensors.lock"]
 
 
-def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch, FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path)
         trace(patch, Calls(errno.EROFS, "unlink"))
@@ -344,10 +427,14 @@ def test_a_hidden_file_that_could_not_be_removed_goes_when_the_server_leaves_its
         assert everything(former) == []
 
 
-def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr(HeldLock, "create", classmethod(lambda cls, *args: None))
-        with pytest.raises(UserError, match="cannot be written: every hidden directory was locked or removed"):
+        with pytest.raises(
+            UserError, match="cannot be written: every hidden directory was locked or removed"
+        ):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before

@@ -248,7 +248,9 @@ def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_anoth
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    elsewhere(monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path, f"folder/{DATA}"))
+    elsewhere(
+        monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path, f"folder/{DATA}")
+    )
     for directory in (tmp_path, folder):
         assert orphaned_locks(directory) == []
     for directory in (tmp_path, folder):

@@ -21,7 +21,17 @@ from hostile import CHOSEN, DIRECTORIES, JSON, PLANTS, STRINGS, Place, place
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sink_harness import FORMAT, bits, dead_workspace, end, finite_rows, listing, put, reason_of, token_ids
+from sink_harness import (
+    FORMAT,
+    bits,
+    dead_workspace,
+    end,
+    finite_rows,
+    listing,
+    put,
+    reason_of,
+    token_ids,
+)
 
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
@@ -54,14 +64,20 @@ def real_directory(file: RequestFile) -> Path:
 
 
 @settings(max_examples=depth(120))
-@given(request_id=STRINGS, chosen=CHOSEN | STRINGS, absolute=st.booleans(), end=st.sampled_from(["commit", "fail", "discard"]))
+@given(
+    request_id=STRINGS,
+    chosen=CHOSEN | STRINGS,
+    absolute=st.booleans(),
+    end=st.sampled_from(["commit", "fail", "discard"]),
+)
 def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_nothing_else_is_touched(
     request_id: str, chosen: str, absolute: bool, end: str
 ) -> None:
     with place() as where, FileSink(where.storage, FORMAT) as sink:
         try:
             path = read_params(
-                {"hidden_states_path": f"{where.storage}/{chosen}" if absolute else chosen}, ServerParams(where.storage, allow_path=True)
+                {"hidden_states_path": f"{where.storage}/{chosen}" if absolute else chosen},
+                ServerParams(where.storage, allow_path=True),
             ).path
         except ParamsError:
             path = None
@@ -79,12 +95,31 @@ def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_noth
         elif end == "fail":
             assert reason_of(path) == "as a test"
         else:
-            assert listing(path.parent) in ([], [name for name in listing(path.parent) if name.startswith(".hsx-")])
+            assert listing(path.parent) in (
+                [],
+                [name for name in listing(path.parent) if name.startswith(".hsx-")],
+            )
 
 
-SLOTS = ("data", "lock", "error", "hidden 0", "hidden 1", "hidden error", "hidden lock", "folder", "inner folder", "storage")
+SLOTS = (
+    "data",
+    "lock",
+    "error",
+    "hidden 0",
+    "hidden 1",
+    "hidden error",
+    "hidden lock",
+    "folder",
+    "inner folder",
+    "storage",
+)
 LINKS_TO_DIRECTORIES = ("link to a directory", "link to the directory above")
-PATHS = ("a.safetensors", "folder/a.safetensors", "folder/inner/a.safetensors", "r-0123abcd.safetensors")
+PATHS = (
+    "a.safetensors",
+    "folder/a.safetensors",
+    "folder/inner/a.safetensors",
+    "r-0123abcd.safetensors",
+)
 
 
 class Attack(NamedTuple):
@@ -109,17 +144,30 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
         return where.storage.joinpath(*folders[:level]) if len(folders) >= level else None
     if slot.startswith("hidden"):
         workspace = next(where.storage.glob(f".hsx-*{token}"), None)
-        hidden = {"hidden lock": f"{name}.lock.new", "hidden error": f"{name}.error.1"}.get(slot, f"{name}.{slot.removeprefix('hidden ')}")
+        hidden = {"hidden lock": f"{name}.lock.new", "hidden error": f"{name}.error.1"}.get(
+            slot, f"{name}.{slot.removeprefix('hidden ')}"
+        )
         return workspace and workspace / hidden
-    return where.storage.joinpath(*folders, {"data": name, "lock": f"{name}.lock", "error": f"{name}.error"}[slot])
+    return where.storage.joinpath(
+        *folders, {"data": name, "lock": f"{name}.lock", "error": f"{name}.error"}[slot]
+    )
 
 
 @settings(max_examples=depth(300))
 @given(
     relative=st.sampled_from(PATHS),
     attacks=st.lists(
-        st.builds(Attack, st.sampled_from(["open", "write", "end"]), st.sampled_from(SLOTS), st.sampled_from(sorted(PLANTS)))
-        .filter(lambda attack: attack.slot != "storage" or (attack.step != "open" and attack.kind not in LINKS_TO_DIRECTORIES)),
+        st.builds(
+            Attack,
+            st.sampled_from(["open", "write", "end"]),
+            st.sampled_from(SLOTS),
+            st.sampled_from(sorted(PLANTS)),
+        ).filter(
+            lambda attack: (
+                attack.slot != "storage"
+                or (attack.step != "open" and attack.kind not in LINKS_TO_DIRECTORIES)
+            )
+        ),
         max_size=3,
     ),
     earlier=st.sampled_from([None, "discard", "fail"]),
@@ -140,7 +188,10 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
 
         def plant(step: str) -> None:
             for attack in attacks:
-                if attack.step == step and (target := attacked(attack.slot, where, relative, sink.token)) is not None:
+                if (
+                    attack.step == step
+                    and (target := attacked(attack.slot, where, relative, sink.token)) is not None
+                ):
                     where.plant(target, attack.kind)
 
         if earlier is not None:
@@ -161,7 +212,10 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
             end_file(sink, file, end)
         except SinkError as error:
             assert attacks, "nobody is in its way"
-            assert re.search(rf"\(E[A-Z]+\)$|another request|^shared_storage_path=|{NAME_USED}|{MOVED}", error.reason), error.reason
+            assert re.search(
+                rf"\(E[A-Z]+\)$|another request|^shared_storage_path=|{NAME_USED}|{MOVED}",
+                error.reason,
+            ), error.reason
             return
         replaced = any(attack.slot.startswith("hidden") for attack in attacks)
         if end == "commit" and not replaced:  # who replaces what was written owns the result
@@ -172,7 +226,9 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
 
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "storage"])
-def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str, kind: str) -> None:
+def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(
+    slot: str, kind: str
+) -> None:
     """The outcome for each name and each kind of thing, planted before the request is opened."""
     relative = "folder/inner/a.safetensors"
     with place() as where, FileSink(where.storage, FORMAT) as sink:
@@ -213,7 +269,9 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
 
 
 @pytest.mark.parametrize("kind", ["link to a directory", "link to a file", "hard link"])
-@pytest.mark.parametrize("slot", ["folder", "inner folder", "data", "lock", "error", "hidden 1", "hidden lock"])
+@pytest.mark.parametrize(
+    "slot", ["folder", "inner folder", "data", "lock", "error", "hidden 1", "hidden lock"]
+)
 def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, kind: str) -> None:
     relative = "folder/inner/a.safetensors"
     for turn in itertools.count():
@@ -235,7 +293,9 @@ def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, 
             try:
                 put(sink.open("r", where.storage / relative), 2)
             except SinkError as error:
-                assert re.search(rf"\(E[A-Z]+\)$|another request|{NAME_USED}|{MOVED}", error.reason), error.reason
+                assert re.search(
+                    rf"\(E[A-Z]+\)$|another request|{NAME_USED}|{MOVED}", error.reason
+                ), error.reason
             made, calls = calls, -1
         if made <= turn:
             break
@@ -247,7 +307,15 @@ def test_the_workspace_of_a_dead_server_that_somebody_planted_leads_nowhere(kind
     """A server removes what dead ones left; others can make a directory that looks like theirs."""
     with place() as where:
         (where.outside / "folder" / "x.safetensors.lock").touch()
-        folders = ["../outside/folder", "link", f"{where.outside}/folder", "\0", "..", "fifo", "x" * 10_000]
+        folders = [
+            "../outside/folder",
+            "link",
+            f"{where.outside}/folder",
+            "\0",
+            "..",
+            "fifo",
+            "x" * 10_000,
+        ]
         (where.storage / "link").symlink_to(where.outside / "folder")
         os.mkfifo(where.storage / "fifo")
         dead_workspace(where.storage, "89abcdef", "\n".join(folders))
@@ -280,7 +348,9 @@ def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now
             return real(storage, name, fd)
 
         monkeypatch.setattr(Storage, "open_direct", open_direct)
-        with pytest.raises(SinkError, match=r"could not be created: .*\((ELOOP|ESTALE|ENXIO|EINVAL)\)"):
+        with pytest.raises(
+            SinkError, match=r"could not be created: .*\((ELOOP|ESTALE|ENXIO|EINVAL)\)"
+        ):
             file.write(0, finite_rows(0, 2))
         file.fail("x")
 
@@ -288,13 +358,21 @@ def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now
 # Names, metadata and modes
 
 
-@pytest.mark.parametrize("request_id", ["x" * 65_536, "../../etc/passwd", "\0", "\ud800", '"}\n', "a\u202eb"], ids="abcdef")
-def test_a_hostile_id_is_in_the_file_as_it_is_and_the_file_can_be_read(tmp_path: Path, request_id: str) -> None:
+@pytest.mark.parametrize(
+    "request_id",
+    ["x" * 65_536, "../../etc/passwd", "\0", "\ud800", '"}\n', "a\u202eb"],
+    ids="abcdef",
+)
+def test_a_hostile_id_is_in_the_file_as_it_is_and_the_file_can_be_read(
+    tmp_path: Path, request_id: str
+) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         path = tmp_path / file_name(request_id)
         put(sink.open(request_id, path), 2)
         states = load(path, 0)
-        assert states.metadata["request_id"] == request_id.encode("utf-8", "backslashreplace").decode()
+        assert (
+            states.metadata["request_id"] == request_id.encode("utf-8", "backslashreplace").decode()
+        )
         remove(path)
         sink.open(request_id, path).fail("the reason")
         with pytest.raises(HiddenStatesError, match="the reason"):
@@ -306,7 +384,20 @@ def every_example(*values: Any) -> Callable[[Any], Any]:
     return lambda test: functools.reduce(lambda made, value: example(value)(made), values, test)
 
 
-ODD_MODES = ("0440", "0000", "1777", "0o640", "rw-r-----", "0640 ", "0640\n", "٠640", 640, True, None, "0" * 10_000)
+ODD_MODES = (
+    "0440",
+    "0000",
+    "1777",
+    "0o640",
+    "rw-r-----",
+    "0640 ",
+    "0640\n",
+    "٠640",
+    640,
+    True,
+    None,
+    "0" * 10_000,
+)
 
 
 @settings(max_examples=depth(200))
@@ -327,7 +418,10 @@ def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> No
 
 @pytest.mark.parametrize(("value", "mode"), [("0640", 0o640), ("600", 0o600), ("0666", 0o666)])
 def test_a_file_mode_in_octal_digits_is_taken(value: str, mode: int) -> None:
-    assert int(HsxConfig.parse({"shared_storage_path": "/data", "file_mode": value}).file_mode, 8) == mode
+    assert (
+        int(HsxConfig.parse({"shared_storage_path": "/data", "file_mode": value}).file_mode, 8)
+        == mode
+    )
 
 
 def test_clients_choose_no_names_unless_the_administrator_says_so() -> None:

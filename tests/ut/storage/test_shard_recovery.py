@@ -64,7 +64,9 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     return shard._stem, paths
 
 
-def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(tmp_path: Path) -> None:
+def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(
+    tmp_path: Path,
+) -> None:
     stem, paths = leave_as_a_dead_server_would(tmp_path)
     for path, tokens in zip(paths, (3, 5), strict=True):  # before anybody seals it
         assert np.array_equal(rows_of(path), finite_rows(0, tokens))
@@ -74,10 +76,15 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
     FileSink(tmp_path, FORMAT).close()  # any sink does it
     said = json.loads((tmp_path / f"{stem}.json").read_text())
     assert (said["sealed_by"], said["members"], said["tokens"]) == ("recovery", 2, 8)
-    assert os.stat(tmp_path / f"{stem}.tar").st_blocks < before, "what was never published is cut off"
+    assert os.stat(tmp_path / f"{stem}.tar").st_blocks < before, (
+        "what was never published is cut off"
+    )
     assert [entry.name for entry in walked(tmp_path)[stem]] == [path.name for path in paths]
     assert list(shard_problems(tmp_path)) == []
-    assert listing(tmp_path) == ["hsx-" + name for name in (f"{stem[4:]}.json", f"{stem[4:]}.jsonl", f"{stem[4:]}.tar", "shards")]
+    assert listing(tmp_path) == [
+        "hsx-" + name
+        for name in (f"{stem[4:]}.json", f"{stem[4:]}.jsonl", f"{stem[4:]}.tar", "shards")
+    ]
     for path, tokens in zip(paths, (3, 5), strict=True):
         assert np.array_equal(rows_of(path), finite_rows(0, tokens))
     state = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
@@ -89,7 +96,9 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
 
 
 @pytest.mark.usefixtures("no_wait_for_the_disk")
-def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(
+    tmp_path: Path,
+) -> None:
     """At each of its system calls; without --long at each third one."""
     template = tmp_path / "template"
     stem, paths = leave_as_a_dead_server_would(template)
@@ -104,7 +113,9 @@ def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         survived = not os.WIFSIGNALED(status)
-        assert [rows_of(where / path.name).shape[0] for path in paths] == [3, 5], "readers need no sealing"
+        assert [rows_of(where / path.name).shape[0] for path in paths] == [3, 5], (
+            "readers need no sealing"
+        )
         ShardSink(where, FORMAT, shard_bytes=MIB).close()
         assert list(shard_problems(where)) == []
         assert [entry.name for entry in walked(where)[stem]] == [path.name for path in paths]
@@ -152,7 +163,9 @@ def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) 
     assert listing(tmp_path) == []
 
 
-def test_a_link_in_the_place_of_a_shard_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_in_the_place_of_a_shard_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious" * 100)
     where = tmp_path / "storage"
@@ -185,7 +198,9 @@ def claim_another_size(tar: Path, entry: Entry) -> None:
     """Of the member, in a header that is valid for tar readers."""
 
     def claim(block: bytes) -> bytes:
-        block = block[:124] + b"%011o\0" % (entry.size + 4096) + block[136:148] + b" " * 8 + block[156:]
+        block = (
+            block[:124] + b"%011o\0" % (entry.size + 4096) + block[136:148] + b" " * 8 + block[156:]
+        )
         return block[:148] + b"%06o\0 " % sum(block) + block[156:]
 
     change(tar, entry.offset - BLOCK, claim, BLOCK)
@@ -252,7 +267,9 @@ def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_in
         assert "removed" not in caplog.text
 
 
-def test_an_index_of_any_size_keeps_no_server_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_of_any_size_keeps_no_server_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
     os.truncate(tar.with_suffix(".jsonl"), 1 << 40)
     FileSink(tmp_path, FORMAT).close()
@@ -268,7 +285,9 @@ def test_an_index_of_any_size_keeps_no_server_from_starting(tmp_path: Path, capl
 JUNK = {
     "no line": b"\n",
     "no name": b'{"name":3}\n',
-    "a member that the tar file lacks": encode(Member("far.safetensors", 2**40, 2**40, 1, "", "", 2**60)),
+    "a member that the tar file lacks": encode(
+        Member("far.safetensors", 2**40, 2**40, 1, "", "", 2**60)
+    ),
 }
 
 
@@ -281,7 +300,9 @@ def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
         index.write(JUNK[label] * 1000)
     decoded: list[bytes] = []
     monkeypatch.setattr(shard_index, "decode", lambda line: (decoded.append(line), decode(line))[1])
-    monkeypatch.setattr(shard_file, "decode", lambda line: pytest.fail("what is not sealed was counted"))
+    monkeypatch.setattr(
+        shard_file, "decode", lambda line: pytest.fail("what is not sealed was counted")
+    )
     FileSink(tmp_path, FORMAT).close()
     assert f"could not seal {tar.stem}" in caplog.text
     assert sum(line == JUNK[label][:-1] for line in decoded) == 1

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 from sink_harness import reason_of as reason
-from worker_harness import NOTHING, SILENT, Engine, answer, ended, failures, fill_ring, silence, started
+from worker_harness import (
+    NOTHING,
+    SILENT,
+    Engine,
+    answer,
+    ended,
+    failures,
+    fill_ring,
+    silence,
+    started,
+)
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
@@ -22,7 +32,9 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     engine = make_engine()
     silence(engine, storage)
     engine.step(started(engine.start("a", 3), engine.start("b", 4)), [("a", 0, 3), ("b", 0, 4)])
-    assert engine.outcomes == {"a": SILENT, "b": SILENT}, "the response that is sent now has the reason"
+    assert engine.outcomes == {"a": SILENT, "b": SILENT}, (
+        "the response that is sent now has the reason"
+    )
     assert engine.staging.wanted == {}
     engine.step(ended("a"), [])
     engine.step(ended("b"), [])
@@ -69,7 +81,9 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     engine.assert_file_is_right("before", 2)
     engine.assert_file_is_right("d", 20)
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
-    assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "abc"}
+    assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {
+        f"{name}.safetensors.error" for name in "abc"
+    }
     assert engine.ring.free_rows == engine.ring.num_rows
     assert engine.worker._progress.backlog == 0
 
@@ -91,7 +105,10 @@ def test_a_request_that_was_never_opened_is_in_the_log_at_once_and_leaves_its_re
 
 
 def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_still_logged(
-    make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Engine],
+    storage: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "_MAX_REASONS", 3)
     engine = make_engine()
@@ -116,7 +133,10 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("long", 9)), [("long", 0, 3)])
     silence(engine, locks)
-    engine.step(started(engine.start("a", 3), engine.start("b", 4), engine.start("c", 4)), [("a", 0, 3), ("b", 0, 4), ("c", 0, 4)])
+    engine.step(
+        started(engine.start("a", 3), engine.start("b", 4), engine.start("c", 4)),
+        [("a", 0, 3), ("b", 0, 4), ("c", 0, 4)],
+    )
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": SILENT}
     engine.worker._watch.storage_timeout = 30.0
     engine.step(NOTHING, [("long", 3, 6)])
@@ -127,7 +147,9 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
 
 
-def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(make_engine: Callable[..., Engine], storage: threading.Event) -> None:
+def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("a", 26)), [])
     silence(engine, storage)
@@ -144,7 +166,8 @@ def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(make_engine: Cal
 
 
 TOO_SLOW = (
-    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster storage, raise pinned_ring_bytes, "
+    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
+    "storage, raise pinned_ring_bytes, "
     "or set it to 'wait'"
 )
 
@@ -235,13 +258,19 @@ def test_where_nobody_waits_one_step_finds_out_that_files_do_not_open_and_later_
     assert engine.outcomes == {"a": TOO_SLOW}
     assert engine.last_report.ranks[0].unresponsive
     with monkeypatch.context() as stopped:
-        stopped.setattr(engine.worker._opener, "wait", lambda timeout: pytest.fail("a later step waited for files"))
+        stopped.setattr(
+            engine.worker._opener,
+            "wait",
+            lambda timeout: pytest.fail("a later step waited for files"),
+        )
         for name in "bc":
             engine.step(started(engine.start(name, 3)), [(name, 0, 3)])
             assert engine.outcomes[name] == TOO_SLOW, "the response that is sent now has the reason"
         stopped.setattr(storage_watch, "_UNRESPONSIVE_S", 0.0)
         engine.step(started(engine.start("d", 3)), [])
-        assert engine.outcomes["d"] == "the storage did not answer for 0 s", "by now it is no longer merely slow"
+        assert engine.outcomes["d"] == "the storage did not answer for 0 s", (
+            "by now it is no longer merely slow"
+        )
     locks.set()
     assert engine.worker._opener.wait(30.0)
     assert not engine.worker._watch.is_unresponsive
@@ -279,9 +308,14 @@ def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
     finally:
         logging.getLogger("vllm_ascend_hsx.connector.storage_watch").removeHandler(handler)
     engine.close()
-    (line,) = [record.getMessage() for record in caplog.records if "slow storage" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "slow storage" in record.getMessage()
+    ]
     assert re.search(r"have waited 0\.[5-9] s|have waited [1-9]", line), line
-    assert all(word in line for word in (str(engine.directory), "MiB are computed", "slow_storage", "pinned_ring_bytes"))
+    assert all(
+        word in line
+        for word in (str(engine.directory), "MiB are computed", "slow_storage", "pinned_ring_bytes")
+    )
     assert engine.outcomes == {"a": None}
     stats = engine.worker.take_stats()
     assert stats is not None

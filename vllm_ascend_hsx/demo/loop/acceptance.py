@@ -31,14 +31,38 @@ def serve_command(method: str, target: Target, draft: Path, port: int) -> list[s
     """Return `vllm serve` of the target with the draft, on one NPU."""
     speculative = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target.directory), *target.options),
-        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
-        *("--max-model-len", "256", "--max-num-seqs", str(CLIENTS), "--max-num-batched-tokens", "256"),
+        *(
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(target.directory),
+            *target.options,
+        ),
+        *(
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--enforce-eager",
+            "--gpu-memory-utilization",
+            "0.4",
+        ),
+        *(
+            "--max-model-len",
+            "256",
+            "--max-num-seqs",
+            str(CLIENTS),
+            "--max-num-batched-tokens",
+            "256",
+        ),
         *("--speculative-config", json.dumps(speculative)),
     ]
 
 
-def measure(url: str, prompts: Sequence[Sequence[int]], timeout: float) -> tuple[Acceptance, list[list[int]]]:
+def measure(
+    url: str, prompts: Sequence[Sequence[int]], timeout: float
+) -> tuple[Acceptance, list[list[int]]]:
     """Let the server continue the prompts greedily; return what was accepted, and its tokens.
 
     Raises:
@@ -50,20 +74,26 @@ def measure(url: str, prompts: Sequence[Sequence[int]], timeout: float) -> tuple
 
     def answer(prompt: Sequence[int], tokens: int = ANSWER_TOKENS) -> list[int]:
         body = {"return_token_ids": True}
-        response = client.completions.create(model=model, prompt=list(prompt), max_tokens=tokens, temperature=0, extra_body=body)
+        response = client.completions.create(
+            model=model, prompt=list(prompt), max_tokens=tokens, temperature=0, extra_body=body
+        )
         return list(getattr(response.choices[0], "token_ids"))  # noqa: B009 - vLLM's, unknown to openai's types
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(answer, prompts))
     answer(prompts[0], 1)  # one more step, with which the counts of the last one are reported
-    return parse(httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text), answers
+    return parse(
+        httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text
+    ), answers
 
 
 def parse(text: str) -> Acceptance:
     """Return the counts in the text of /metrics. Raises DemoError if there are none."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     counts = [
         round(sum(sample.value for sample in samples if sample.name == f"{PREFIX}{name}_total"))
         for name in ("drafts", "draft_tokens", "accepted_tokens")

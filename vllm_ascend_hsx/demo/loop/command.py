@@ -31,7 +31,10 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         return
     for name in EXCLUDED:
         if getattr(options, name) != parser.get_default(name):
-            parser.error(f"--loop trains and serves a target of its own: leave out --{name.replace('_', '-')}")
+            parser.error(
+                "--loop trains and serves a target of its own: leave out "
+                f"--{name.replace('_', '-')}"
+            )
     if options.serve_options:
         parser.error("--loop serves with options of its own: leave out what is after --")
 
@@ -45,7 +48,10 @@ def run(options: argparse.Namespace, console: Console, give: Give) -> int:
     """
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
-        raise DemoError(f"not installed here: {', '.join(missing)}, which trains the drafts; `make setup` installs it")
+        raise DemoError(
+            f"not installed here: {', '.join(missing)}, which trains the drafts; `make setup` "
+            "installs it"
+        )
     from httpx import HTTPError
     from openai import OpenAIError
 
@@ -53,7 +59,11 @@ def run(options: argparse.Namespace, console: Console, give: Give) -> int:
     from vllm_ascend_hsx.demo.loop.run import Loop, plan_of
 
     work = (options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-loop-"))).absolute()
-    console.print(f"everything is in {work}; call again with --output {work} to go on there", highlight=False, soft_wrap=True)
+    console.print(
+        f"everything is in {work}; call again with --output {work} to go on there",
+        highlight=False,
+        soft_wrap=True,
+    )
     loop = Loop(
         work,
         console,
@@ -73,7 +83,13 @@ def run(options: argparse.Namespace, console: Console, give: Give) -> int:
         for problem in problems:
             console.print(problem, style="red", markup=False, highlight=False)
         if not problems:
-            console.print("rows of hsx generate make as good a draft as those of transformers, and wrong rows a worse one", style="green")
+            console.print(
+                (
+                    "rows of hsx generate make as good a draft as those of transformers, and wrong "
+                    "rows a worse one"
+                ),
+                style="green",
+            )
 
     give({"ok": not problems, "problems": problems, **asdict(results)}, show)
     return 1 if problems else 0

@@ -15,7 +15,23 @@ COLOURS = ("red", "blue", "green", "white", "black", "yellow")
 PLACES = ("harbour", "market", "forest", "castle", "library", "station")
 NUMBERS = tuple(map(str, range(9)))
 COUNTED = 5
-OTHERS = (".", "?", ":", "has", "a", "they", "meet", "near", "the", "of", "is", "who", "takes", "to", "count")
+OTHERS = (
+    ".",
+    "?",
+    ":",
+    "has",
+    "a",
+    "they",
+    "meet",
+    "near",
+    "the",
+    "of",
+    "is",
+    "who",
+    "takes",
+    "to",
+    "count",
+)
 WORDS = (*PEOPLE, *THINGS, *COLOURS, *PLACES, *NUMBERS, *OTHERS)
 VOCABULARY = {word: number for number, word in enumerate((*SPECIAL_TOKENS, *WORDS))}
 # Of each story, the beginning up to its second line: what prompts are made of.
@@ -26,7 +42,10 @@ def story(draw: random.Random) -> str:
     """Return two people with a thing each, a place, what can be said of them, and a count."""
     people, things, colours = (draw.sample(names, 2) for names in (PEOPLE, THINGS, COLOURS))
     place = draw.choice(PLACES)
-    lines = [f"{person} has a {colour} {thing} ." for person, colour, thing in zip(people, colours, things, strict=True)]
+    lines = [
+        f"{person} has a {colour} {thing} ."
+        for person, colour, thing in zip(people, colours, things, strict=True)
+    ]
     lines.append(f"they meet near the {place} .")
     for i in draw.sample(range(2), 2):
         person, colour, thing = people[i], colours[i], things[i]

@@ -16,7 +16,16 @@ EAGLE3, DFLASH = "eagle3", "dflash"
 # block, as the trainer has it in layers without a window.
 OPTIONS = {
     EAGLE3: ("--no-norm-output",),
-    DFLASH: ("--block-size", str(1 + DRAFT_TOKENS), "--max-anchors", "64", "--num-layers", "1", "--full-attention-indices", "0"),
+    DFLASH: (
+        "--block-size",
+        str(1 + DRAFT_TOKENS),
+        "--max-anchors",
+        "64",
+        "--num-layers",
+        "1",
+        "--full-attention-indices",
+        "0",
+    ),
 }
 # For a rotated target vllm-ascend rotates the layer of an EAGLE-3 draft that reads rows, which is
 # exact only without a norm before that layer.
@@ -33,23 +42,60 @@ def write_dataset(directory: Path, dataset: Sequence[Sequence[int]]) -> None:
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    columns = {"input_ids": dataset, "loss_mask": [[1] * len(row) for row in dataset], "seq_len": list(map(len, dataset))}
+    columns = {
+        "input_ids": dataset,
+        "loss_mask": [[1] * len(row) for row in dataset],
+        "seq_len": list(map(len, dataset)),
+    }
     Dataset.from_dict(columns).with_format("torch").save_to_disk(directory)
 
 
-def train_command(kind: Kind, model: Path, dataset: Path, rows: Path, draft: Path, *, epochs: int, seed: int) -> list[str]:
+def train_command(
+    kind: Kind, model: Path, dataset: Path, rows: Path, draft: Path, *, epochs: int, seed: int
+) -> list[str]:
     """Return `hsx speculators train ...` with implementations that an NPU can run.
 
     Args:
         model: directory of the target before it was quantised, with embedding and head.
     """
     return [
-        *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "speculators", "train", "--hidden-states-backend", "hsx"),
-        *("--verifier-name-or-path", str(model), "--data-path", str(dataset), "--hidden-states-path", str(rows)),
+        *(
+            sys.executable,
+            "-m",
+            "vllm_ascend_hsx.cli.main",
+            "speculators",
+            "train",
+            "--hidden-states-backend",
+            "hsx",
+        ),
+        *(
+            "--verifier-name-or-path",
+            str(model),
+            "--data-path",
+            str(dataset),
+            "--hidden-states-path",
+            str(rows),
+        ),
         *("--save-path", str(draft), "--speculator-type", kind.method, "--on-missing", "raise"),
         *("--target-layer-ids", *map(str, LAYER_IDS[:-1])),
-        *(*OPTIONS[kind.method], *OPTIONS_OF_TARGET[kind.target], "--draft-attn-impl", "eager", "--loss-implementation", "eager"),
-        *("--epochs", str(epochs), "--checkpoint-freq", "1", "--lr", LEARNING_RATE, "--total-seq-len", str(BATCH_TOKENS)),
+        *(
+            *OPTIONS[kind.method],
+            *OPTIONS_OF_TARGET[kind.target],
+            "--draft-attn-impl",
+            "eager",
+            "--loss-implementation",
+            "eager",
+        ),
+        *(
+            "--epochs",
+            str(epochs),
+            "--checkpoint-freq",
+            "1",
+            "--lr",
+            LEARNING_RATE,
+            "--total-seq-len",
+            str(BATCH_TOKENS),
+        ),
         *("--hidden-states-dtype", TRAINED_IN),
         *("--num-workers", "0", "--train-data-ratio", "0.9", "--seed", str(seed)),
     ]

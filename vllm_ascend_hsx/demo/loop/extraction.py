@@ -23,7 +23,9 @@ SERVE_OPTIONS = (
 )
 
 
-def extraction_command(target: Target, storage: Path, port: int, options: Mapping[str, str]) -> list[str]:
+def extraction_command(
+    target: Target, storage: Path, port: int, options: Mapping[str, str]
+) -> list[str]:
     """Return `hsx serve` of the target with DP=2 x TP=2 and these options of the connector."""
     return [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(target.directory)),
@@ -40,17 +42,30 @@ def vllms_command(target: Target, storage: Path, port: int) -> tuple[list[str], 
     vLLM refuses its connector together with chunked prefill.
     """
     options = {"shared_storage_path": str(storage)}
-    transfer = {"kv_connector": UPSTREAM_CONNECTOR, "kv_role": "kv_producer", "kv_connector_extra_config": options}
+    transfer = {
+        "kv_connector": UPSTREAM_CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": options,
+    }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target.directory)),
         *(*SERVE_OPTIONS, "--port", str(port), *target.options, "--no-enable-chunked-prefill"),
-        *("--speculative-config", json.dumps(speculative_config(LAYER_IDS)), "--kv-transfer-config", json.dumps(transfer)),
+        *(
+            "--speculative-config",
+            json.dumps(speculative_config(LAYER_IDS)),
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ),
     ]
     return command, {"VLLM_PLUGINS": plugins_without_ours()}
 
 
 def rows_of_vllms_connector(
-    url: str, directory: Path, dataset: Sequence[Sequence[int]], timeout: float, on_row: Callable[[int], None]
+    url: str,
+    directory: Path,
+    dataset: Sequence[Sequence[int]],
+    timeout: float,
+    on_row: Callable[[int], None],
 ) -> None:
     """Write the rows that the server extracts of each prompt.
 

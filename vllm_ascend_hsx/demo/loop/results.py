@@ -73,7 +73,10 @@ class Results:
         if not path.is_file():
             return cls()
         content = json.loads(path.read_text())
-        return cls(content["target_loss"], [Trained(**{"target": PLAIN, **each}) for each in content["trained"]])
+        return cls(
+            content["target_loss"],
+            [Trained(**{"target": PLAIN, **each}) for each in content["trained"]],
+        )
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -101,10 +104,14 @@ class Results:
         for kind in self.kinds:
             if kind.rows in RIGHT:
                 continue
-            ours, theirs, wrong = (mean(self.lengths(kind._replace(rows=rows))) for rows in (OURS, TRANSFORMERS, kind.rows))
+            ours, theirs, wrong = (
+                mean(self.lengths(kind._replace(rows=rows)))
+                for rows in (OURS, TRANSFORMERS, kind.rows)
+            )
             if abs(ours - theirs) >= NOISE * (theirs - wrong):
                 found.append(
-                    f"{kind.method}, {kind.target}: rows {OURS} give {ours:.2f} and those {TRANSFORMERS} {theirs:.2f}, which "
+                    f"{kind.method}, {kind.target}: rows {OURS} give {ours:.2f} and those "
+                    f"{TRANSFORMERS} {theirs:.2f}, which "
                     f"differ by at least {NOISE:.0%} of what rows {kind.rows} lose ({wrong:.2f})"
                 )
         return found
@@ -114,13 +121,31 @@ def cells(results: Results) -> Iterable[tuple[str, ...]]:
     """Return a line for each kind of rows, with the cells of HEADINGS."""
     for kind in results.kinds:
         own, lengths = results.drafts(kind), results.lengths(kind)
-        accepted, drafted = (sum(getattr(each, name) for each in own) for name in ("accepted", "draft_tokens"))
+        accepted, drafted = (
+            sum(getattr(each, name) for each in own) for name in ("accepted", "draft_tokens")
+        )
         loss = mean(each.validation_loss for each in own)
         spread = f"{min(lengths):.2f} to {max(lengths):.2f}"
-        yield *kind, str(len(own)), f"{mean(lengths):.2f}", spread, f"{accepted / drafted:.0%}", f"{loss:.2f}"
+        yield (
+            *kind,
+            str(len(own)),
+            f"{mean(lengths):.2f}",
+            spread,
+            f"{accepted / drafted:.0%}",
+            f"{loss:.2f}",
+        )
 
 
-HEADINGS = ("draft", "rows", "target", "drafts", "acceptance length", "least to most", "accepted", "validation loss")
+HEADINGS = (
+    "draft",
+    "rows",
+    "target",
+    "drafts",
+    "acceptance length",
+    "least to most",
+    "accepted",
+    "validation loss",
+)
 TEXTS = 3  # the others are numbers
 
 

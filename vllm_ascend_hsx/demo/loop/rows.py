@@ -23,10 +23,14 @@ def file_of(directory: Path, index: int) -> Path:
 
 def write_rows(directory: Path, index: int, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Write rows [tokens, layers, hidden] and their token ids, [tokens]."""
-    save_file({"hidden_states": rows.contiguous(), "token_ids": token_ids}, file_of(directory, index))
+    save_file(
+        {"hidden_states": rows.contiguous(), "token_ids": token_ids}, file_of(directory, index)
+    )
 
 
-def rows_of_transformers(directory: Path, target: Target, dataset: Sequence[Sequence[int]], on_row: Callable[[int], None]) -> None:
+def rows_of_transformers(
+    directory: Path, target: Target, dataset: Sequence[Sequence[int]], on_row: Callable[[int], None]
+) -> None:
     """Compute rows with the same weights, and round them once to bfloat16."""
     compute = reference_for(target.directory, target.quantised)
     directory.mkdir(parents=True)

@@ -14,8 +14,23 @@ from rich.console import Console
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.demo.loop import acceptance, drafts
 from vllm_ascend_hsx.demo.loop.corpus import PROMPT_TOKENS, stories
-from vllm_ascend_hsx.demo.loop.extraction import CLIENTS, extraction_command, rows_of_vllms_connector, vllms_command
-from vllm_ascend_hsx.demo.loop.results import KEPT, OURS, PLAIN, QUAROT, TRANSFORMERS, VLLMS, Kind, Results, Trained
+from vllm_ascend_hsx.demo.loop.extraction import (
+    CLIENTS,
+    extraction_command,
+    rows_of_vllms_connector,
+    vllms_command,
+)
+from vllm_ascend_hsx.demo.loop.results import (
+    KEPT,
+    OURS,
+    PLAIN,
+    QUAROT,
+    TRANSFORMERS,
+    VLLMS,
+    Kind,
+    Results,
+    Trained,
+)
 from vllm_ascend_hsx.demo.loop.rows import SHIFTED, WRONG, rows_of_transformers, write_wrong
 from vllm_ascend_hsx.demo.loop.target import Target, build_target, loss_of
 from vllm_ascend_hsx.demo.quantised.modelslim import write_modelslim
@@ -31,7 +46,9 @@ MORE_KINDS = (
     *(Kind(drafts.DFLASH, rows) for rows in (OURS, TRANSFORMERS, SHIFTED)),
     *(Kind(drafts.EAGLE3, rows, QUAROT) for rows in (OURS, TRANSFORMERS, KEPT)),
 )
-ONCE_KINDS = tuple(Kind(drafts.EAGLE3, rows) for rows in (*(wrong for wrong in WRONG if wrong != SHIFTED), VLLMS))
+ONCE_KINDS = tuple(
+    Kind(drafts.EAGLE3, rows) for rows in (*(wrong for wrong in WRONG if wrong != SHIFTED), VLLMS)
+)
 Plan = Sequence[tuple[Kind, int]]
 
 
@@ -39,7 +56,9 @@ def plan_of(seeds: int) -> Plan:
     """Return kind and seed of each draft. With several seeds there are more kinds."""
     if seeds == 1:
         return [(kind, 0) for kind in KINDS]
-    several = [(kind, seed) for kinds in (KINDS, MORE_KINDS) for seed in range(seeds) for kind in kinds]
+    several = [
+        (kind, seed) for kinds in (KINDS, MORE_KINDS) for seed in range(seeds) for kind in kinds
+    ]
     return several + [(kind, 0) for kind in ONCE_KINDS]
 
 
@@ -106,7 +125,10 @@ class Loop:
 
     def target(self) -> Path:
         def on_step(step: int, loss: float) -> None:
-            self.show(f"training the target: step {step} of {self.sizes.target_steps}, loss {loss:.3f}", step == self.sizes.target_steps)
+            self.show(
+                f"training the target: step {step} of {self.sizes.target_steps}, loss {loss:.3f}",
+                step == self.sizes.target_steps,
+            )
 
         return build_target(self.work / "target", steps=self.sizes.target_steps, on_step=on_step)
 
@@ -114,7 +136,12 @@ class Loop:
         """Return the target as it is served."""
         if name == PLAIN:
             return Target(self.model)
-        return Target(self.once("target-quarot", lambda path: write_modelslim(self.model, path, rotated=True)), quantised=True)
+        return Target(
+            self.once(
+                "target-quarot", lambda path: write_modelslim(self.model, path, rotated=True)
+            ),
+            quantised=True,
+        )
 
     def rows(self, target: str, rows: str) -> Path:
         """Return a directory of these rows."""
@@ -137,9 +164,30 @@ class Loop:
         shutil.rmtree(storage, ignore_errors=True)
         port, count = free_port(), len(self.stories)
         command = extraction_command(target, storage, port, options)
-        with self.server(command, port, f"extraction-{rows.name[1:]}", 4, "the target with extraction, DP=2 x TP=2") as server:
-            command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(self.dataset)]
-            command += ["--output", str(storage), "--endpoint", server.url, "--validate", "--concurrency", str(CLIENTS)]
+        with self.server(
+            command,
+            port,
+            f"extraction-{rows.name[1:]}",
+            4,
+            "the target with extraction, DP=2 x TP=2",
+        ) as server:
+            command = [
+                sys.executable,
+                "-m",
+                "vllm_ascend_hsx.cli.main",
+                "generate",
+                "--data",
+                str(self.dataset),
+            ]
+            command += [
+                "--output",
+                str(storage),
+                "--endpoint",
+                server.url,
+                "--validate",
+                "--concurrency",
+                str(CLIENTS),
+            ]
 
             def written() -> str:
                 return f"{sum(1 for _ in storage.glob('hs_*.safetensors'))} of {count} rows"
@@ -152,8 +200,17 @@ class Loop:
         storage, port = rows.with_name("hidden_states"), free_port()
         shutil.rmtree(storage, ignore_errors=True)
         command, environment = vllms_command(target, storage, port)
-        with self.server(command, port, "extraction-vllms", 1, "the target with vLLM's own connector", environment) as server:
-            rows_of_vllms_connector(server.url, rows, self.stories, self.request_timeout, self.counter(VLLMS))
+        with self.server(
+            command,
+            port,
+            "extraction-vllms",
+            1,
+            "the target with vLLM's own connector",
+            environment,
+        ) as server:
+            rows_of_vllms_connector(
+                server.url, rows, self.stories, self.request_timeout, self.counter(VLLMS)
+            )
         shutil.rmtree(storage)
 
     def reference(self, target: Target, rows: Path) -> None:
@@ -161,7 +218,9 @@ class Loop:
 
     def counter(self, rows: str) -> Callable[[int], None]:
         """Return a function that shows how many rows there are."""
-        return lambda done: self.show(f"rows {rows}: {done} of {len(self.stories)}", done == len(self.stories))
+        return lambda done: self.show(
+            f"rows {rows}: {done} of {len(self.stories)}", done == len(self.stories)
+        )
 
     def draft(self, kind: Kind, rows: Path, seed: int) -> Trained:
         """Train a draft, serve it, and measure."""
@@ -169,7 +228,9 @@ class Loop:
         directory = self.work / name
         shutil.rmtree(directory, ignore_errors=True)
         epochs = self.sizes.epochs
-        command = drafts.train_command(kind, self.model, self.dataset, rows, directory, epochs=epochs, seed=seed)
+        command = drafts.train_command(
+            kind, self.model, self.dataset, rows, directory, epochs=epochs, seed=seed
+        )
         title = f"{kind.method} draft on rows {kind.rows}, seed {seed}"
         began = time.monotonic()
 
@@ -179,10 +240,14 @@ class Loop:
         self.process(command, name, self.emulated(1), f"training the {title}", trained)
         took = time.monotonic() - began
         checkpoint = drafts.checkpoint(directory)
-        prompts = [story[:PROMPT_TOKENS] for story in stories(self.sizes.held_out, seed=HELD_OUT_SEED)]
+        prompts = [
+            story[:PROMPT_TOKENS] for story in stories(self.sizes.held_out, seed=HELD_OUT_SEED)
+        ]
         port = free_port()
         command = acceptance.serve_command(kind.method, self.served(kind.target), checkpoint, port)
-        with self.server(command, port, f"{name}-server", 1, f"the target ({kind.target}) with the {title}") as server:
+        with self.server(
+            command, port, f"{name}-server", 1, f"the target ({kind.target}) with the {title}"
+        ) as server:
             counts, _ = acceptance.measure(server.url, prompts, self.request_timeout)
         found = Trained(*kind, seed, drafts.validation_loss(checkpoint), took, *counts)
         self.show(f"{title}: acceptance length {found.length:.2f}", True)
@@ -201,12 +266,29 @@ class Loop:
         return path
 
     def server(
-        self, command: Sequence[str], port: int, name: str, npus: int, title: str, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        port: int,
+        name: str,
+        npus: int,
+        title: str,
+        environment: Mapping[str, str] | None = None,
     ) -> "Serving":
         environment = {"PYTHONUNBUFFERED": "1", **self.emulated(npus), **(environment or {})}
-        return Serving(Server(command, port=port, log=self.work / f"{name}.log", environment=environment), self, title)
+        return Serving(
+            Server(command, port=port, log=self.work / f"{name}.log", environment=environment),
+            self,
+            title,
+        )
 
-    def process(self, command: Sequence[str], name: str, environment: Mapping[str, str], title: str, state: Callable[[], str]) -> None:
+    def process(
+        self,
+        command: Sequence[str],
+        name: str,
+        environment: Mapping[str, str],
+        title: str,
+        state: Callable[[], str],
+    ) -> None:
         """Run a command to its end. Raises DemoError with the end of its output if it fails."""
         with Program(command, log=self.work / f"{name}.log", environment=environment) as program:
             code = program.wait(lambda: self.show(f"{title}: {state()}"))
@@ -218,7 +300,9 @@ class Loop:
         """Print a line of progress, at most one in QUIET_SECONDS unless `always`."""
         now = time.monotonic()
         if always or now - self.shown_at >= QUIET_SECONDS:
-            self.console.print(f"[{now - self.started:4.0f} s] {text}", highlight=False, markup=False)
+            self.console.print(
+                f"[{now - self.started:4.0f} s] {text}", highlight=False, markup=False
+            )
             self.shown_at = now
 
 
@@ -233,7 +317,9 @@ class Serving:
     def __enter__(self) -> Server:
         self.server.__enter__()
         try:
-            with StartProgress(self.loop.console, self.server.log, f"vllm serve, {self.title}") as progress:
+            with StartProgress(
+                self.loop.console, self.server.log, f"vllm serve, {self.title}"
+            ) as progress:
                 self.server.wait_ready(self.loop.start_timeout, progress)
         except BaseException:
             self.server.stop()

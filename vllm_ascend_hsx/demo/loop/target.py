@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ascend_hsx.demo.loop.corpus import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID, UNKNOWN, VOCABULARY, stories
+from vllm_ascend_hsx.demo.loop.corpus import (
+    BOS,
+    BOS_ID,
+    EOS,
+    EOS_ID,
+    PAD,
+    PAD_ID,
+    UNKNOWN,
+    VOCABULARY,
+    stories,
+)
 
 MARKER = "hsx_loop_target.json"
 VOCAB_SIZE = 128
@@ -21,7 +31,9 @@ WARM_UP_STEPS = 30
 TRAINING_SEED = 1  # of its stories; those of rows and of the evaluation have other seeds
 
 
-def build_target(directory: Path, *, steps: int, on_step: Callable[[int, float], None] = lambda step, loss: None) -> Path:
+def build_target(
+    directory: Path, *, steps: int, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> Path:
     """Train a model of `steps` steps of 32 stories, and return its directory.
 
     One that was trained with as many steps is kept. Calls on_step(step, loss) after each step.
@@ -83,8 +95,12 @@ def _train(steps: int, on_step: Callable[[int, float], None]) -> tuple[Any, floa
         eos_token_id=EOS_ID,
     )
     model = Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, 1 - 0.95 * step / steps))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, 1 - 0.95 * step / steps)
+    )
     corpus = stories(steps * BATCH, seed=TRAINING_SEED)
     losses = []
     for step in range(steps):
@@ -108,4 +124,6 @@ def _tokenizer() -> Any:
 
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN
+    )

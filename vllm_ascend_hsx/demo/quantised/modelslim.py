@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_ascend_hsx.demo.quantised.rotation import EMBEDDING, is_linear, is_writer, random_rotation, rotate
+from vllm_ascend_hsx.demo.quantised.rotation import (
+    EMBEDDING,
+    is_linear,
+    is_writer,
+    random_rotation,
+    rotate,
+)
 
 STATIC, DYNAMIC, INT4, FLOAT = "W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC", "FLOAT"
 CACHE = "C8"  # kind of an int8 KV cache
@@ -27,7 +33,9 @@ _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 _SHARES = 16  # of a row: tensor parallel ranks add as many of them as they have columns for
 
 Choose = Callable[[str], str]
-Load = Callable[..., Any]  # of a model of transformers: takes a directory and `dtype`, as from_pretrained
+Load = Callable[
+    ..., Any
+]  # of a model of transformers: takes a directory and `dtype`, as from_pretrained
 Weights = dict[str, torch.Tensor]
 
 
@@ -98,9 +106,15 @@ def write_modelslim(
     _check(kinds, weights)
     target.mkdir(parents=True, exist_ok=True)
     _copy_descriptions(here, target, untie=rotated)
-    ranges = _calibrate(target, weights, [name for name, kind in kinds.items() if kind == STATIC], seed, load)
+    ranges = _calibrate(
+        target, weights, [name for name, kind in kinds.items() if kind == STATIC], seed, load
+    )
     tensors: Weights = {}
-    description: dict[str, Any] = {"model_quant_type": _kind_of_model(kinds.values()), "version": "1.0.0", "group_size": 0}
+    description: dict[str, Any] = {
+        "model_quant_type": _kind_of_model(kinds.values()),
+        "version": "1.0.0",
+        "group_size": 0,
+    }
     description |= {"metadata": {}, "optional": {}}
     for name, weight in weights.items():
         made = _quantise(name, weight, kinds[name], ranges)
@@ -120,9 +134,16 @@ def write_modelslim(
 
 
 def _write_weights(target: Path, tensors: Weights) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, target / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in sorted(tensors.items())},
+        target / WEIGHTS,
+        metadata={"format": "pt"},
+    )
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), WEIGHTS)})
+    _write_json(
+        target / INDEX,
+        {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), WEIGHTS)},
+    )
 
 
 def _check(kinds: Mapping[str, str], weights: Weights) -> None:
@@ -134,7 +155,9 @@ def _check(kinds: Mapping[str, str], weights: Weights) -> None:
         if kind == INT4 and ".experts." not in name:
             raise ValueError(f"{name}: only an expert can be {INT4}; choose {DYNAMIC}")
         if kind != FLOAT and weights[name].dtype != torch.bfloat16:
-            raise ValueError(f"{name}: {kind} needs a checkpoint in bfloat16, not {weights[name].dtype}")
+            raise ValueError(
+                f"{name}: {kind} needs a checkpoint in bfloat16, not {weights[name].dtype}"
+            )
 
 
 def _kind_of_model(kinds: Iterable[str]) -> str:
@@ -166,7 +189,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _calibrate(directory: Path, weights: Weights, names: list[str], seed: int, load: Load | None) -> dict[str, Range]:
+def _calibrate(
+    directory: Path, weights: Weights, names: list[str], seed: int, load: Load | None
+) -> dict[str, Range]:
     """Return the range of each layer's inputs over random tokens, by the name of its weight."""
     if not names:
         return {}
@@ -194,7 +219,10 @@ def _scales_of_cache(directory: Path, weights: Weights, seed: int) -> Weights:
     """
     scales: Weights = {}
     for index, layer in enumerate(_run(_load(directory, weights), seed).past_key_values.layers):
-        for name, cached in (("k_proj", layer.keys), ("v_proj", layer.values)):  # [1, kv_heads, tokens, head_dim]
+        for name, cached in (
+            ("k_proj", layer.keys),
+            ("v_proj", layer.values),
+        ):  # [1, kv_heads, tokens, head_dim]
             prefix = f"model.layers.{index}.self_attn.{name}.kv_cache_"
             scale = (cached[0].abs().amax(1).flatten() / _HIGHEST).to(torch.bfloat16)
             scales |= {f"{prefix}scale": scale, f"{prefix}offset": torch.zeros_like(scale)}
@@ -207,13 +235,18 @@ def _load(directory: Path, weights: Weights, load: Load | None = None) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
         save_file(weights, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        return (load or AutoModelForCausalLM.from_pretrained)(scratch, dtype=torch.float32, local_files_only=True).eval()
+        return (load or AutoModelForCausalLM.from_pretrained)(
+            scratch, dtype=torch.float32, local_files_only=True
+        ).eval()
 
 
 def _run(model: Any, seed: int) -> Any:
     """Run a model over random tokens, and return its output with keys and values."""
     generator = torch.Generator().manual_seed(seed)
-    return model(torch.randint(0, model.config.vocab_size, (1, CALIBRATION_TOKENS), generator=generator), use_cache=True)
+    return model(
+        torch.randint(0, model.config.vocab_size, (1, CALIBRATION_TOKENS), generator=generator),
+        use_cache=True,
+    )
 
 
 def _quantise(name: str, weight: torch.Tensor, kind: str, ranges: Mapping[str, Range]) -> Weights:

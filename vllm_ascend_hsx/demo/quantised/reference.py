@@ -22,7 +22,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INT4, ROTATION, ROTATION_KEY, WEIGHTS, Load
+from vllm_ascend_hsx.demo.quantised.modelslim import (
+    DESCRIPTION,
+    FLOAT,
+    INT4,
+    ROTATION,
+    ROTATION_KEY,
+    WEIGHTS,
+    Load,
+)
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 BFLOAT = torch.bfloat16
@@ -37,7 +45,11 @@ def rotation_of(directory: Path) -> torch.Tensor:
 
 
 def quantised_hidden_states(
-    directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int], cached_from: int | None = None, load: Load | None = None
+    directory: Path,
+    token_ids: Sequence[int],
+    layer_ids: Sequence[int],
+    cached_from: int | None = None,
+    load: Load | None = None,
 ) -> torch.Tensor:
     """Return the rows of a checkpoint that modelslim.py has written, as reference_hidden_states.
 
@@ -54,31 +66,58 @@ def quantised_hidden_states(
         return hidden_states_of(model, token_ids, layer_ids)
 
 
-def rows_in_the_models_basis(directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
+def rows_in_the_models_basis(
+    directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int]
+) -> torch.Tensor:
     """Return the rows of a rotated checkpoint turned back, float32: what files have by default."""
-    return quantised_hidden_states(directory, token_ids, layer_ids).float() @ rotation_of(directory).t()
+    return (
+        quantised_hidden_states(directory, token_ids, layer_ids).float()
+        @ rotation_of(directory).t()
+    )
 
 
 def _rotary_in_float32(rotary: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Any:
-        return tuple(each.to(BFLOAT) for each in rotary(q.float(), k.float(), cos.float(), sin.float(), **options))
+    def apply(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
+    ) -> Any:
+        return tuple(
+            each.to(BFLOAT)
+            for each in rotary(q.float(), k.float(), cos.float(), sin.float(), **options)
+        )
 
     return apply
 
 
 def _attention_in_float32(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float, **_: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     def attend(pair: Sequence[torch.Tensor]) -> torch.Tensor:
-        keys, values = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair)
+        keys, values = (
+            each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair
+        )
         causal = mask is None  # Sparse attention gives a mask of its own.
         seen = None if mask is None else mask.float()
-        return torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, seen, is_causal=causal, scale=scaling)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query.float(), keys, values, seen, is_causal=causal, scale=scaling
+        )
 
     output = attend((key, value))
     if module.cached_from is not None:
-        cached = attend([_as_cached(each, scale) for each, scale in zip((key, value), module.cache_scales, strict=True)])
-        output = torch.cat((output[:, :, : module.cached_from], cached[:, :, module.cached_from :]), 2)
+        cached = attend(
+            [
+                _as_cached(each, scale)
+                for each, scale in zip((key, value), module.cache_scales, strict=True)
+            ]
+        )
+        output = torch.cat(
+            (output[:, :, : module.cached_from], cached[:, :, module.cached_from :]), 2
+        )
     return output.transpose(1, 2).to(BFLOAT).contiguous(), None
 
 
@@ -96,21 +135,43 @@ AttentionInterface.register("float32", _attention_in_float32)
 
 @lru_cache(maxsize=1)
 def _load(directory: Path, load: Load | None) -> Any:
-    tensors, kinds = load_file(directory / WEIGHTS), json.loads((directory / DESCRIPTION).read_text())
-    tensors |= {name: unpacked(weight) for name, weight in tensors.items() if name.endswith(".weight") and kinds[name] == INT4}
-    quantised = [name.removesuffix("weight") for name in tensors if name.endswith(".weight") and kinds[name] != FLOAT]
+    tensors, kinds = (
+        load_file(directory / WEIGHTS),
+        json.loads((directory / DESCRIPTION).read_text()),
+    )
+    tensors |= {
+        name: unpacked(weight)
+        for name, weight in tensors.items()
+        if name.endswith(".weight") and kinds[name] == INT4
+    }
+    quantised = [
+        name.removesuffix("weight")
+        for name in tensors
+        if name.endswith(".weight") and kinds[name] != FLOAT
+    ]
     # The weights of quantised layers are there for their shapes alone.
-    floats = {name: tensor.to(BFLOAT) for name, tensor in tensors.items() if kinds[name] == FLOAT or name.endswith(".weight")}
+    floats = {
+        name: tensor.to(BFLOAT)
+        for name, tensor in tensors.items()
+        if kinds[name] == FLOAT or name.endswith(".weight")
+    }
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
         save_file(floats, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
         make = load or AutoModelForCausalLM.from_pretrained
         model = make(scratch, dtype=BFLOAT, attn_implementation="float32").eval()
-    of = {layer: {name.removeprefix(layer): tensors[name] for name in tensors if name.startswith(layer)} for layer in quantised}
+    of = {
+        layer: {
+            name.removeprefix(layer): tensors[name] for name in tensors if name.startswith(layer)
+        }
+        for layer in quantised
+    }
     products = {layer: Product(own) for layer, own in of.items()}
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}.self_attn."
-        layer.self_attn.cache_scales = [tensors.get(f"{prefix}{name}.kv_cache_scale") for name in ("k_proj", "v_proj")]
+        layer.self_attn.cache_scales = [
+            tensors.get(f"{prefix}{name}.kv_cache_scale") for name in ("k_proj", "v_proj")
+        ]
         _compute_as_ascend(layer.mlp, index, products)
     for layer, product in products.items():
         if ".experts." not in layer:
@@ -131,7 +192,11 @@ def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) ->
         mlp.experts.forward = Experts(experts)
     if shared := getattr(mlp, "shared_experts", None):
         prefix = f"model.layers.{index}.mlp.shared_experts."
-        shared.forward = Expert(products, prefix) if f"{prefix}gate_proj." in products else partial(swiglu_layer, shared)
+        shared.forward = (
+            Expert(products, prefix)
+            if f"{prefix}gate_proj." in products
+            else partial(swiglu_layer, shared)
+        )
 
 
 class Product:
@@ -150,7 +215,9 @@ class Product:
         if "input_scale" not in given:
             rows, scale = int8_rows(x)
             return rows @ self._weight.t() * given["weight_scale"].double().squeeze(1) * scale
-        reciprocal = 1 / given["input_scale"]  # in bfloat16, as vllm-ascend has it (methods/w8a8_static.py:145)
+        reciprocal = (
+            1 / given["input_scale"]
+        )  # in bfloat16, as vllm-ascend has it (methods/w8a8_static.py:145)
         rows = (x.double() * reciprocal + given["input_offset"]).round().clamp(-128, 127)
         return (rows @ self._weight.t() + given["quant_bias"]) * given["deq_scale"].double()
 
@@ -185,9 +252,13 @@ class Experts:
     def __init__(self, experts: Sequence[Expert]) -> None:
         self._experts = experts
 
-    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         result = torch.zeros(hidden_states.shape)
-        for token, (chosen, shares) in enumerate(zip(top_k_index.tolist(), top_k_weights.to(BFLOAT).float(), strict=True)):
+        for token, (chosen, shares) in enumerate(
+            zip(top_k_index.tolist(), top_k_weights.to(BFLOAT).float(), strict=True)
+        ):
             for expert, share in zip(chosen, shares, strict=True):
                 result[token] += share * self._experts[expert](hidden_states[token]).float()
         return result.to(BFLOAT)

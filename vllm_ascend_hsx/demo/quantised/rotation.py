@@ -15,13 +15,19 @@ _LAYER = r"(?P<layer>model\.layers\.\d+\.)"
 _EXPERT = r"(mlp|block_sparse_moe)\.experts\.\d+"
 # Linear layers that read the residual stream, by the norm before them, and those that write to it.
 _READERS = {
-    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.(wk|weights_proj))\.weight"),
+    "input_layernorm": re.compile(
+        rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.(wk|weights_proj))\.weight"
+    ),
     "post_attention_layernorm": re.compile(
         rf"{_LAYER}(mlp\.(shared_experts\.)?(gate|up)_proj|(mlp|block_sparse_moe)\.gate|{_EXPERT}\.(w[13]|(gate|up)_proj))\.weight"
     ),
 }
-_UNQUANTISED = re.compile(rf"{_LAYER}((mlp|block_sparse_moe)\.gate|self_attn\.indexer\.(wk|weights_proj))\.weight")
-_WRITER = re.compile(rf"{_LAYER}(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj|{_EXPERT}\.(w2|down_proj))\.weight")
+_UNQUANTISED = re.compile(
+    rf"{_LAYER}((mlp|block_sparse_moe)\.gate|self_attn\.indexer\.(wk|weights_proj))\.weight"
+)
+_WRITER = re.compile(
+    rf"{_LAYER}(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj|{_EXPERT}\.(w2|down_proj))\.weight"
+)
 _NORM = re.compile(rf"{_LAYER}({'|'.join(_READERS)})\.weight")
 # Of latents, within a head, over all heads, and of the router's logits: none is in the residual
 # stream.
@@ -39,11 +45,15 @@ def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     if size & (size - 1):
-        basis, triangle = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+        basis, triangle = torch.linalg.qr(
+            torch.randn(size, size, generator=generator, dtype=torch.float64)
+        )
         return basis * triangle.diagonal().sign()
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < size:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+        hadamard = torch.cat(
+            [torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]
+        )
     signs = torch.randint(0, 2, (size, 1), generator=generator) * 2.0 - 1.0
     return signs * hadamard / size**0.5
 
@@ -61,10 +71,15 @@ def rotate(weights: Mapping[str, torch.Tensor], rotation: torch.Tensor) -> dict[
         ValueError: for a weight of another architecture.
     """
     head = weights.get(HEAD, weights[EMBEDDING])
-    return {name: _rotated(name, weight, weights, rotation).to(weight.dtype) for name, weight in {**weights, HEAD: head}.items()}
+    return {
+        name: _rotated(name, weight, weights, rotation).to(weight.dtype)
+        for name, weight in {**weights, HEAD: head}.items()
+    }
 
 
-def _rotated(name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor], rotation: torch.Tensor) -> torch.Tensor:
+def _rotated(
+    name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor], rotation: torch.Tensor
+) -> torch.Tensor:
     exact = weight.double()
     if name == EMBEDDING:
         return exact @ rotation
@@ -79,7 +94,10 @@ def _rotated(name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor
         return rotation.t() @ exact
     if _ASIDE.fullmatch(name) or _OF_LATENT.fullmatch(name):
         return exact
-    raise ValueError(f"{name}: no weight of Qwen3, MiniMax-M2 or DeepSeek-V3, whose residual stream can be rotated")
+    raise ValueError(
+        f"{name}: no weight of Qwen3, MiniMax-M2 or DeepSeek-V3, whose residual stream can be "
+        "rotated"
+    )
 
 
 def is_linear(name: str) -> bool:
@@ -89,7 +107,9 @@ def is_linear(name: str) -> bool:
     layers of an indexer are none, as vLLM merges them into one without quantisation (Indexer in
     model_executor/models/deepseek_v2.py:636 of 0.23.0).
     """
-    reads = any(reader.fullmatch(name) for reader in _READERS.values()) and not _UNQUANTISED.fullmatch(name)
+    reads = any(
+        reader.fullmatch(name) for reader in _READERS.values()
+    ) and not _UNQUANTISED.fullmatch(name)
     of_latent = _OF_LATENT.fullmatch(name) and not name.endswith("kv_b_proj.weight")
     return reads or bool(of_latent) or is_writer(name)
 

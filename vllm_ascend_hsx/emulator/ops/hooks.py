@@ -21,7 +21,9 @@ def put_triton(module: ModuleType) -> None:
     language = ModuleType("triton.language", "Part of the emulated NPU.")
     language.math = triton.language  # type: ignore[attr-defined]
     sys.modules.setdefault(language.__name__, language)
-    vars(module).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=triton.language)
+    vars(module).update(
+        HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=triton.language
+    )
 
 
 def put_libraries() -> None:

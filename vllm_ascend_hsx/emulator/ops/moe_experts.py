@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, row_groups, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    FLOATS,
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    row_groups,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 from vllm_ascend_hsx.emulator.ops.quantization.experts import quantised_grouped_matmul
 from vllm_ascend_hsx.emulator.ops.quantization.int4 import int4_grouped_matmul
@@ -33,18 +41,37 @@ def _init_routing(
     check_rank(op, "expert_idx", expert_idx, 2)
     check_dtype(op, "x", x, FLOATS if quant_mode == _DYNAMIC else (*FLOATS, torch.int8))
     check_dtype(op, "expert_idx", expert_idx, (torch.int32,))
-    check(x.shape[0] == expert_idx.shape[0], op, "expert_idx", f"{expert_idx.shape[0]} rows for {x.shape[0]} rows of x")
+    check(
+        x.shape[0] == expert_idx.shape[0],
+        op,
+        "expert_idx",
+        f"{expert_idx.shape[0]} rows for {x.shape[0]} rows of x",
+    )
     check(expert_num > 0, op, "expert_num", f"{expert_num} must be positive")
-    check(expert_tokens_num_type in (0, 1, 2), op, "expert_tokens_num_type", f"{expert_tokens_num_type} is not one of 0, 1, 2")
+    check(
+        expert_tokens_num_type in (0, 1, 2),
+        op,
+        "expert_tokens_num_type",
+        f"{expert_tokens_num_type} is not one of 0, 1, 2",
+    )
     refuse_options(op, offset=offset, drop_pad_mode=drop_pad_mode, row_idx_type=row_idx_type)
     if quant_mode not in (_UNQUANTISED, _DYNAMIC):
         raise unsupported(op, "quant_mode", quant_mode)
     if quant_mode == _DYNAMIC:
         refuse_options(op, scale=scale)
     if not expert_tokens_num_flag or expert_tokens_num_type != _COUNT:
-        raise unsupported(op, "expert_tokens_num_type, expert_tokens_num_flag", (expert_tokens_num_type, expert_tokens_num_flag))
+        raise unsupported(
+            op,
+            "expert_tokens_num_type, expert_tokens_num_flag",
+            (expert_tokens_num_type, expert_tokens_num_flag),
+        )
     first, last = active_expert_range or (0, expert_num)
-    check(0 <= first < last <= expert_num, op, "active_expert_range", f"[{first}, {last}) must lie in [0, {expert_num})")
+    check(
+        0 <= first < last <= expert_num,
+        op,
+        "active_expert_range",
+        f"[{first}, {last}) must lie in [0, {expert_num})",
+    )
     tokens, top_k = expert_idx.shape
     if 0 < active_num < tokens * top_k:
         raise unsupported(op, "active_num", active_num)
@@ -64,7 +91,12 @@ def _init_routing(
     expanded_scale = poisoned((tokens * top_k,), x, torch.float32)
     if scale is not None:
         check_dtype(op, "scale", scale, (torch.float32,))
-        check(tuple(scale.shape) == (tokens,), op, "scale", f"shape {tuple(scale.shape)} must be ({tokens},)")
+        check(
+            tuple(scale.shape) == (tokens,),
+            op,
+            "scale",
+            f"shape {tuple(scale.shape)} must be ({tokens},)",
+        )
         expanded_scale[:count] = scale[source // top_k]
     return expanded, row_idx, per_expert, expanded_scale
 
@@ -103,8 +135,19 @@ def npu_moe_init_routing_custom(
             its k-th expert, -1 if that expert is outside ``active_expert_range``.
     """
     return _init_routing(
-        "npu_moe_init_routing_custom", x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
-        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, active_expert_range, row_idx_type,
+        "npu_moe_init_routing_custom",
+        x,
+        expert_idx,
+        scale,
+        offset,
+        active_num,
+        expert_num,
+        drop_pad_mode,
+        expert_tokens_num_type,
+        expert_tokens_num_flag,
+        quant_mode,
+        active_expert_range,
+        row_idx_type,
     )
 
 
@@ -130,8 +173,19 @@ def npu_moe_init_routing_v2(
     if x_dtype is not None:
         raise unsupported(op, "x_dtype", x_dtype)
     return _init_routing(
-        op, x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
-        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, active_expert_range, row_idx_type,
+        op,
+        x,
+        expert_idx,
+        scale,
+        offset,
+        active_num,
+        expert_num,
+        drop_pad_mode,
+        expert_tokens_num_type,
+        expert_tokens_num_flag,
+        quant_mode,
+        active_expert_range,
+        row_idx_type,
     )
 
 
@@ -168,7 +222,9 @@ def npu_grouped_matmul(
     refuse_options(op, act_type=act_type, **quantisation_and_tuning)
     if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3:
         shapes = [tuple(tensor.shape) for tensor in (*x, *weight)]
-        raise unsupported(op, "x and weight other than one matrix and one stack of matrices", shapes)
+        raise unsupported(
+            op, "x and weight other than one matrix and one stack of matrices", shapes
+        )
     if split_item not in (2, 3):
         raise unsupported(op, "split_item", split_item)
     if group_type != 0:
@@ -178,18 +234,43 @@ def npu_grouped_matmul(
     check(group_list is not None, op, "group_list", "must be given for group_type 0")
     assert group_list is not None
     check_rank(op, "x", rows, 2)
-    groups = row_groups(op, group_list, matrices.shape[0], rows.shape[0], group_list_type == _CUMULATIVE)
+    groups = row_groups(
+        op, group_list, matrices.shape[0], rows.shape[0], group_list_type == _CUMULATIVE
+    )
     if rows.dtype == torch.int8 and matrices.dtype == torch.int32:
         # The kernel takes running totals for rows per group, and checks nothing.
-        check(group_list_type == _COUNT, op, "group_list_type", f"{group_list_type} must be {_COUNT} for a weight of int4")
-        return [int4_grouped_matmul(op, rows, matrices, bias, scale, per_token_scale, groups, output_dtype)]
+        check(
+            group_list_type == _COUNT,
+            op,
+            "group_list_type",
+            f"{group_list_type} must be {_COUNT} for a weight of int4",
+        )
+        return [
+            int4_grouped_matmul(
+                op, rows, matrices, bias, scale, per_token_scale, groups, output_dtype
+            )
+        ]
     if rows.dtype == torch.int8:
         refuse_options(op, bias=bias)
-        return [quantised_grouped_matmul(op, rows, matrices, scale, per_token_scale, groups, output_dtype)]
+        return [
+            quantised_grouped_matmul(
+                op, rows, matrices, scale, per_token_scale, groups, output_dtype
+            )
+        ]
     refuse_options(op, scale=scale, per_token_scale=per_token_scale, output_dtype=output_dtype)
     check_dtype(op, "x", rows, FLOATS)
-    check(matrices.dtype == rows.dtype, op, "weight", f"dtype {matrices.dtype} must equal x's {rows.dtype}")
-    check(matrices.shape[1] == rows.shape[1], op, "weight", f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}")
+    check(
+        matrices.dtype == rows.dtype,
+        op,
+        "weight",
+        f"dtype {matrices.dtype} must equal x's {rows.dtype}",
+    )
+    check(
+        matrices.shape[1] == rows.shape[1],
+        op,
+        "weight",
+        f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}",
+    )
     if bias is not None:
         wanted = torch.float16 if rows.dtype == torch.float16 else torch.float32
         check_dtype(op, "bias", bias[0], (wanted,))
@@ -197,12 +278,17 @@ def npu_grouped_matmul(
     for group, (start, end) in enumerate(groups):
         if start < end:
             product = rows[start:end].float() @ matrices[group].float()
-            y[start:end] = (product if bias is None else product + bias[0][group].float()).to(rows.dtype)
+            y[start:end] = (product if bias is None else product + bias[0][group].float()).to(
+                rows.dtype
+            )
     return [y]
 
 
 def npu_moe_token_permute(
-    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+    tokens: torch.Tensor,
+    indices: torch.Tensor,
+    num_out_tokens: int | None = None,
+    padded_mode: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeat ``tokens`` [T, H] once per expert in ``indices`` [T, K], sorted by expert.
 
@@ -215,7 +301,12 @@ def npu_moe_token_permute(
     check_rank(op, "indices", indices, 1, 2)
     check_dtype(op, "indices", indices, (torch.int32, torch.int64))
     top_k = 1 if indices.dim() == 1 else indices.shape[1]
-    check(indices.shape[0] == tokens.shape[0], op, "indices", f"{indices.shape[0]} rows for {tokens.shape[0]} tokens")
+    check(
+        indices.shape[0] == tokens.shape[0],
+        op,
+        "indices",
+        f"{indices.shape[0]} rows for {tokens.shape[0]} tokens",
+    )
     order = torch.sort(indices.flatten(), stable=True).indices
     total = indices.numel()
     wanted = num_out_tokens or 0
@@ -248,10 +339,20 @@ def npu_moe_token_unpermute(
     if probs is not None:
         check_rank(op, "probs", probs, 2)
         check_dtype(op, "probs", probs, FLOATS)
-        check(probs.numel() == sorted_indices.numel(), op, "probs", f"shape {tuple(probs.shape)} for {sorted_indices.numel()} indices")
+        check(
+            probs.numel() == sorted_indices.numel(),
+            op,
+            "probs",
+            f"shape {tuple(probs.shape)} for {sorted_indices.numel()} indices",
+        )
         top_k = probs.shape[1]
     outside = sorted_indices[(sorted_indices < 0) | (sorted_indices >= permuted_tokens.shape[0])]
-    check(outside.numel() == 0, op, "sorted_indices", f"{outside.tolist()[:8]} name no row of {tuple(permuted_tokens.shape)}")
+    check(
+        outside.numel() == 0,
+        op,
+        "sorted_indices",
+        f"{outside.tolist()[:8]} name no row of {tuple(permuted_tokens.shape)}",
+    )
     rows = permuted_tokens[sorted_indices].float().view(-1, top_k, permuted_tokens.shape[1])
     if probs is not None:
         rows = rows * probs.float().unsqueeze(-1)

@@ -12,7 +12,9 @@ def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _only_best_groups(choice: torch.Tensor, group_count: int, k_group: int, top_two: bool) -> torch.Tensor:
+def _only_best_groups(
+    choice: torch.Tensor, group_count: int, k_group: int, top_two: bool
+) -> torch.Tensor:
     """Set ``choice`` [T, E] to -inf outside the ``k_group`` best of ``group_count`` groups."""
     grouped = choice.view(choice.shape[0], group_count, -1)
     merit = grouped.topk(2, -1).values.sum(-1) if top_two else grouped.amax(-1)
@@ -38,17 +40,47 @@ def _route(
     check_dtype(op, "x", x, FLOATS)
     experts = x.shape[1]
     check(experts <= 2048, op, "x", f"{experts} experts are more than 2048")
-    check(norm_type in (_SOFTMAX, _SIGMOID), op, "norm_type", f"{norm_type} is not one of 0 (softmax), 1 (sigmoid)")
+    check(
+        norm_type in (_SOFTMAX, _SIGMOID),
+        op,
+        "norm_type",
+        f"{norm_type} is not one of 0 (softmax), 1 (sigmoid)",
+    )
     check(renorm in (0, 1), op, "renorm", f"{renorm} is not one of 0, 1")
-    check(group_select_mode in (0, 1), op, "group_select_mode", f"{group_select_mode} is not one of 0, 1")
-    check(group_count > 0 and experts % group_count == 0, op, "group_count", f"{group_count} must divide {experts} experts")
-    check(group_count == 1 or experts // group_count > 2, op, "group_count", "a group must have more than two experts")
+    check(
+        group_select_mode in (0, 1),
+        op,
+        "group_select_mode",
+        f"{group_select_mode} is not one of 0, 1",
+    )
+    check(
+        group_count > 0 and experts % group_count == 0,
+        op,
+        "group_count",
+        f"{group_count} must divide {experts} experts",
+    )
+    check(
+        group_count == 1 or experts // group_count > 2,
+        op,
+        "group_count",
+        "a group must have more than two experts",
+    )
     check(1 <= k_group <= group_count, op, "k_group", f"{k_group} must lie in 1..{group_count}")
-    check(1 <= k <= experts // group_count * k_group, op, "k", f"{k} must lie in 1..{experts // group_count * k_group}")
+    check(
+        1 <= k <= experts // group_count * k_group,
+        op,
+        "k",
+        f"{k} must lie in 1..{experts // group_count * k_group}",
+    )
     scores = torch.softmax(x.float(), -1) if norm_type == _SOFTMAX else torch.sigmoid(x.float())
     choice = scores
     if bias is not None:
-        check(tuple(bias.shape) == (experts,), op, "bias", f"shape {tuple(bias.shape)} must be ({experts},)")
+        check(
+            tuple(bias.shape) == (experts,),
+            op,
+            "bias",
+            f"shape {tuple(bias.shape)} must be ({experts},)",
+        )
         check(bias.dtype == x.dtype, op, "bias", f"dtype {bias.dtype} must equal x's {x.dtype}")
         choice = scores + bias.float()
     if group_count > 1:
@@ -86,7 +118,20 @@ def npu_moe_gating_top_k(
     """
     op = "npu_moe_gating_top_k"
     check(renorm == 0, op, "renorm", f"{renorm} is not supported by this operator; supported: 0")
-    return _route(op, x, k, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps, bias)
+    return _route(
+        op,
+        x,
+        k,
+        k_group,
+        group_count,
+        group_select_mode,
+        renorm,
+        norm_type,
+        out_flag,
+        routed_scaling_factor,
+        eps,
+        bias,
+    )
 
 
 def moe_gating_top_k(
@@ -105,7 +150,18 @@ def moe_gating_top_k(
     """Run ``npu_moe_gating_top_k``; ``renorm`` 1 also divides softmax weights by their sum."""
     op = "moe_gating_top_k"
     return _route(
-        op, x, k, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps, bias_opt
+        op,
+        x,
+        k,
+        k_group,
+        group_count,
+        group_select_mode,
+        renorm,
+        norm_type,
+        out_flag,
+        routed_scaling_factor,
+        eps,
+        bias_opt,
     )
 
 
@@ -126,5 +182,10 @@ def npu_moe_gating_top_k_softmax(
     check(1 <= k <= min(x.shape[1], 1024), op, "k", f"{k} must lie in 1..{min(x.shape[1], 1024)}")
     scores = torch.softmax(x.float(), -1)
     chosen = _best(scores, k)
-    rows = torch.arange(x.shape[0] * k, device=x.device, dtype=torch.int32).view(k, x.shape[0]).t().contiguous()
+    rows = (
+        torch.arange(x.shape[0] * k, device=x.device, dtype=torch.int32)
+        .view(k, x.shape[0])
+        .t()
+        .contiguous()
+    )
     return scores.gather(1, chosen).to(x.dtype), chosen.to(torch.int32), rows

@@ -24,7 +24,9 @@ def _normalise(
     check(gamma.dim() >= 1, op, "gamma", "must have at least one dimension")
     check(
         x.shape[x.dim() - gamma.dim() :] == gamma.shape,
-        op, "gamma", f"shape {tuple(gamma.shape)} must equal the trailing dimensions of x {tuple(x.shape)}",
+        op,
+        "gamma",
+        f"shape {tuple(gamma.shape)} must equal the trailing dimensions of x {tuple(x.shape)}",
     )
     axes = tuple(range(x.dim() - gamma.dim(), x.dim()))
     exact = x.float()
@@ -32,18 +34,27 @@ def _normalise(
     y = (exact * rstd).to(x.dtype).float() * gamma.float()
     if beta is not None:
         check_dtype(op, "beta", beta, (gamma.dtype,))
-        check(beta.shape == gamma.shape, op, "beta", f"shape {tuple(beta.shape)} must equal gamma's {tuple(gamma.shape)}")
+        check(
+            beta.shape == gamma.shape,
+            op,
+            "beta",
+            f"shape {tuple(beta.shape)} must equal gamma's {tuple(gamma.shape)}",
+        )
         y = y.to(x.dtype).float() + beta.float()
     return y.to(x.dtype), rstd.reshape(_rstd_shape(x, gamma))
 
 
-def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-06) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-06
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y like ``input`` [..., H], and rstd float32 with ones where ``gamma`` normalises."""
     return _normalise("npu_rms_norm", input, gamma, None, epsilon)
 
 
 def _check_addends(op: str, x1: torch.Tensor, x2: torch.Tensor) -> None:
-    check(x1.shape == x2.shape, op, "x2", f"shape {tuple(x2.shape)} must equal x1's {tuple(x1.shape)}")
+    check(
+        x1.shape == x2.shape, op, "x2", f"shape {tuple(x2.shape)} must equal x1's {tuple(x1.shape)}"
+    )
     check(x1.dtype == x2.dtype, op, "x2", f"dtype {x2.dtype} must equal x1's {x1.dtype}")
 
 
@@ -58,7 +69,11 @@ def npu_add_rms_norm(
 
 
 def npu_add_rms_norm_bias(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, epsilon: float = 1e-6
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same as ``npu_add_rms_norm``, and add ``beta`` [H] to y if given.
 
@@ -70,12 +85,19 @@ def npu_add_rms_norm_bias(
     return y, rstd, x
 
 
-def npu_gemma_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_gemma_rms_norm(
+    x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and rstd of ``npu_rms_norm`` with the weight 1 + gamma, rounded once at the end."""
     op = "npu_gemma_rms_norm"
     check_dtype(op, "x", x, FLOATS)
     check_dtype(op, "gamma", gamma, (x.dtype,))
-    check(x.shape[-1:] == gamma.shape, op, "gamma", f"shape {tuple(gamma.shape)} must be the last dimension of {tuple(x.shape)}")
+    check(
+        x.shape[-1:] == gamma.shape,
+        op,
+        "gamma",
+        f"shape {tuple(gamma.shape)} must be the last dimension of {tuple(x.shape)}",
+    )
     exact = x.float()
     rstd = torch.rsqrt(exact.square().mean(-1, keepdim=True) + epsilon)
     return (exact * rstd * (1.0 + gamma.float())).to(x.dtype), rstd
@@ -86,6 +108,11 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     op = "npu_swiglu"
     check_dtype(op, "input", input, FLOATS)
     check(input.dim() >= 1, op, "input", "must have at least one dimension")
-    check(input.shape[dim] % 2 == 0, op, "dim", f"size {input.shape[dim]} of dimension {dim} must be even")
+    check(
+        input.shape[dim] % 2 == 0,
+        op,
+        "dim",
+        f"size {input.shape[dim]} of dimension {dim} must be even",
+    )
     gate, up = input.float().chunk(2, dim)
     return (gate * torch.sigmoid(gate) * up).to(input.dtype)

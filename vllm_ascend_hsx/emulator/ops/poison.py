@@ -8,10 +8,14 @@ large finite value.
 
 import torch
 
-POISON = 1024.0  # exact in float16, bfloat16 and float32, and large enough to ruin any result it enters
+POISON = (
+    1024.0  # exact in float16, bfloat16 and float32, and large enough to ruin any result it enters
+)
 
 
-def poisoned(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def poisoned(
+    shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return a tensor of POISON, or of int8's largest number, on the device of ``like``."""
     wanted = dtype or like.dtype
     value = POISON if wanted.is_floating_point else torch.iinfo(torch.int8).max

@@ -22,7 +22,10 @@ def _is_device(value: object) -> bool:
 
 
 def _device_of(arguments: object) -> int:
-    return next((leaf.device.index for leaf in tree_leaves(arguments) if _is_device(leaf)), core.current_device())
+    return next(
+        (leaf.device.index for leaf in tree_leaves(arguments) if _is_device(leaf)),
+        core.current_device(),
+    )
 
 
 def _recording_device(arguments: object) -> int | None:
@@ -49,7 +52,9 @@ class _Arguments:
         self.tensors: list[torch.Tensor] = list({id(leaf): leaf for leaf in leaves}.values())
         self._host = {id(tensor): core.host_alias(tensor) for tensor in self.tensors}
         # Host tensors are read at the launch, like the arguments of a kernel.
-        self.on_host = tree_map(lambda value: self._host[id(value)] if _is_device(value) else _copied(value), arguments)
+        self.on_host = tree_map(
+            lambda value: self._host[id(value)] if _is_device(value) else _copied(value), arguments
+        )
         self._arguments = arguments
 
     @property
@@ -62,10 +67,15 @@ class _Arguments:
         Arguments among the results are returned as given.
         """
         with torch.inference_mode(False), torch.no_grad():  # so that versions count the writes
-            metas = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta") for t in self.tensors]
+            metas = [
+                torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
+                for t in self.tensors
+            ]
             before = [meta._version for meta in metas]
             twins = {id(tensor): meta for tensor, meta in zip(self.tensors, metas, strict=True)}
-            args, kwargs = tree_map(lambda value: twins[id(value)] if _is_device(value) else value, self._arguments)
+            args, kwargs = tree_map(
+                lambda value: twins[id(value)] if _is_device(value) else value, self._arguments
+            )
             results = shape(*args, **kwargs)
             written = [meta._version != count for meta, count in zip(metas, before, strict=True)]
         given = {id(meta): tensor for tensor, meta in zip(self.tensors, metas, strict=True)}
@@ -76,7 +86,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def recordable(qualified: str, schema: str, reference: Reference, shape: Reference, composite: bool = False) -> Reference:
+def recordable(
+    qualified: str, schema: str, reference: Reference, shape: Reference, composite: bool = False
+) -> Reference:
     """Return the kernel of an operator, which is recorded where the current stream records.
 
     Elsewhere it runs the reference.
@@ -94,7 +106,10 @@ def recordable(qualified: str, schema: str, reference: Reference, shape: Referen
             unknown.
     """
     declared = torch._C.parse_schema(f"{qualified.partition('::')[0]}::{schema}")
-    marks = [argument.alias_info is not None and argument.alias_info.is_write for argument in declared.arguments]
+    marks = [
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in declared.arguments
+    ]
     names = [argument.name for argument in declared.arguments]
 
     @functools.wraps(reference)
@@ -109,18 +124,34 @@ def recordable(qualified: str, schema: str, reference: Reference, shape: Referen
         arguments = _Arguments((args, kwargs))
         passed = dict(zip(names, args, strict=False)) | kwargs
         declared_writes = {
-            id(leaf) for name, mark in zip(names, marks, strict=True) if mark for leaf in tree_leaves(passed.get(name)) if _is_device(leaf)
+            id(leaf)
+            for name, mark in zip(names, marks, strict=True)
+            if mark
+            for leaf in tree_leaves(passed.get(name))
+            if _is_device(leaf)
         }
         try:
             results, found = arguments.try_shapes(shape)
         except RuntimeError as error:
             raise NotImplementedError(
-                f"{qualified} cannot be captured in a graph of the emulated NPU: its shapes are not known before it runs ({error})"
+                f"{qualified} cannot be captured in a graph of the emulated NPU: its shapes are "
+                f"not known before it runs ({error})"
             ) from error
-        written = [id(tensor) in declared_writes or wrote for tensor, wrote in zip(arguments.tensors, found, strict=True)]
+        written = [
+            id(tensor) in declared_writes or wrote
+            for tensor, wrote in zip(arguments.tensors, found, strict=True)
+        ]
         outputs = tree_map(lambda value: _on_device(value, device), results)
-        fresh = [leaf for leaf in tree_leaves(outputs) if _is_device(leaf) and not any(leaf is tensor for tensor in arguments.tensors)]
-        where = [index for index, leaf in enumerate(tree_leaves(outputs)) if any(leaf is tensor for tensor in fresh)]
+        fresh = [
+            leaf
+            for leaf in tree_leaves(outputs)
+            if _is_device(leaf) and not any(leaf is tensor for tensor in arguments.tensors)
+        ]
+        where = [
+            index
+            for index, leaf in enumerate(tree_leaves(outputs))
+            if any(leaf is tensor for tensor in fresh)
+        ]
         targets = [core.host_alias(tensor) for tensor in fresh]
         host_args, host_kwargs = arguments.on_host
 
@@ -130,12 +161,19 @@ def recordable(qualified: str, schema: str, reference: Reference, shape: Referen
                 for index, target in zip(where, targets, strict=True):
                     if made[index].shape != target.shape or made[index].dtype != target.dtype:
                         raise RuntimeError(
-                            f"{qualified}: result {index} is {made[index].dtype} {tuple(made[index].shape)}, "
+                            f"{qualified}: result {index} is {made[index].dtype} "
+                            f"{tuple(made[index].shape)}, "
                             f"the capture took it for {target.dtype} {tuple(target.shape)}"
                         )
                     target.copy_(made[index])
 
-        core.record_python(qualified, device, [*arguments.tensors, *fresh], [*written, *[True] * len(fresh)], replay)
+        core.record_python(
+            qualified,
+            device,
+            [*arguments.tensors, *fresh],
+            [*written, *[True] * len(fresh)],
+            replay,
+        )
         return outputs
 
     return call
@@ -144,11 +182,16 @@ def recordable(qualified: str, schema: str, reference: Reference, shape: Referen
 def _on_device(value: Any, device: int) -> Any:
     if not isinstance(value, torch.Tensor) or value.device.type != "meta":
         return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=f"npu:{device}")
+    return torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device=f"npu:{device}"
+    )
 
 
 def record_launch(
-    name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], run: Callable[[tuple[int, ...], dict[str, Any]], None]
+    name: str,
+    grid: tuple[int, ...],
+    arguments: Mapping[str, Any],
+    run: Callable[[tuple[int, ...], dict[str, Any]], None],
 ) -> bool:
     """Record the launch of Triton kernel ``name`` if the current stream records.
 

@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
-from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, mla_preprocess, paged, sparse, sparse_int8, store_block
+from vllm_ascend_hsx.emulator.ops.attention import (
+    cache,
+    fused,
+    mla,
+    mla_preprocess,
+    paged,
+    sparse,
+    sparse_int8,
+    store_block,
+)
 from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
 from vllm_ascend_hsx.emulator.ops.quantization import blocks, experts, int4, linear, shared_experts
@@ -83,7 +92,9 @@ COMPOSITES = frozenset(
         "_C_ascend::dispatch_ffn_combine",
     }
 )
-_libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it
+_libraries: list[
+    torch.library.Library
+] = []  # an operator lives as long as the Library object that declared it
 
 
 def _missing(qualified: str) -> Reference:
@@ -108,7 +119,11 @@ def declare() -> None:
                 library.impl(name, _missing(qualified), "PrivateUse1")
                 continue
             shape = shape_of(qualified, schema, reference)
-            library.impl(name, recordable(qualified, schema, reference, shape, qualified in COMPOSITES), "PrivateUse1")
+            library.impl(
+                name,
+                recordable(qualified, schema, reference, shape, qualified in COMPOSITES),
+                "PrivateUse1",
+            )
             library.impl(name, shape, "Meta")  # for torch.compile, as torch_npu has them
         _libraries.append(library)
 

@@ -17,7 +17,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) ->
     """
     exact = x.float()
     half = exact.shape[-1] // 2
-    first, second = (exact[..., :half], exact[..., half:]) if neox else (exact[..., 0::2], exact[..., 1::2])
+    first, second = (
+        (exact[..., :half], exact[..., half:]) if neox else (exact[..., 0::2], exact[..., 1::2])
+    )
     low, high = first * cos - second * sin, second * cos + first * sin
     return torch.cat((low, high), -1) if neox else torch.stack((low, high), -1).flatten(-2)
 
@@ -46,16 +48,35 @@ def _npu_rotary_embedding(
     check_dtype(op, "positions", positions, (torch.int32, torch.int64))
     rotary_dim = cos_sin_cache.shape[-1]
     check_rank(op, "cos_sin_cache", cos_sin_cache, 2)
-    check(0 < rotary_dim <= head_size and rotary_dim % 2 == 0, op, "cos_sin_cache",
-          f"last dimension {rotary_dim} must be even and at most head_size={head_size}")
+    check(
+        0 < rotary_dim <= head_size and rotary_dim % 2 == 0,
+        op,
+        "cos_sin_cache",
+        f"last dimension {rotary_dim} must be even and at most head_size={head_size}",
+    )
     places = positions.flatten()
     chosen = cos_sin_cache.index_select(0, places).float()
     cos, sin = (part.unsqueeze(1) for part in chosen.chunk(2, -1))
     for name, tensor in (("query", query), ("key", key)):
         check_dtype(op, name, tensor, FLOATS)
-        check(tensor.dtype == cos_sin_cache.dtype, op, name, f"dtype {tensor.dtype} must equal cos_sin_cache's {cos_sin_cache.dtype}")
-        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous: it is written in place")
-        check(tensor.shape[0] == places.numel(), op, name, f"{tensor.shape[0]} rows for {places.numel()} positions")
+        check(
+            tensor.dtype == cos_sin_cache.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal cos_sin_cache's {cos_sin_cache.dtype}",
+        )
+        check(
+            tensor.is_contiguous(),
+            op,
+            name,
+            f"strides {tensor.stride()} must be contiguous: it is written in place",
+        )
+        check(
+            tensor.shape[0] == places.numel(),
+            op,
+            name,
+            f"{tensor.shape[0]} rows for {places.numel()} positions",
+        )
         heads = tensor.view(places.numel(), -1, head_size)
         turning = heads[..., :rotary_dim]
         turning.copy_(rotate(turning, cos, sin, is_neox_style).to(tensor.dtype))
@@ -81,36 +102,81 @@ def npu_mrope(
     """
     op = "npu_mrope"
     section = list(mrope_section or (0, 0, 0))
-    check(rotary_mode in _HALF_OR_PAIRS, op, "rotary_mode", f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}")
+    check(
+        rotary_mode in _HALF_OR_PAIRS,
+        op,
+        "rotary_mode",
+        f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}",
+    )
     if cache_mode != "default":
         raise unsupported(op, "cache_mode", cache_mode)
-    check(section in ([0, 0, 0], [16, 24, 24]), op, "mrope_section", f"{section} is neither [16, 24, 24] nor [0, 0, 0]")
+    check(
+        section in ([0, 0, 0], [16, 24, 24]),
+        op,
+        "mrope_section",
+        f"{section} is neither [16, 24, 24] nor [0, 0, 0]",
+    )
     check_dtype(op, "positions", positions, (torch.int32, torch.int64))
     check_rank(op, "positions", positions, 2 if any(section) else 1)
     check_rank(op, "cos_sin_cache", cos_sin_cache, 2)
     rotary_dim = cos_sin_cache.shape[-1]
-    check(0 < rotary_dim <= head_size and rotary_dim % 2 == 0, op, "cos_sin_cache",
-          f"last dimension {rotary_dim} must be even and at most head_size={head_size}")
+    check(
+        0 < rotary_dim <= head_size and rotary_dim % 2 == 0,
+        op,
+        "cos_sin_cache",
+        f"last dimension {rotary_dim} must be even and at most head_size={head_size}",
+    )
     cos, sin = cos_sin_cache[positions].float().chunk(2, -1)
     if any(section):
-        check(positions.shape[0] == 3, op, "positions", f"{positions.shape[0]} rows for time, height and width")
-        check(sum(section) == rotary_dim // 2, op, "mrope_section", f"{section} does not divide {rotary_dim // 2} angles")
-        cos, sin = (torch.cat([part[axis] for axis, part in enumerate(each.split(section, -1))], -1) for each in (cos, sin))
+        check(
+            positions.shape[0] == 3,
+            op,
+            "positions",
+            f"{positions.shape[0]} rows for time, height and width",
+        )
+        check(
+            sum(section) == rotary_dim // 2,
+            op,
+            "mrope_section",
+            f"{section} does not divide {rotary_dim // 2} angles",
+        )
+        cos, sin = (
+            torch.cat([part[axis] for axis, part in enumerate(each.split(section, -1))], -1)
+            for each in (cos, sin)
+        )
     rotated = []
     for name, tensor in (("query", query), ("key", key)):
         check_dtype(op, name, tensor, FLOATS)
-        check(tensor.dtype == cos_sin_cache.dtype, op, name, f"dtype {tensor.dtype} must equal cos_sin_cache's {cos_sin_cache.dtype}")
+        check(
+            tensor.dtype == cos_sin_cache.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal cos_sin_cache's {cos_sin_cache.dtype}",
+        )
         check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-        check(tensor.shape[0] == positions.shape[-1], op, name, f"{tensor.shape[0]} rows for {positions.shape[-1]} positions")
+        check(
+            tensor.shape[0] == positions.shape[-1],
+            op,
+            name,
+            f"{tensor.shape[0]} rows for {positions.shape[-1]} positions",
+        )
         heads = tensor.clone().view(tensor.shape[0], -1, head_size)
         turning = heads[..., :rotary_dim]
-        turning.copy_(rotate(turning, cos.unsqueeze(1), sin.unsqueeze(1), rotary_mode == "half").to(tensor.dtype))
+        turning.copy_(
+            rotate(turning, cos.unsqueeze(1), sin.unsqueeze(1), rotary_mode == "half").to(
+                tensor.dtype
+            )
+        )
         rotated.append(heads.view(tensor.shape))
     return rotated[0], rotated[1]
 
 
 def npu_rotary_mul(
-    input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", rotate: torch.Tensor | None = None
+    input: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str = "half",
+    rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return r1 * input + r2 * turned(input).
 
@@ -119,7 +185,12 @@ def npu_rotary_mul(
     others equal or 1.
     """
     op = "npu_rotary_mul"
-    check(rotary_mode in _HALF_OR_PAIRS, op, "rotary_mode", f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}")
+    check(
+        rotary_mode in _HALF_OR_PAIRS,
+        op,
+        "rotary_mode",
+        f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}",
+    )
     if rotate is not None:
         raise unsupported(op, "rotate", rotate)
     check_dtype(op, "input", input, FLOATS)
@@ -127,9 +198,16 @@ def npu_rotary_mul(
         check_rank(op, name, tensor, 4)
     check(input.shape[-1] % 2 == 0, op, "input", f"last dimension {input.shape[-1]} must be even")
     for name, tensor in (("r1", r1), ("r2", r2)):
-        fits = all(size in (1, whole) for size, whole in zip(tensor.shape[:3], input.shape[:3], strict=True))
-        check(fits and tensor.shape[3] == input.shape[3], op, name,
-              f"shape {tuple(tensor.shape)} does not broadcast over input {tuple(input.shape)}")
+        fits = all(
+            size in (1, whole)
+            for size, whole in zip(tensor.shape[:3], input.shape[:3], strict=True)
+        )
+        check(
+            fits and tensor.shape[3] == input.shape[3],
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} does not broadcast over input {tuple(input.shape)}",
+        )
     exact = input.float()
     return (r1.float() * exact + r2.float() * _turned(exact, rotary_mode)).to(input.dtype)
 
@@ -149,16 +227,40 @@ def npu_apply_rotary_pos_emb(
     "half".
     """
     op = "npu_apply_rotary_pos_emb"
-    check(layout in ("BSND", "TND"), op, "layout", f"{layout!r} is not supported on A2; supported: BSND, TND")
-    check(rotary_mode == "half", op, "rotary_mode", f"{rotary_mode!r} is not supported on A2; supported: half")
+    check(
+        layout in ("BSND", "TND"),
+        op,
+        "layout",
+        f"{layout!r} is not supported on A2; supported: BSND, TND",
+    )
+    check(
+        rotary_mode == "half",
+        op,
+        "rotary_mode",
+        f"{rotary_mode!r} is not supported on A2; supported: half",
+    )
     rank = len(layout)
     for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
         check_rank(op, name, tensor, rank)
         check_dtype(op, name, tensor, FLOATS)
-        check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
-        check(tensor.shape[: rank - 2] == query.shape[: rank - 2], op, name,
-              f"shape {tuple(tensor.shape)} must begin like query's {tuple(query.shape)}")
-        check(tensor.shape[-1] == query.shape[-1], op, name, f"last dimension must equal query's {query.shape[-1]}")
+        check(
+            tensor.dtype == query.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal query's {query.dtype}",
+        )
+        check(
+            tensor.shape[: rank - 2] == query.shape[: rank - 2],
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must begin like query's {tuple(query.shape)}",
+        )
+        check(
+            tensor.shape[-1] == query.shape[-1],
+            op,
+            name,
+            f"last dimension must equal query's {query.shape[-1]}",
+        )
     check(cos.shape[-2] == 1 and sin.shape[-2] == 1, op, "cos", "cos and sin must have one head")
     for tensor in (query, key):
         exact = tensor.float()

@@ -5,7 +5,9 @@ import torch
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank
 
 
-def npu_top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None) -> torch.Tensor:
+def npu_top_k_top_p(
+    logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
+) -> torch.Tensor:
     """Set ``logits`` [B, V] to -inf outside top-k and then top-p.
 
     ``k`` is int32 [B], ``p`` [B] in logits' dtype. A value equal to the k-th largest stays. Of the
@@ -26,7 +28,9 @@ def npu_top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torc
         smallest_kept = values.gather(1, (vocabulary - k.long()).unsqueeze(1))
         values = values.masked_fill(values < smallest_kept, float("-inf"))
     if p is not None:
-        check(p.dtype == logits.dtype, op, "p", f"dtype {p.dtype} must equal logits' {logits.dtype}")
+        check(
+            p.dtype == logits.dtype, op, "p", f"dtype {p.dtype} must equal logits' {logits.dtype}"
+        )
         check(tuple(p.shape) == (batch,), op, "p", f"shape {tuple(p.shape)} must be ({batch},)")
         below = torch.softmax(values.float(), -1).cumsum(-1)
         dropped = below <= 1.0 - p.float().unsqueeze(1)

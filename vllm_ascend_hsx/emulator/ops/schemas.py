@@ -14,7 +14,11 @@ from packaging.version import Version
 
 NAMESPACES = ("npu", "atb", "_C_ascend", "fla_npu")
 OF_VLLM_ASCEND = "_C_ascend"
-RELEASES = ("0.23.0", "0.26.0", "0.30.0")  # of vllm-ascend, those with a file; a later one has the last
+RELEASES = (
+    "0.23.0",
+    "0.26.0",
+    "0.30.0",
+)  # of vllm-ascend, those with a file; a later one has the last
 _QUALIFIED_NAME = re.compile(r"(\w+(?:\.\w+)?)\(")
 
 
@@ -26,9 +30,15 @@ def schemas(namespace: str, release: str | None = None) -> dict[str, str]:
         namespace: one of NAMESPACES.
         release: one of RELEASES; by default that of the installed vllm-ascend.
     """
-    name = f"{namespace}-{release or _installed_release()}" if namespace == OF_VLLM_ASCEND else namespace
+    name = (
+        f"{namespace}-{release or _installed_release()}"
+        if namespace == OF_VLLM_ASCEND
+        else namespace
+    )
     found: dict[str, str] = {}
-    for line in (files(__package__) / "schemas" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (files(__package__) / "schemas" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    ):
         if line and not line.startswith("#"):
             match = _QUALIFIED_NAME.match(line)
             assert match is not None, f"not a schema: {line!r}"
@@ -45,4 +55,6 @@ def is_at_least(release: str) -> bool:
 def _installed_release() -> str:
     """Return the one of RELEASES that the installed vllm-ascend is, or the last before it."""
     installed = Version(Version(version("vllm_ascend")).base_version)
-    return max((each for each in RELEASES if Version(each) <= installed), key=Version, default=RELEASES[0])
+    return max(
+        (each for each in RELEASES if Version(each) <= installed), key=Version, default=RELEASES[0]
+    )

@@ -16,9 +16,14 @@ from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 
 Shape = Callable[..., Any]
 # 0.30.0rc2 gave it another name.
-INT8_ATTENTION = f"_C_ascend::npu_kv_quant_sparse_flash_attention{'_vllm' if is_at_least('0.30') else ''}"
+INT8_ATTENTION = (
+    f"_C_ascend::npu_kv_quant_sparse_flash_attention{'_vllm' if is_at_least('0.30') else ''}"
+)
 
-_HEADS_FIRST = {"TND_NTD": (1, 0, 2), "BNSD_NBSD": (1, 0, 2, 3)}  # how the output's dimensions follow from query's
+_HEADS_FIRST = {
+    "TND_NTD": (1, 0, 2),
+    "BNSD_NBSD": (1, 0, 2, 3),
+}  # how the output's dimensions follow from query's
 
 
 def _attention(
@@ -37,13 +42,23 @@ def _attention(
 
 
 def _attention_v2(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_softmax_lse: bool = False, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_softmax_lse: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _attention(query, key, value, softmax_lse_flag=return_softmax_lse, **options)
 
 
 def _attention_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: list[torch.Tensor], **_: object
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    out: list[torch.Tensor],
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write and return ``out``, which the schema does not mark as written."""
     for tensor in out:
@@ -72,18 +87,31 @@ def _latent_cache(
 
 
 def _chosen_tokens(
-    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, *, sparse_count: int = 2048, **_: object
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    sparse_count: int = 2048,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape[0], 1, sparse_count, dtype=torch.int32), query.new_empty(0)
 
 
-def _chosen_int8_tokens(query: torch.Tensor, *_: object, sparse_count: int = 2048, **__: object) -> torch.Tensor:
+def _chosen_int8_tokens(
+    query: torch.Tensor, *_: object, sparse_count: int = 2048, **__: object
+) -> torch.Tensor:
     return query.new_empty(query.shape[0], 1, sparse_count, dtype=torch.int32)
 
 
-def _sparse_attention(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sparse_attention(
+    query: torch.Tensor, *_: object, **__: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output and two empty tensors."""
-    return query.new_empty(query.shape), query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(0, dtype=torch.float32),
+        query.new_empty(0, dtype=torch.float32),
+    )
 
 
 def _int8_sparse_attention(
@@ -119,7 +147,11 @@ def _init_routing(
 
 
 def _grouped_matmul(
-    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, output_dtype: int | None = None, **_: object
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    output_dtype: int | None = None,
+    **_: object,
 ) -> list[torch.Tensor]:
     """Return [M, n] for x [M, k] and weight [groups, k, n], of which an int32 holds eight of int4.
 
@@ -128,29 +160,53 @@ def _grouped_matmul(
     int4 = x[0].dtype == torch.int8 and weight[0].dtype == torch.int32
     if int4:
         x[0].zero_()
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1] * (8 if int4 else 1), dtype=dtype_of(output_dtype) or x[0].dtype)]
+    return [
+        x[0].new_empty(
+            x[0].shape[0],
+            weight[0].shape[-1] * (8 if int4 else 1),
+            dtype=dtype_of(output_dtype) or x[0].dtype,
+        )
+    ]
 
 
-def _grouped_swiglu(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _grouped_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return int8 [M, N / 2], its scales and a number for x [M, K] and weight [groups, K, N]."""
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
-    return x.new_empty(x.shape[0], weight.shape[-1] // 2), scales, x.new_empty((), dtype=torch.float32)
+    return (
+        x.new_empty(x.shape[0], weight.shape[-1] // 2),
+        scales,
+        x.new_empty((), dtype=torch.float32),
+    )
 
 
 def _grouped_swiglu_of_int4(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], weight_scale: Sequence[torch.Tensor], *_: object, **__: object
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    weight_scale: Sequence[torch.Tensor],
+    *_: object,
+    **__: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 [M, N / 2] and its scales for x [M, K] and weight_scale [groups, N]."""
-    return x.new_empty(x.shape[0], weight_scale[0].shape[-1] // 2), x.new_empty(x.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape[0], weight_scale[0].shape[-1] // 2), x.new_empty(
+        x.shape[0], dtype=torch.float32
+    )
 
 
 def _dequant_swiglu(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 [..., H] and its scales for x [..., 2 H]."""
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.int8), x.new_empty(
+        x.shape[:-1], dtype=torch.float32
+    )
 
 
 def _unpermute(
-    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None, *_: object, **__: object
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    *_: object,
+    **__: object,
 ) -> torch.Tensor:
     """Return [T, H] for T*K rows [T*K, H]."""
     top_k = 1 if probs is None else probs.shape[1]
@@ -170,7 +226,12 @@ def _adapted(
 
 
 def _adapted_runs(
-    x: torch.Tensor, weight: torch.Tensor, lora_indices: torch.Tensor, seq_len: torch.Tensor, y: torch.Tensor, *_: object
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    lora_indices: torch.Tensor,
+    seq_len: torch.Tensor,
+    y: torch.Tensor,
+    *_: object,
 ) -> torch.Tensor:
     """Return ``y``, which the schema marks as written."""
     return y

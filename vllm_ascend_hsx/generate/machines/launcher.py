@@ -29,7 +29,9 @@ LAUNCHERS = (
     # sbatch and salloc set the others, too, for a script that runs once. A step may have fewer
     # tasks than its job, such as the one of salloc's shell.
     Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), marker="SLURM_STEP_ID"),
-    Launcher("JOB_COMPLETION_INDEX", ("WORLD_SIZE",)),  # Kubernetes itself tells no process the size
+    Launcher(
+        "JOB_COMPLETION_INDEX", ("WORLD_SIZE",)
+    ),  # Kubernetes itself tells no process the size
     Launcher("RANK", ("WORLD_SIZE",)),
 )
 
@@ -57,18 +59,30 @@ def place_of(world_size: int | None, rank: int | None, environment: Mapping[str,
     Raises:
         UserError: the variables make no place, or two launchers contradict each other.
     """
-    ours = [each for each in LAUNCHERS if environment.get(each.rank) and (each.marker is None or environment.get(each.marker))]
+    ours = [
+        each
+        for each in LAUNCHERS
+        if environment.get(each.rank) and (each.marker is None or environment.get(each.marker))
+    ]
     sources = []
     if rank is None and ours:
         rank = _agreed("rank", [each.rank for each in ours], environment)
         sources.append(ours[0].rank)
     if world_size is None and ours:
-        names = [name for each in ours if (name := next(filter(environment.get, each.world_size), None)) is not None]
+        names = [
+            name
+            for each in ours
+            if (name := next(filter(environment.get, each.world_size), None)) is not None
+        ]
         if not names:
             raise UserError(
                 ours[0].rank,
                 environment[ours[0].rank],
-                f"is the rank of this process, and {ours[0].world_size[-1]} does not say of how many",
+                (
+                    f"is the rank of this process, and {ours[0].world_size[-1]} does not say of "
+                    "how "
+                    "many"
+                ),
                 "Give the number of processes with --world-size.",
             )
         world_size = _agreed("world_size", names, environment)
@@ -93,8 +107,15 @@ def _agreed(option: str, names: Sequence[str], environment: Mapping[str, str]) -
     least, most = BOUNDS[option]
     for name in names:
         text = environment[name]
-        if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+        if not (
+            text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most
+        ):
             raise UserError(name, text, f"is not a whole number from {least} to {most}", _REMEDY)
         if int(text) != (first := int(environment[names[0]])):
-            raise UserError(names[0], first, f"contradicts {name}={int(text)}: two launchers started this process", _REMEDY)
+            raise UserError(
+                names[0],
+                first,
+                f"contradicts {name}={int(text)}: two launchers started this process",
+                _REMEDY,
+            )
     return first

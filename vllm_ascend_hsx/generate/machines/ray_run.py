@@ -38,7 +38,17 @@ RETRIES = 10
 TASKS_PER_NODE = 2
 POLL_S = 1.0  # until a node that has joined gets tasks
 CONNECT_S = 10.0
-_COUNTS = ("before", "done", "failed", "requests", "retries", "tokens", "bytes", "prompt_tokens", "reused")
+_COUNTS = (
+    "before",
+    "done",
+    "failed",
+    "requests",
+    "retries",
+    "tokens",
+    "bytes",
+    "prompt_tokens",
+    "reused",
+)
 
 
 class RankResult(NamedTuple):
@@ -70,7 +80,12 @@ def do_rank(options: Options, checked: Checked, begin: bytes) -> RankResult:
     outcome = Outcome(0)
     try:
         _require_same_storage(options.output, begin)
-        plan = Plan(options, open_dataset(options), checked, Console(file=messages, width=10**6, no_color=True))
+        plan = Plan(
+            options,
+            open_dataset(options),
+            checked,
+            Console(file=messages, width=10**6, no_color=True),
+        )
         outcome = do_here(plan, signals=())
         if outcome.stopped_by is not None:
             raise outcome.stopped_by
@@ -108,11 +123,19 @@ class RayRun:
 
     def __init__(self, plan: Plan, begin: bytes) -> None:
         assert plan.options.ray is not None
-        self.outcome = Outcome(len(plan.checked.identities) - len(plan.checked.bad), len(plan.checked.bad))
+        self.outcome = Outcome(
+            len(plan.checked.identities) - len(plan.checked.bad), len(plan.checked.bad)
+        )
         self._cluster = plan.options.ray
         self._ranks = min(self._cluster.tasks, -(-len(plan.checked.identities) // RANK_ROWS))
         concurrency = max(1, plan.options.concurrency // TASKS_PER_NODE)
-        self._options = replace(plan.options, ray=None, concurrency=concurrency, world_size=self._ranks, waits_for_lock=True)
+        self._options = replace(
+            plan.options,
+            ray=None,
+            concurrency=concurrency,
+            world_size=self._ranks,
+            waits_for_lock=True,
+        )
         self._plan = plan
         self._begin = begin
         self._progress = Progress(plan.console, self.outcome)
@@ -126,24 +149,33 @@ class RayRun:
             started = time.monotonic()
             try:
                 self._do()
-            except RayTaskError as error:  # its text is a traceback, even where it is a RunError, too
+            except (
+                RayTaskError
+            ) as error:  # its text is a traceback, even where it is a RunError, too
                 self.outcome.stopped_by = _cause_of(error.cause)
             except (InputError, RunError) as error:
                 self.outcome.stopped_by = error
             except RayError as error:
-                self.outcome.stopped_by = RunError(f"Ray: {error}; what is done is kept: call again to go on")
+                self.outcome.stopped_by = RunError(
+                    f"Ray: {error}; what is done is kept: call again to go on"
+                )
             finally:
                 self.outcome.seconds = time.monotonic() - started
 
     def _do(self) -> None:
         checked = ray.put(self._plan.checked)
         # A task of a few rows runs alone: the others must have the same server.
-        left: list[tuple[int, int | None]] = [(0, RANK_ROWS), *((rank, self._options.limit) for rank in range(self._ranks))]
+        left: list[tuple[int, int | None]] = [
+            (0, RANK_ROWS),
+            *((rank, self._options.limit) for rank in range(self._ranks)),
+        ]
         under_way: dict[Any, int | None] = {}
         while self.outcome.stopped_by is None and (left or under_way):
             while left and self.outcome.stopped_by is None and len(under_way) < self._room():
                 rank, limit = left.pop(0)
-                under_way[self._submit(replace(self._current_options(), rank=rank, limit=limit), checked)] = limit
+                under_way[
+                    self._submit(replace(self._current_options(), rank=rank, limit=limit), checked)
+                ] = limit
             for done in ray.wait(list(under_way), timeout=POLL_S)[0]:
                 del under_way[done]
                 self._end(ray.get(done))
@@ -162,14 +194,18 @@ class RayRun:
         """Return how many tasks may be under way."""
         nodes = sum(_can_work(node, self._cluster.label) for node in ray.nodes())
         if not nodes:
-            self._say("no node of the cluster can take a task (1 CPU, --ray-label); waiting for one")
+            self._say(
+                "no node of the cluster can take a task (1 CPU, --ray-label); waiting for one"
+            )
         return max(1, TASKS_PER_NODE * nodes) if self._results else 1
 
     def _current_options(self) -> Options:
         """Return the options with the servers that are listed now."""
         if self._options.endpoint_file is not None:
             try:
-                self._options = replace(self._options, endpoints=read_endpoints(self._options.endpoint_file))
+                self._options = replace(
+                    self._options, endpoints=read_endpoints(self._options.endpoint_file)
+                )
             except InputError as error:
                 self._say(f"{error}; until then the servers that it listed last are used")
         return self._options
@@ -181,7 +217,9 @@ class RayRun:
         if result.refusal:
             raise InputError(result.refusal)
         outcome = result.outcome
-        if not self._results:  # the task that has the rest of its rank finds its rows, and repeats the failed ones
+        if (
+            not self._results
+        ):  # the task that has the rest of its rank finds its rows, and repeats the failed ones
             outcome = replace(outcome, before=-outcome.done, failed=0, failures=[])
         self._results += 1
         for name in _COUNTS:
@@ -228,14 +266,19 @@ def _cause_of(cause: BaseException) -> RunError:
 
 def _can_work(node: dict[str, Any], label: tuple[str, str] | None) -> bool:
     return bool(
-        node["Alive"] and node["Resources"].get("CPU", 0) >= 1 and (label is None or node.get("Labels", {}).get(label[0]) == label[1])
+        node["Alive"]
+        and node["Resources"].get("CPU", 0) >= 1
+        and (label is None or node.get("Labels", {}).get(label[0]) == label[1])
     )
 
 
 @contextmanager
 def _connected(cluster: RayCluster) -> Iterator[None]:
     """Connect this process to the cluster. Raises InputError."""
-    remedy = "start this command on a node of a cluster that runs, and give the address of its head, such as head:6379, or auto"
+    remedy = (
+        "start this command on a node of a cluster that runs, and give the address of its head, "
+        "such as head:6379, or auto"
+    )
     host, colon, port = cluster.address.rpartition(":")
     if colon and "/" not in host and port.isdecimal():  # Ray itself would try for minutes
         try:

@@ -76,17 +76,27 @@ def packed_layout(row_format: RowFormat, tokens: int) -> PackedLayout:
     """Return the layout of `tokens` tokens: rows at byte 0, then ids, then scales if quantised."""
     tensors: dict[str, dict[str, Any]] = {}
     end = 0
-    parts = [(HIDDEN_STATES, row_format.stored_dtype, [tokens, *row_format.row_shape]), (TOKEN_IDS, "I64", [tokens])]
+    parts = [
+        (HIDDEN_STATES, row_format.stored_dtype, [tokens, *row_format.row_shape]),
+        (TOKEN_IDS, "I64", [tokens]),
+    ]
     if row_format.is_quantized:
         parts.append((SCALES, "F32", [tokens, 1, 1]))
     for name, dtype, shape in parts:
         nbytes = prod(shape) * DTYPE_BYTES[dtype]
-        tensors[name] = {"shape": shape, "dtype": _TORCH_NAMES[dtype], "nbytes": nbytes, "offset": end}
+        tensors[name] = {
+            "shape": shape,
+            "dtype": _TORCH_NAMES[dtype],
+            "nbytes": nbytes,
+            "offset": end,
+        }
         end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
     return PackedLayout(tensors, end)
 
 
-def transfer_params(handle: str, row_format: RowFormat, tokens: int, include_output: bool) -> dict[str, Any]:
+def transfer_params(
+    handle: str, row_format: RowFormat, tokens: int, include_output: bool
+) -> dict[str, Any]:
     """Return a response's `kv_transfer_params`, in the form of hs_connectors' manifest."""
     layout = packed_layout(row_format, tokens)
     return {
@@ -108,7 +118,12 @@ def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
         layout: layout of the object under the handle.
         metadata: as in a file. `Digest.stamp` fills in a blank checksum.
     """
-    value = {"format_version": FORMAT_VERSION, "producer": PRODUCER, "tensors": layout.tensors, "metadata": metadata}
+    value = {
+        "format_version": FORMAT_VERSION,
+        "producer": PRODUCER,
+        "tensors": layout.tensors,
+        "metadata": metadata,
+    }
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
@@ -118,7 +133,11 @@ def read_manifest(text: bytes) -> Header:
         said = parse(text)
         if not isinstance(said, dict) or not isinstance(said.get("tensors"), dict):
             raise ValueError("it names no tensors")
-        return Header(check_metadata(said.get("metadata")), {name: _tensor_info(each) for name, each in said["tensors"].items()}, text)
+        return Header(
+            check_metadata(said.get("metadata")),
+            {name: _tensor_info(each) for name, each in said["tensors"].items()},
+            text,
+        )
     except ValueError as error:
         raise FormatError(f"its manifest cannot be understood: {error}") from error
 
@@ -129,7 +148,12 @@ def _tensor_info(said: object) -> TensorInfo:
     begin, size, dtype = said.get("offset"), said.get("nbytes"), said.get("dtype")
     if not is_count(begin) or not is_count(size):
         raise ValueError("a tensor is nowhere")
-    return tensor_info(_DTYPES.get(dtype) if isinstance(dtype, str) else None, said.get("shape"), begin, begin + size)
+    return tensor_info(
+        _DTYPES.get(dtype) if isinstance(dtype, str) else None,
+        said.get("shape"),
+        begin,
+        begin + size,
+    )
 
 
 def error_marker(reason: str) -> bytes:

@@ -33,20 +33,34 @@ _MASTER_UNREACHABLE = 2  # of health_check
 
 _HOLDER_GONE = (
     errno.EHOSTUNREACH,
-    "the process whose memory holds it, or was to, cannot be reached: it has ended, or is not at the address that it gave "
+    "the process whose memory holds it, or was to, cannot be reached: it has ended, or is not at "
+    "the address that it gave "
     "(mooncake.local_hostname)",
 )
 _MEANINGS = {
     _NO_ROOM: (
         errno.ENOSPC,
-        "the store has no room for it: have consumers remove what they have read, or give the store more memory "
+        "the store has no room for it: have consumers remove what they have read, or give the "
+        "store more memory "
         "(mooncake.global_segment_size)",
     ),
     _NOT_FOUND: _HOLDER_GONE,  # of a put: the memory was lost during the write
     _TRANSFER_FAILED: _HOLDER_GONE,
-    _LEASE_EXPIRED: (errno.ETIMEDOUT, "it took longer than the store's lease: start mooncake_master with a longer -default_kv_lease_ttl"),
-    _NO_ANSWER: (errno.ENOTCONN, "mooncake_master does not answer: see that it runs and can be reached"),
-    _ANSWER_TOO_LATE: (errno.ETIMEDOUT, "mooncake_master did not answer in time: see that it runs and is not overloaded"),
+    _LEASE_EXPIRED: (
+        errno.ETIMEDOUT,
+        (
+            "it took longer than the store's lease: start mooncake_master with a longer "
+            "-default_kv_lease_ttl"
+        ),
+    ),
+    _NO_ANSWER: (
+        errno.ENOTCONN,
+        "mooncake_master does not answer: see that it runs and can be reached",
+    ),
+    _ANSWER_TOO_LATE: (
+        errno.ETIMEDOUT,
+        "mooncake_master did not answer in time: see that it runs and is not overloaded",
+    ),
 }
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -65,28 +79,43 @@ class MooncakeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     master_server_address: str = Field(description="host:port of `mooncake_master`.")
-    metadata_server: str = Field(default="P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none.")
+    metadata_server: str = Field(
+        default="P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none."
+    )
     local_hostname: str | None = Field(
         default=None,
-        description="Name or address under which other machines reach this one; by default the address from which it reaches the master.",
+        description=(
+            "Name or address under which other machines reach this one; by default the address "
+            "from which it reaches the master."
+        ),
     )
     protocol: Literal["tcp", "rdma", "ascend"] = Field(
         default="tcp",
-        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a build of Mooncake for Ascend and, "
+        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a "
+        "build of Mooncake for Ascend and, "
         "also where rows are read, an NPU.",
     )
-    device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
+    device_name: str = Field(
+        default="",
+        description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.",
+    )
     global_segment_size: Size = Field(
         default=4 << 30,
         ge=0,
         le=LARGEST,
-        description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'.",
+        description=(
+            "Bytes of this worker's memory that hold objects of the store; bytes, or a size such "
+            "as '4GiB'."
+        ),
     )
     local_buffer_size: Size = Field(
         default=2 << 30,
         ge=1 << 20,
         le=LARGEST,
-        description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
+        description=(
+            "Bytes of this worker's memory in which requests are put together before they are "
+            "sent; bytes, or a size."
+        ),
     )
 
 
@@ -94,7 +123,9 @@ class MooncakeError(OSError):
     """A failed operation of the store. `errno` is the nearest system error."""
 
     def __init__(self, status: int) -> None:
-        code, meaning = _MEANINGS.get(status, (errno.EIO, f"Mooncake reports status {status}; its log says more"))
+        code, meaning = _MEANINGS.get(
+            status, (errno.EIO, f"Mooncake reports status {status}; its log says more")
+        )
         super().__init__(code, meaning)
         self.status = status
         self.meaning = meaning
@@ -120,11 +151,15 @@ def load_package() -> ModuleType:
         problem = f"cannot be used: the package of Mooncake cannot be imported: {error}"
         remedy = (
             "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
-            "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)."
+            "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 "
+            "libnuma1 libcurl4)."
         )
         raise UserError("sink", "mooncake", problem, remedy) from None
     if not hasattr(mooncake.store.ReplicateConfig, "with_hard_pin"):  # there since 0.3.10.post2
-        problem = "cannot be used: the package of Mooncake is too old: it cannot keep objects from eviction"
+        problem = (
+            "cannot be used: the package of Mooncake is too old: it cannot keep objects from "
+            "eviction"
+        )
         raise UserError("sink", "mooncake", problem, "Install 0.3.11 or a newer one.")
     package: ModuleType = mooncake.store
     return package
@@ -166,7 +201,10 @@ def bind_npu(npu: int | None = None) -> int:
         npus.set_device(chosen)
     except (ImportError, RuntimeError) as error:
         problem = f"needs an NPU in every process that opens the store, also in a reader: {error}"
-        remedy = "Read where vllm-ascend's torch_npu and an NPU are, or give server and readers 'rdma' or 'tcp'."
+        remedy = (
+            "Read where vllm-ascend's torch_npu and an NPU are, or give server and readers "
+            "'rdma' or 'tcp'."
+        )
         raise UserError(f"{OPTION}.protocol", "ascend", problem, remedy) from None
     return chosen
 
@@ -180,10 +218,20 @@ def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
     Raises:
         UserError: if the installed Mooncake has no Ascend transport, or it cannot be set up.
     """
-    option, remedy = f"{OPTION}.protocol", "Install the one in vllm-ascend's image, or `pip install vllm-ascend-hsx[mooncake-ascend]`."
+    option, remedy = (
+        f"{OPTION}.protocol",
+        (
+            "Install the one in vllm-ascend's image, or `pip install "
+            "vllm-ascend-hsx[mooncake-ascend]`."
+        ),
+    )
     if os.environ.get(_FABRIC_MEMORY, "0") == "1":
-        problem = f"cannot be used with {_FABRIC_MEMORY}=1, where memory is not registered with an engine"
-        raise UserError(option, options.protocol, problem, f"Unset {_FABRIC_MEMORY}, or choose 'rdma' or 'tcp'.")
+        problem = (
+            f"cannot be used with {_FABRIC_MEMORY}=1, where memory is not registered with an engine"
+        )
+        raise UserError(
+            option, options.protocol, problem, f"Unset {_FABRIC_MEMORY}, or choose 'rdma' or 'tcp'."
+        )
     try:
         if "vllm_ascend" in sys.modules:
             shared = importlib.import_module(_SHARED_ENGINE).global_te
@@ -192,7 +240,10 @@ def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
     except (ImportError, RuntimeError) as error:
         raise UserError(option, options.protocol, f"cannot be used: {error}", remedy) from None
     if status := engine.initialize(hostname, "P2PHANDSHAKE", options.protocol, options.device_name):
-        problem = f"cannot be used: the engine's set-up failed with status {status}; its log, on stderr, says more"
+        problem = (
+            f"cannot be used: the engine's set-up failed with status {status}; its log, on "
+            "stderr, says more"
+        )
         raise UserError(option, options.protocol, problem, remedy)
     return engine
 
@@ -211,11 +262,18 @@ def own_address(master: str) -> str:
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise UserError(f"{OPTION}.master_server_address", master, "is not host:port", remedy)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT) as connection:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), _CONNECT_TIMEOUT
+        ) as connection:
             address: str = connection.getsockname()[0]
             return address
     except OSError as error:
-        raise UserError(f"{OPTION}.master_server_address", master, f"cannot be reached: {error.strerror or error}", remedy) from None
+        raise UserError(
+            f"{OPTION}.master_server_address",
+            master,
+            f"cannot be reached: {error.strerror or error}",
+            remedy,
+        ) from None
 
 
 class MooncakeClient:
@@ -258,9 +316,17 @@ class MooncakeClient:
             **engine,
         )
         if status != 0:
-            problem = f"takes connections, but Mooncake's set-up failed with status {status}; its log, on stderr, says more"
-            remedy = "See that it is a mooncake_master of this version, and that protocol, device_name and metadata_server fit."
-            raise UserError(f"{OPTION}.master_server_address", options.master_server_address, problem, remedy)
+            problem = (
+                f"takes connections, but Mooncake's set-up failed with status {status}; its log, "
+                "on stderr, says more"
+            )
+            remedy = (
+                "See that it is a mooncake_master of this version, and that protocol, "
+                "device_name and metadata_server fit."
+            )
+            raise UserError(
+                f"{OPTION}.master_server_address", options.master_server_address, problem, remedy
+            )
         # While this process's segment has room, objects are lost with this process alone. Without a
         # segment, this name has no effect.
         self._pinned.preferred_segment = self._may_go.preferred_segment = self._store.get_hostname()
@@ -276,7 +342,11 @@ class MooncakeClient:
     def unregister(self, address: int) -> None:
         """Undo `register`."""
         self._bind_npu()
-        _check(self._store.unregister_buffer(address) if self._engine is None else self._engine.unregister_memory(address))
+        _check(
+            self._store.unregister_buffer(address)
+            if self._engine is None
+            else self._engine.unregister_memory(address)
+        )
 
     def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
         """Store one object, made of parts (address, bytes) of registered memory.
@@ -286,7 +356,9 @@ class MooncakeClient:
         """
         self._require_master()
         addresses, sizes = [list(each) for each in zip(*parts, strict=True)]
-        (status,) = self._store.batch_put_from_multi_buffers([key], [addresses], [sizes], self._pinned)
+        (status,) = self._store.batch_put_from_multi_buffers(
+            [key], [addresses], [sizes], self._pinned
+        )
         _check(status)
 
     def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:

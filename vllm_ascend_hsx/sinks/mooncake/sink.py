@@ -23,9 +23,22 @@ from vllm_ascend_hsx.protocol.mooncake.manifest import (
     manifest,
     packed_layout,
 )
-from vllm_ascend_hsx.protocol.mooncake.store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.store import (
+    OPTION,
+    MooncakeClient,
+    MooncakeError,
+    MooncakeOptions,
+)
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.base import NAME_USED, REFUSED, SERVER_STOPPED, FilePath, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.base import (
+    NAME_USED,
+    REFUSED,
+    SERVER_STOPPED,
+    FilePath,
+    Sink,
+    SinkError,
+    SinkFile,
+)
 from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 from vllm_ascend_hsx.sinks.mooncake.buffer_pool import BufferPool, BufferPoolFullError, PooledBuffer
@@ -46,7 +59,9 @@ class MooncakeFile(SinkFile):
     `commit` puts the whole object into the store.
     """
 
-    def __init__(self, sink: MooncakeSink, request_id: str, path: FilePath, adapter: Adapter) -> None:
+    def __init__(
+        self, sink: MooncakeSink, request_id: str, path: FilePath, adapter: Adapter
+    ) -> None:
         self.request_id = request_id
         self.path = path
         self.handle = os.fspath(path)
@@ -61,7 +76,10 @@ class MooncakeFile(SinkFile):
         Data without a manifest, or the reverse, are leftovers: a process or the consumer has ended
         in between. Raises SinkError; the file has then ended.
         """
-        failure, rows = self.handle + ERROR_KEY_SUFFIX, [self.handle, self.handle + MANIFEST_KEY_SUFFIX]
+        failure, rows = (
+            self.handle + ERROR_KEY_SUFFIX,
+            [self.handle, self.handle + MANIFEST_KEY_SUFFIX],
+        )
         try:
             self._sink.client.remove([failure])
             if not (is_used := all(self._sink.client.exist(rows))):
@@ -142,7 +160,14 @@ class MooncakeFile(SinkFile):
         self._complete(layout, token_ids, self._encoder.scales(tokens) if self._encoder else None)
         has_checksum = self._sink.checksum != "none"
         metadata = metadata_of(
-            self._format, self.request_id, tokens, num_prompt_tokens, has_checksum, None, self.placeholders, self.origin
+            self._format,
+            self.request_id,
+            tokens,
+            num_prompt_tokens,
+            has_checksum,
+            None,
+            self.placeholders,
+            self.origin,
         )
         content = manifest(layout, metadata)
         if has_checksum:
@@ -193,7 +218,10 @@ class MooncakeSink(Sink):
     writes_side_by_side = True  # writes are copies in memory
 
     def __init__(
-        self, options: MooncakeOptions, row_format: RowFormat, checksum: Literal["crc32c", "none"] = "crc32c"
+        self,
+        options: MooncakeOptions,
+        row_format: RowFormat,
+        checksum: Literal["crc32c", "none"] = "crc32c",
     ) -> None:
         self.row_format = row_format
         self.checksum = checksum
@@ -221,7 +249,12 @@ class MooncakeSink(Sink):
         adapter: Adapter = NO_ADAPTER,
     ) -> MooncakeFile:
         handle = os.fspath(path)
-        if not handle or not handle.isascii() or not handle.isprintable() or set(handle) & {"/", ":"}:
+        if (
+            not handle
+            or not handle.isascii()
+            or not handle.isprintable()
+            or set(handle) & {"/", ":"}
+        ):
             reason = "the handle cannot be used: it is not a plain, printable name"
             raise SinkError(request_id, path, reason)
         file = MooncakeFile(self, request_id, path, adapter)

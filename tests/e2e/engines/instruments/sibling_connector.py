@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
 BLOCK = 128
 
@@ -18,7 +22,9 @@ class UnawareConnector(KVConnectorBase_V1):
 
     # Scheduler side
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """Promise the whole blocks of the longest known prefix, without the last token."""
         prompt = list(request.prompt_token_ids)
         common = max((sum(1 for _ in _while_equal(seen, prompt)) for seen in self._seen), default=0)
@@ -30,7 +36,9 @@ class UnawareConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._seen.append(list(request.prompt_token_ids))
         remote = (request.kv_transfer_params or {}).get("do_remote_decode")
         return False, {"remote_engine_id": "sibling"} if remote else None
@@ -43,7 +51,9 @@ class UnawareConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def wait_for_save(self) -> None:
@@ -53,7 +63,9 @@ class UnawareConnector(KVConnectorBase_V1):
 class SiblingConnector(UnawareConnector, SupportsHMA):
     """With SupportsHMA."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
 

@@ -16,19 +16,30 @@ from vllm_ascend_hsx.emulator.ops.attention import cache
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def scatter(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def scatter(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
     cache.npu_scatter_pa_kv_cache(key, value, keys, values, slots, cache_mode="Norm")
 
 
 def caches(blocks: int = 3, block_size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((blocks, block_size, 2, 3), -7.0), torch.full((blocks, block_size, 2, 5), -8.0)
+    return torch.full((blocks, block_size, 2, 3), -7.0), torch.full(
+        (blocks, block_size, 2, 5), -8.0
+    )
 
 
 def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(count * 6.0).view(count, 2, 3), torch.arange(count * 10.0).view(count, 2, 5)
 
 
-@given(slots=st.lists(st.integers(0, 11), max_size=12, unique=True), writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]))
+@given(
+    slots=st.lists(st.integers(0, 11), max_size=12, unique=True),
+    writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]),
+)
 @settings(max_examples=40, deadline=None)
 def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer: Writer) -> None:
     (keys, values), (key, value) = caches(), rows(len(slots))
@@ -52,7 +63,9 @@ def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block(writer: Wri
     assert (values[2] == -8).all()
 
 
-def test_keys_and_values_of_a_block_may_lie_side_by_side_since_vllm_ascend_0_30(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_of_a_block_may_lie_side_by_side_since_vllm_ascend_0_30(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both, key = torch.zeros(3, 2, 4, 2, 3), rows(2)[0]
     value = key + 20
     monkeypatch.setattr(checks, "is_at_least", lambda release: False)
@@ -95,10 +108,19 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "a slot past the end": (store(2, int32(0, 12)), r"slot_indices: \[12\] lie past"),
     "rows without a slot": (store(2, int32(0)), "key: 2 rows for 1 slots"),
     "another dtype than the cache's": (
-        lambda: cache._npu_reshape_and_cache(*(row.bfloat16() for row in rows(1)), *caches(), int32(0)), "key: dtype"),
+        lambda: cache._npu_reshape_and_cache(
+            *(row.bfloat16() for row in rows(1)), *caches(), int32(0)
+        ),
+        "key: dtype",
+    ),
     "another head size than the cache's": (
-        lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), int32(0)), "key: shape"),
-    "rows that are not contiguous": (lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), int32(1, 2)), "key: strides"),
+        lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), int32(0)),
+        "key: shape",
+    ),
+    "rows that are not contiguous": (
+        lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), int32(1, 2)),
+        "key: strides",
+    ),
     "prefetch of nothing": (lambda: cache.npu_prefetch(torch.ones(2), None, 0), "max_size"),
     "prefetch past the end": (lambda: cache.npu_prefetch(torch.ones(2), None, 8, 9), "offset"),
     "neither k nor p": (sample(), "p: p and k must not both be None"),
@@ -147,15 +169,23 @@ def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
     p=st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.83, 0.999])),
 )
 @settings(max_examples=depth(100), deadline=None)
-def test_top_k_and_top_p_leave_what_the_definition_leaves(logits: list[int], k: int | None, p: float | None) -> None:
+def test_top_k_and_top_p_leave_what_the_definition_leaves(
+    logits: list[int], k: int | None, p: float | None
+) -> None:
     k = min(k or 1, len(logits)) if k or p is None else None
     row = [value / 4 for value in logits]
-    out = sampling.npu_top_k_top_p(torch.tensor([row]), None if p is None else torch.tensor([p]), None if k is None else int32(k))
+    out = sampling.npu_top_k_top_p(
+        torch.tensor([row]),
+        None if p is None else torch.tensor([p]),
+        None if k is None else int32(k),
+    )
     kept = survivors(row, k, p)
     assert [i for i, value in enumerate(out[0].tolist()) if value != -math.inf] == sorted(kept)
     assert all(out[0, i] == row[i] for i in kept)
 
 
 def test_each_row_has_its_own_limits() -> None:
-    out = sampling.npu_top_k_top_p(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), int32(4, 4, 1))
+    out = sampling.npu_top_k_top_p(
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), int32(4, 4, 1)
+    )
     assert (out > -math.inf).sum(1).tolist() == [4, 1, 1]

@@ -20,16 +20,26 @@ TABLE = [[3, 1], [4, 0], [0, 0]]
 
 def storing(**changes: Any) -> dict[str, Any]:
     rows = {"key": int8(4, KV_HEADS, WIDTH, seed=1), "value": int8(4, KV_HEADS, WIDTH, seed=2)}
-    caches = {f"{name}_cache": torch.full((BLOCKS, KV_HEADS, WIDTH // 32, SIZE, 32), 7, dtype=torch.int8) for name in rows}
+    caches = {
+        f"{name}_cache": torch.full((BLOCKS, KV_HEADS, WIDTH // 32, SIZE, 32), 7, dtype=torch.int8)
+        for name in rows
+    }
     return {**rows, **caches, "slot_mapping": int32(70, -1, 0, 159), **changes}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
 def test_a_row_is_stored_in_parts_of_32_bytes(dtype: torch.dtype) -> None:
     part = 32 // dtype.itemsize
-    given = storing(**{name: int8(4, KV_HEADS, WIDTH, seed=seed).to(dtype) for name, seed in (("key", 1), ("value", 2))})
+    given = storing(
+        **{
+            name: int8(4, KV_HEADS, WIDTH, seed=seed).to(dtype)
+            for name, seed in (("key", 1), ("value", 2))
+        }
+    )
     for name in ("key", "value"):
-        given[f"{name}_cache"] = torch.full((BLOCKS, KV_HEADS, WIDTH // part, SIZE, part), 7, dtype=dtype)
+        given[f"{name}_cache"] = torch.full(
+            (BLOCKS, KV_HEADS, WIDTH // part, SIZE, part), 7, dtype=dtype
+        )
     npu_scatter_pa_kv_cache(**given)
     for name in ("key", "value"):
         expected = torch.full((BLOCKS, KV_HEADS, WIDTH // part, SIZE, part), 7, dtype=dtype)
@@ -65,7 +75,9 @@ def test_a_query_sees_the_scaled_keys_and_values_of_its_blocks(heads: int) -> No
                 block, row = TABLE[sequence][position // SIZE], position % SIZE
                 for name, found in rows.items():
                     scale = given[f"{name}_antiquant_scale"][of, 0].double()
-                    found.append(torch.cat([part[row] for part in given[name][block, of]]).double() * scale)
+                    found.append(
+                        torch.cat([part[row] for part in given[name][block, of]]).double() * scale
+                    )
             if not length:
                 assert torch.equal(out[sequence, head], torch.zeros(1, WIDTH, dtype=torch.bfloat16))
                 continue
@@ -111,6 +123,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_name(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -24,7 +24,9 @@ def half(*shape: int, seed: int) -> torch.Tensor:
 
 
 def int8(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return torch.randint(
+        -127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8
+    )
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -39,11 +41,19 @@ class Layer:
     """The arguments for some rows, and each result by its definition."""
 
     def __init__(self) -> None:
-        self.down, self.up = int8(LATENT + ROPE + QUERY, HIDDEN, seed=1), int8(HEADS * (NOPE + ROPE), QUERY, seed=2)
+        self.down, self.up = (
+            int8(LATENT + ROPE + QUERY, HIDDEN, seed=1),
+            int8(HEADS * (NOPE + ROPE), QUERY, seed=2),
+        )
         angle = random(ROWS, 1, 1, ROPE // 2, seed=3)
         turns = [torch.cat((part, part), -1).bfloat16() for part in (angle.cos(), angle.sin())]
-        self.latents, self.ropes = (torch.zeros(4, BLOCK, 1, width).bfloat16() for width in (LATENT, ROPE))
-        outs = [torch.empty(ROWS, *shape).bfloat16() for shape in ((HEADS, LATENT), (HEADS, ROPE), (QUERY,))]
+        self.latents, self.ropes = (
+            torch.zeros(4, BLOCK, 1, width).bfloat16() for width in (LATENT, ROPE)
+        )
+        outs = [
+            torch.empty(ROWS, *shape).bfloat16()
+            for shape in ((HEADS, LATENT), (HEADS, ROPE), (QUERY,))
+        ]
         self.given: dict[str, Any] = {
             "hiddenState": half(ROWS, HIDDEN, seed=4), "wdqkv": packed(self.down), "descale0": random(len(self.down), seed=5).abs() / 5000,
             "gamma1": 1 + half(QUERY, seed=6) / 4, "beta1": half(QUERY, seed=7), "wuq": packed(self.up),
@@ -58,32 +68,49 @@ class Layer:
         }  # fmt: skip
 
     def call(self, **changes: Any) -> Any:
-        return mla_preprocess(**self.given | {name: change(self.given[name]) if callable(change) else change
-                                              for name, change in changes.items()})
+        return mla_preprocess(
+            **self.given
+            | {
+                name: change(self.given[name]) if callable(change) else change
+                for name, change in changes.items()
+            }
+        )
 
     def quantised(self, row: list[float], index: int) -> list[int]:
-        scale, offset = self.given[f"quant_scale{index}"].item(), self.given[f"quant_offset{index}"].item()
+        scale, offset = (
+            self.given[f"quant_scale{index}"].item(),
+            self.given[f"quant_offset{index}"].item(),
+        )
         halves = [torch.tensor(value / scale + offset).half().item() for value in row]
         return [max(-128, min(127, round(value))) for value in halves]
 
     def product(self, row: list[int], weight: torch.Tensor, index: int) -> torch.Tensor:
         """Return bfloat16 [N]."""
         scale, bias = self.given[f"descale{index}"].tolist(), self.given[f"bias{index}"].tolist()
-        sums = [sum(a * b for a, b in zip(row, column, strict=True)) + bias[n] for n, column in enumerate(weight.tolist())]
+        sums = [
+            sum(a * b for a, b in zip(row, column, strict=True)) + bias[n]
+            for n, column in enumerate(weight.tolist())
+        ]
         return torch.tensor([value * scale[n] for n, value in enumerate(sums)]).bfloat16()
 
     def turned(self, values: torch.Tensor, row: int) -> torch.Tensor:
         """Turn element i with element i + 32, as complex numbers."""
         cos, sin = (self.given[name][row, 0, 0, : ROPE // 2].double() for name in ("cos", "sin"))
-        made = torch.complex(values.double()[: ROPE // 2], values.double()[ROPE // 2 :]) * torch.complex(cos, sin)
+        made = torch.complex(
+            values.double()[: ROPE // 2], values.double()[ROPE // 2 :]
+        ) * torch.complex(cos, sin)
         return torch.cat((made.real, made.imag))
 
     def exact(self, row: int) -> dict[str, torch.Tensor]:
         """Return the results of a row in float64."""
-        down = self.product(self.quantised(self.given["hiddenState"][row].tolist(), 0), self.down, 0)
+        down = self.product(
+            self.quantised(self.given["hiddenState"][row].tolist(), 0), self.down, 0
+        )
         latent, rope, query = down[:LATENT], down[LATENT : LATENT + ROPE], down[LATENT + ROPE :]
         normed = self.normed(query, "gamma1") + self.given["beta1"].double()
-        heads = self.product(self.quantised(normed.tolist(), 1), self.up, 1).view(HEADS, NOPE + ROPE)
+        heads = self.product(self.quantised(normed.tolist(), 1), self.up, 1).view(
+            HEADS, NOPE + ROPE
+        )
         return {
             "latent": self.normed(latent, "gamma2"), "rope": self.turned(rope, row), "inner_out": normed,
             "q_out0": torch.stack([heads[h, :NOPE].double() @ self.given["wuk"][h].double() for h in range(HEADS)]),
@@ -98,7 +125,9 @@ class Layer:
 def test_queries_and_cached_rows_are_those_of_the_definition() -> None:
     layer = Layer()
     results = layer.call()
-    for result, name in zip(results, ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out"), strict=True):
+    for result, name in zip(
+        results, ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1", "inner_out"), strict=True
+    ):
         assert result is layer.given[name]
     for row, slot in enumerate(SLOTS):
         exact = layer.exact(row)
@@ -114,12 +143,18 @@ def test_queries_and_cached_rows_are_those_of_the_definition() -> None:
 def test_a_number_is_rounded_to_float16_before_it_becomes_whole() -> None:
     """101.492 is 101.5 in float16, and becomes 102."""
     layer = Layer()
-    layer.given["quant_scale0"], layer.given["quant_offset0"] = torch.ones(1).bfloat16(), torch.tensor([100], dtype=torch.int8)
+    layer.given["quant_scale0"], layer.given["quant_offset0"] = (
+        torch.ones(1).bfloat16(),
+        torch.tensor([100], dtype=torch.int8),
+    )
     layer.down.zero_()
     layer.down[LATENT, 0] = layer.down[LATENT + 1, 1] = 1  # of the rope
     layer.given |= {"wdqkv": packed(layer.down), "bias0": torch.zeros(len(layer.down), dtype=torch.int32),
                     "descale0": torch.ones(len(layer.down))}  # fmt: skip
-    layer.given["cos"], layer.given["sin"] = torch.ones(ROWS, 1, 1, ROPE).bfloat16(), torch.zeros(ROWS, 1, 1, ROPE).bfloat16()
+    layer.given["cos"], layer.given["sin"] = (
+        torch.ones(ROWS, 1, 1, ROPE).bfloat16(),
+        torch.zeros(ROWS, 1, 1, ROPE).bfloat16(),
+    )
     layer.given["hiddenState"][0, 0], layer.given["hiddenState"][0, 1] = 0.498046875, 1.4921875
     layer.call()
     assert layer.ropes.view(-1, ROPE)[SLOTS[0], :2].tolist() == [100.0, 102.0]
@@ -182,7 +217,9 @@ NO_REFERENCE: dict[str, Callable[[], object]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(call: Callable[[], object], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_operator_and_name(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -11,8 +11,14 @@ from attention_definition import BLOCK, Lengths, page, running_totals, sees
 from emulated import close, int32, random, scenarios
 from wrong_calls import blocks_of, more_heads, widened, wrong
 
-from vllm_ascend_hsx.emulator.ops.attention.cache import npu_scatter_nd_update_, npu_scatter_nd_update_sk
-from vllm_ascend_hsx.emulator.ops.attention.sparse import npu_lightning_indexer, npu_sparse_flash_attention
+from vllm_ascend_hsx.emulator.ops.attention.cache import (
+    npu_scatter_nd_update_,
+    npu_scatter_nd_update_sk,
+)
+from vllm_ascend_hsx.emulator.ops.attention.sparse import (
+    npu_lightning_indexer,
+    npu_sparse_flash_attention,
+)
 from vllm_ascend_hsx.emulator.ops.matmul import batch_matmul_transpose
 from vllm_ascend_hsx.emulator.ops.poison import POISON
 
@@ -37,10 +43,17 @@ def seen_by(lengths: Lengths, mode: int) -> list[tuple[int, list[int]]]:
 class Indexed:
     """Sequences of (queries, keys) with an indexer's queries, keys and weights."""
 
-    def __init__(self, lengths: Lengths, heads: int = 3, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, lengths: Lengths, heads: int = 3, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.lengths, total = lengths, sum(queries for queries, _ in lengths)
-        self.query, self.weights = half(total, heads, INDEX, dtype=dtype), half(total, heads, seed=1, dtype=dtype)
-        self.keys = [half(keys, 1, INDEX, seed=10 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)]
+        self.query, self.weights = (
+            half(total, heads, INDEX, dtype=dtype),
+            half(total, heads, seed=1, dtype=dtype),
+        )
+        self.keys = [
+            half(keys, 1, INDEX, seed=10 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)
+        ]
         (self.cache,), self.table = page(self.keys)
 
     def exact(self, mode: int, count: int) -> list[list[int]]:
@@ -50,33 +63,64 @@ class Indexed:
             scores = {}
             for key in seen:
                 products = self.query[row].double() @ self.keys[sequence][key, 0].double()
-                scores[key] = sum(w * max(p, 0.0) for w, p in zip(self.weights[row].tolist(), products.tolist(), strict=True))
+                scores[key] = sum(
+                    w * max(p, 0.0)
+                    for w, p in zip(self.weights[row].tolist(), products.tolist(), strict=True)
+                )
             chosen.append(sorted(seen, key=lambda key: -scores[key])[:count])
         return chosen
 
     def call(self, **changes: Any) -> Any:
         options = {
-            "query": self.query, "key": self.cache, "weights": self.weights, "layout_query": "TND", "layout_key": "PA_BSND",
-            "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)), "block_table": self.table,
-            "actual_seq_lengths_key": int32(*[keys for _, keys in self.lengths]), "sparse_count": 7,
+            "query": self.query,
+            "key": self.cache,
+            "weights": self.weights,
+            "layout_query": "TND",
+            "layout_key": "PA_BSND",
+            "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)),
+            "block_table": self.table,
+            "actual_seq_lengths_key": int32(*[keys for _, keys in self.lengths]),
+            "sparse_count": 7,
         }
-        return npu_lightning_indexer(**options | {name: change(options[name]) if callable(change) else change
-                                                  for name, change in changes.items()})
+        return npu_lightning_indexer(
+            **options
+            | {
+                name: change(options[name]) if callable(change) else change
+                for name, change in changes.items()
+            }
+        )
 
 
-BATCHES: list[Lengths] = [[(20, 20)], [(1, 9), (1, 40), (1, 3)], [(3, 20), (17, 17), (0, 4), (2, 30)], [(4, 2), (1, 0)]]
+BATCHES: list[Lengths] = [
+    [(20, 20)],
+    [(1, 9), (1, 40), (1, 3)],
+    [(3, 20), (17, 17), (0, 4), (2, 30)],
+    [(4, 2), (1, 0)],
+]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_each_query_chooses_the_keys_of_the_highest_scores(lengths: Lengths, mode: int, dtype: torch.dtype) -> None:
+def test_each_query_chooses_the_keys_of_the_highest_scores(
+    lengths: Lengths, mode: int, dtype: torch.dtype
+) -> None:
     batch = Indexed(lengths, dtype=dtype)
     indices, values = batch.call(sparse_mode=mode)
-    assert (indices.dtype, indices.shape, values.numel()) == (torch.int32, (len(batch.query), 1, 7), 0)
+    assert (indices.dtype, indices.shape, values.numel()) == (
+        torch.int32,
+        (len(batch.query), 1, 7),
+        0,
+    )
     expected = batch.exact(mode, 7)
     assert indices[:, 0].tolist() == [row + [-1] * (7 - len(row)) for row in expected]
-    assert any(len(row) < len(seen) for row, (_, seen) in zip(expected, seen_by(lengths, mode), strict=True)) or lengths == BATCHES[-1]
+    assert (
+        any(
+            len(row) < len(seen)
+            for row, (_, seen) in zip(expected, seen_by(lengths, mode), strict=True)
+        )
+        or lengths == BATCHES[-1]
+    )
 
 
 def test_weights_may_be_negative_and_in_float32() -> None:
@@ -100,15 +144,28 @@ def test_rows_after_the_last_sequence_name_no_key() -> None:
 class Sparse:
     """Sequences of (queries, keys) that share cached latents, and chosen keys for each query."""
 
-    def __init__(self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6) -> None:
+    def __init__(
+        self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6
+    ) -> None:
         self.lengths, self.heads, total = lengths, heads, sum(queries for queries, _ in lengths)
-        self.query, self.query_rope = (half(total, heads, width, seed=i, dtype=dtype) for i, width in enumerate((LATENT, ROPE)))
-        self.latents = [half(keys, 1, LATENT, seed=10 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)]
-        self.ropes = [half(keys, 1, ROPE, seed=50 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)]
+        self.query, self.query_rope = (
+            half(total, heads, width, seed=i, dtype=dtype) for i, width in enumerate((LATENT, ROPE))
+        )
+        self.latents = [
+            half(keys, 1, LATENT, seed=10 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)
+        ]
+        self.ropes = [
+            half(keys, 1, ROPE, seed=50 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)
+        ]
         (self.latent_cache, self.rope_cache), self.table = page(self.latents, self.ropes)
         generator = torch.Generator().manual_seed(4)
-        rows = [torch.randperm(len(seen), generator=generator)[:count].tolist() for _, seen in seen_by(lengths, 3)]
-        self.indices = torch.tensor([row + [-1] * (count - len(row)) for row in rows], dtype=torch.int32).unsqueeze(1)
+        rows = [
+            torch.randperm(len(seen), generator=generator)[:count].tolist()
+            for _, seen in seen_by(lengths, 3)
+        ]
+        self.indices = torch.tensor(
+            [row + [-1] * (count - len(row)) for row in rows], dtype=torch.int32
+        ).unsqueeze(1)
 
     def exact(self, mode: int = 3) -> torch.Tensor:
         """Return [T, heads, 512]."""
@@ -121,22 +178,41 @@ class Sparse:
                 chosen += [key] if key < len(seen) else []
             if not chosen:
                 continue
-            latents, ropes = (part[sequence][chosen, 0].double() for part in (self.latents, self.ropes))
+            latents, ropes = (
+                part[sequence][chosen, 0].double() for part in (self.latents, self.ropes)
+            )
             for head in range(self.heads):
-                scores = latents @ self.query[row, head].double() + ropes @ self.query_rope[row, head].double()
+                scores = (
+                    latents @ self.query[row, head].double()
+                    + ropes @ self.query_rope[row, head].double()
+                )
                 out[row, head] = torch.softmax(SCALE * scores, 0) @ latents
         return out
 
     def call(self, **changes: Any) -> Any:
         options = {
-            "query": self.query, "key": self.latent_cache, "value": self.latent_cache, "sparse_indices": self.indices,
-            "scale_value": SCALE, "query_rope": self.query_rope, "key_rope": self.rope_cache, "layout_query": "TND",
-            "layout_kv": "PA_BSND", "block_table": self.table, "sparse_mode": 3, "attention_mode": 2,
+            "query": self.query,
+            "key": self.latent_cache,
+            "value": self.latent_cache,
+            "sparse_indices": self.indices,
+            "scale_value": SCALE,
+            "query_rope": self.query_rope,
+            "key_rope": self.rope_cache,
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "block_table": self.table,
+            "sparse_mode": 3,
+            "attention_mode": 2,
             "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)),
             "actual_seq_lengths_kv": int32(*[keys for _, keys in self.lengths]),
         }
-        return npu_sparse_flash_attention(**options | {name: change(options[name]) if callable(change) else change
-                                                       for name, change in changes.items()})
+        return npu_sparse_flash_attention(
+            **options
+            | {
+                name: change(options[name]) if callable(change) else change
+                for name, change in changes.items()
+            }
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -169,7 +245,9 @@ def test_entries_of_the_row_of_indices_count_as_in_the_kernel(chosen: list[int])
 
 def test_as_many_entries_are_read_as_there_are_visible_keys() -> None:
     batch = Sparse([(4, 4)])
-    batch.indices = int32(0, 1, 0, 0).expand(4, 1, 4)  # the first query reads one entry, the second two
+    batch.indices = int32(0, 1, 0, 0).expand(
+        4, 1, 4
+    )  # the first query reads one entry, the second two
     close(batch.call()[0], batch.exact())
 
 
@@ -183,12 +261,16 @@ def test_rows_after_the_last_sequence_are_undefined() -> None:
 @pytest.mark.parametrize("operator", [npu_scatter_nd_update_, npu_scatter_nd_update_sk])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_rows_are_scattered_to_their_indices(operator: Callable[..., Any], dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+def test_rows_are_scattered_to_their_indices(
+    operator: Callable[..., Any], dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
     var, updates = torch.zeros(9, 4, dtype=dtype), torch.arange(1, 21).view(5, 4).to(dtype)
     operator(var, torch.tensor([[7], [-1], [0], [3], [3]], dtype=index_dtype), updates)
     assert torch.equal(var[7], updates[0])
     assert torch.equal(var[0], updates[2])
-    assert var[3].unique().tolist() == [127 if dtype == torch.int8 else POISON]  # two updates want it
+    assert var[3].unique().tolist() == [
+        127 if dtype == torch.int8 else POISON
+    ]  # two updates want it
     assert not var[[1, 2, 4, 5, 6, 8]].any()
 
 
@@ -212,9 +294,18 @@ def test_the_products_of_all_heads_lie_side_by_side(dtype: torch.dtype) -> None:
 
 index = wrong(Indexed([(1, 20), (2, 9)]).call)
 sparse = wrong(Sparse([(1, 20), (2, 9)]).call)
-scatter = wrong(npu_scatter_nd_update_, input=half(9, 4), indices=torch.tensor([[1], [2]]), updates=half(2, 4))
-scatter_sk = wrong(npu_scatter_nd_update_sk, var=half(9, 4), indices=torch.tensor([[1], [2]]), update=half(2, 4))
-product = wrong(batch_matmul_transpose, tensor_a=half(5, 3, 64), tensor_b=half(3, 64, 32), tensor_c=half(5, 3, 32))
+scatter = wrong(
+    npu_scatter_nd_update_, input=half(9, 4), indices=torch.tensor([[1], [2]]), updates=half(2, 4)
+)
+scatter_sk = wrong(
+    npu_scatter_nd_update_sk, var=half(9, 4), indices=torch.tensor([[1], [2]]), update=half(2, 4)
+)
+product = wrong(
+    batch_matmul_transpose,
+    tensor_a=half(5, 3, 64),
+    tensor_b=half(3, 64, 32),
+    tensor_c=half(5, 3, 32),
+)
 INDEXER, SPARSE = "npu_lightning_indexer: ", "npu_sparse_flash_attention: "
 SCATTER, PRODUCT = "npu_scatter_nd_update_", "batch_matmul_transpose: "
 BOTH: dict[str, tuple[dict[str, Any], str]] = {
@@ -222,18 +313,42 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of another kind": ({"sparse_mode": 4}, "sparse_mode: 4 is not one of"),
     "a window before": ({"pre_tokens": 100}, "pre_tokens: 100 must be"),
     "a window after": ({"next_tokens": 0}, "next_tokens: 0 must be"),
-    "no running totals": ({"actual_seq_lengths_query": None}, "actual_seq_lengths_query: must be given"),
-    "running totals in int64": ({"actual_seq_lengths_query": torch.tensor([1, 3])}, "actual_seq_lengths_query: dtype torch.int64"),
-    "running totals that fall": ({"actual_seq_lengths_query": int32(2, 1)}, r"actual_seq_lengths_query: running totals \[2, 1\] fall"),
-    "running totals past the rows": ({"actual_seq_lengths_query": int32(1, 4)}, "actual_seq_lengths_query: the last running total 4"),
-    "a table of another batch": ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, "block_table: 3 sequences"),
-    "a table in int64": ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table: dtype torch.int64"),
+    "no running totals": (
+        {"actual_seq_lengths_query": None},
+        "actual_seq_lengths_query: must be given",
+    ),
+    "running totals in int64": (
+        {"actual_seq_lengths_query": torch.tensor([1, 3])},
+        "actual_seq_lengths_query: dtype torch.int64",
+    ),
+    "running totals that fall": (
+        {"actual_seq_lengths_query": int32(2, 1)},
+        r"actual_seq_lengths_query: running totals \[2, 1\] fall",
+    ),
+    "running totals past the rows": (
+        {"actual_seq_lengths_query": int32(1, 4)},
+        "actual_seq_lengths_query: the last running total 4",
+    ),
+    "a table of another batch": (
+        {"block_table": torch.zeros(3, 2, dtype=torch.int32)},
+        "block_table: 3 sequences",
+    ),
+    "a table in int64": (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int64)},
+        "block_table: dtype torch.int64",
+    ),
     "no table": ({"block_table": None}, "block_table: must be given"),
-    "a table without blocks": ({"block_table": torch.zeros(2, 0, dtype=torch.int32)}, "block_table: shape"),
+    "a table without blocks": (
+        {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
+        "block_table: shape",
+    ),
     "queries in float32": ({"query": torch.Tensor.float}, "query: dtype torch.float32"),
     "keys of another dtype": ({"key": torch.Tensor.half}, "key: dtype torch.float16"),
     "keys of another width": ({"key": widened}, "key: shape"),
-    "65 heads": ({"query": more_heads(65), "weights": more_heads(65), "query_rope": more_heads(65)}, "query: 65 heads"),
+    "65 heads": (
+        {"query": more_heads(65), "weights": more_heads(65), "query_rope": more_heads(65)},
+        "query: 65 heads",
+    ),
     "no queries": ({"query": lambda q: q[:0], "weights": lambda w: w[:0]}, "query: shape"),
 }
 BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
@@ -289,14 +404,22 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
     "the sums": (sparse(return_softmax_lse=True), SPARSE + "return_softmax_lse=True"),
     "blocks of two tokens": (sparse(sparse_block_size=2), SPARSE + "sparse_block_size=2"),
     "no rope": (sparse(query_rope=None, key_rope=None), SPARSE + "query_rope=None"),
-    "indices into two dimensions": (scatter(indices=torch.tensor([[1, 0], [2, 0]])), SCATTER + ": indices=a tensor"),
+    "indices into two dimensions": (
+        scatter(indices=torch.tensor([[1, 0], [2, 0]])),
+        SCATTER + ": indices=a tensor",
+    ),
     "weights in NZ": (product(format_mode="NZ"), PRODUCT + "format_mode='NZ'"),
-    "scales per token": (product(quant_mode="per_token_symm"), PRODUCT + "quant_mode='per_token_symm'"),
+    "scales per token": (
+        product(quant_mode="per_token_symm"),
+        PRODUCT + "quant_mode='per_token_symm'",
+    ),
 }
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(call: Callable[[], object], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_operator_and_name(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -308,7 +431,9 @@ def test_an_option_without_a_reference_is_named(call: Callable[[], object], mess
 
 
 @pytest.mark.parametrize("make", [index, sparse, scatter, scatter_sk, product])
-def test_the_calls_that_the_wrong_ones_start_from_are_right(make: Callable[[], Callable[[], object]]) -> None:
+def test_the_calls_that_the_wrong_ones_start_from_are_right(
+    make: Callable[[], Callable[[], object]],
+) -> None:
     make()()
 
 

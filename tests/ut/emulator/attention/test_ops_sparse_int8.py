@@ -11,17 +11,27 @@ from attention_definition import Lengths, page, running_totals, sees
 from emulated import close, int32, random, scenarios
 from wrong_calls import blocks_of, more_heads, widened, wrong
 
-from vllm_ascend_hsx.emulator.ops.attention.sparse_int8 import npu_kv_quant_sparse_flash_attention, npu_lightning_indexer_quant
+from vllm_ascend_hsx.emulator.ops.attention.sparse_int8 import (
+    npu_kv_quant_sparse_flash_attention,
+    npu_lightning_indexer_quant,
+)
 from vllm_ascend_hsx.emulator.ops.poison import POISON
 
 INDEX, LATENT, ROPE, TILE, BYTES = 128, 512, 64, 128, 656
 SCALE = 0.07
 HALVES = [torch.bfloat16, torch.float16]
-BATCHES: list[Lengths] = [[(20, 20)], [(1, 9), (1, 40), (1, 3)], [(3, 20), (17, 17), (0, 4), (2, 30)], [(4, 2), (1, 0)]]
+BATCHES: list[Lengths] = [
+    [(20, 20)],
+    [(1, 9), (1, 40), (1, 3)],
+    [(3, 20), (17, 17), (0, 4), (2, 30)],
+    [(4, 2), (1, 0)],
+]
 
 
 def int8(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return torch.randint(
+        -127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8
+    )
 
 
 def scales(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +58,11 @@ class Indexed:
 
     def __init__(self, lengths: Lengths, heads: int = 3) -> None:
         self.lengths, total = lengths, sum(queries for queries, _ in lengths)
-        self.query, self.weights, self.query_scales = int8(total, heads, INDEX), random(total, heads, seed=1).half(), scales(total, heads)
+        self.query, self.weights, self.query_scales = (
+            int8(total, heads, INDEX),
+            random(total, heads, seed=1).half(),
+            scales(total, heads),
+        )
         self.keys = [int8(keys, 1, INDEX, seed=10 + i) for i, (_, keys) in enumerate(lengths)]
         self.key_scales = [scales(keys, 1, seed=30 + i) for i, (_, keys) in enumerate(lengths)]
         self.cache, self.table = paged(self.keys, torch.int8)
@@ -58,9 +72,20 @@ class Indexed:
         """Return the score that the kernel computes: rounded where the kernel rounds."""
         total = 0.0
         for head in range(self.query.shape[1]):
-            product = sum(q * k for q, k in zip(self.query[row, head].tolist(), self.keys[sequence][key, 0].tolist(), strict=True))
+            product = sum(
+                q * k
+                for q, k in zip(
+                    self.query[row, head].tolist(),
+                    self.keys[sequence][key, 0].tolist(),
+                    strict=True,
+                )
+            )
             rounded = torch.tensor(max(product, 0) / 1024, dtype=torch.float64).half().double()
-            share = (self.weights[row, head].double() * self.query_scales[row, head].double()).half().double()
+            share = (
+                (self.weights[row, head].double() * self.query_scales[row, head].double())
+                .half()
+                .double()
+            )
             total += (rounded * share).item()
         return total * self.key_scales[sequence][key, 0].item()
 
@@ -74,13 +99,25 @@ class Indexed:
 
     def call(self, **changes: Any) -> torch.Tensor:
         options = {
-            "query": self.query, "key": self.cache, "weights": self.weights, "query_dequant_scale": self.query_scales,
-            "key_dequant_scale": self.scale_cache, "layout_query": "TND", "layout_key": "PA_BSND", "block_table": self.table,
-            "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)), "sparse_count": 7,
+            "query": self.query,
+            "key": self.cache,
+            "weights": self.weights,
+            "query_dequant_scale": self.query_scales,
+            "key_dequant_scale": self.scale_cache,
+            "layout_query": "TND",
+            "layout_key": "PA_BSND",
+            "block_table": self.table,
+            "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)),
+            "sparse_count": 7,
             "actual_seq_lengths_key": int32(*[keys for _, keys in self.lengths]),
         }
-        return npu_lightning_indexer_quant(**options | {name: change(options[name]) if callable(change) else change
-                                                        for name, change in changes.items()})
+        return npu_lightning_indexer_quant(
+            **options
+            | {
+                name: change(options[name]) if callable(change) else change
+                for name, change in changes.items()
+            }
+        )
 
 
 @pytest.mark.parametrize("mode", [0, 3])
@@ -108,14 +145,32 @@ def one_key_after_another(keys: int, heads: int, first: int) -> Indexed:
 def test_products_are_rounded_to_float16_once_they_are_divided_by_1024() -> None:
     """From 8128 on these are multiples of 4, and the first of equal scores comes first."""
     batch = one_key_after_another(20, 1, first=64)
-    chosen = batch.call(weights=torch.ones_like, query_dequant_scale=torch.ones_like, sparse_count=20)
-    assert chosen.flatten().tolist() == [19, *range(14, 19), 11, 12, 13, *range(6, 11), 3, 4, 5, 0, 1, 2]
+    chosen = batch.call(
+        weights=torch.ones_like, query_dequant_scale=torch.ones_like, sparse_count=20
+    )
+    assert chosen.flatten().tolist() == [
+        19,
+        *range(14, 19),
+        11,
+        12,
+        13,
+        *range(6, 11),
+        3,
+        4,
+        5,
+        0,
+        1,
+        2,
+    ]
 
 
 def test_weights_times_scales_of_queries_are_rounded_to_float16() -> None:
     """The shares of two heads add up to zero if they are rounded, and to 2^-20 otherwise."""
     batch, above = one_key_after_another(20, 2, first=0), 1 + 2.0**-10
-    shares = {"weights": torch.tensor([[above, -1 - 2.0**-9]]).half(), "query_dequant_scale": torch.tensor([[above, 1.0]]).half()}
+    shares = {
+        "weights": torch.tensor([[above, -1 - 2.0**-9]]).half(),
+        "query_dequant_scale": torch.tensor([[above, 1.0]]).half(),
+    }
     assert batch.call(**shares).flatten().tolist() == list(range(7))
 
 
@@ -136,26 +191,43 @@ def test_rows_after_the_last_sequence_name_no_key() -> None:
 class Sparse:
     """Sequences of (queries, keys) that share cached int8 latents, and each query's chosen keys."""
 
-    def __init__(self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6) -> None:
+    def __init__(
+        self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6
+    ) -> None:
         self.lengths, self.dtype, total = lengths, dtype, sum(queries for queries, _ in lengths)
         self.query = random(total, heads, LATENT + ROPE, dtype=dtype)
         self.latents = [int8(keys, LATENT, seed=10 + i) for i, (_, keys) in enumerate(lengths)]
-        self.ropes = [random(keys, ROPE, seed=50 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)]
-        self.scales = [random(keys, LATENT // TILE, seed=70 + i).abs() / 50 for i, (_, keys) in enumerate(lengths)]
+        self.ropes = [
+            random(keys, ROPE, seed=50 + i, dtype=dtype) for i, (_, keys) in enumerate(lengths)
+        ]
+        self.scales = [
+            random(keys, LATENT // TILE, seed=70 + i).abs() / 50
+            for i, (_, keys) in enumerate(lengths)
+        ]
         packed = [
-            torch.cat((latent, rope.contiguous().view(torch.int8), scale.view(torch.int8)), -1).unsqueeze(1)
+            torch.cat(
+                (latent, rope.contiguous().view(torch.int8), scale.view(torch.int8)), -1
+            ).unsqueeze(1)
             for latent, rope, scale in zip(self.latents, self.ropes, self.scales, strict=True)
         ]
         self.cache, self.table = paged(packed, torch.int8)
         generator = torch.Generator().manual_seed(4)
-        rows = [torch.randperm(len(seen), generator=generator)[:count].tolist() for _, seen in seen_by(lengths, 3)]
-        self.indices = torch.tensor([row + [-1] * (count - len(row)) for row in rows], dtype=torch.int32).unsqueeze(1)
+        rows = [
+            torch.randperm(len(seen), generator=generator)[:count].tolist()
+            for _, seen in seen_by(lengths, 3)
+        ]
+        self.indices = torch.tensor(
+            [row + [-1] * (count - len(row)) for row in rows], dtype=torch.int32
+        ).unsqueeze(1)
 
     def key(self, sequence: int, key: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latent [512] and rope [64] of a key, in float64."""
         latent = torch.empty(LATENT, dtype=torch.float64)
         for element in range(LATENT):
-            exact = self.latents[sequence][key, element].float() * self.scales[sequence][key, element // TILE]
+            exact = (
+                self.latents[sequence][key, element].float()
+                * self.scales[sequence][key, element // TILE]
+            )
             latent[element] = exact.to(self.dtype).double()
         return latent, self.ropes[sequence][key].double()
 
@@ -170,7 +242,10 @@ class Sparse:
                 chosen += [key] if key < len(seen) else []
             if not chosen:
                 continue
-            latents, ropes = (torch.stack(part) for part in zip(*(self.key(sequence, key) for key in chosen), strict=True))
+            latents, ropes = (
+                torch.stack(part)
+                for part in zip(*(self.key(sequence, key) for key in chosen), strict=True)
+            )
             for head in range(self.query.shape[1]):
                 query = self.query[row, head].double()
                 scores = latents @ query[:LATENT] + ropes @ query[LATENT:]
@@ -179,13 +254,26 @@ class Sparse:
 
     def call(self, **changes: Any) -> Any:
         options = {
-            "query": self.query, "key": self.cache, "value": self.cache, "sparse_indices": self.indices, "scale_value": SCALE,
-            "key_quant_mode": 2, "value_quant_mode": 2, "layout_query": "TND", "layout_kv": "PA_BSND", "block_table": self.table,
+            "query": self.query,
+            "key": self.cache,
+            "value": self.cache,
+            "sparse_indices": self.indices,
+            "scale_value": SCALE,
+            "key_quant_mode": 2,
+            "value_quant_mode": 2,
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "block_table": self.table,
             "actual_seq_lengths_query": int32(*running_totals(self.lengths, 0)),
             "actual_seq_lengths_kv": int32(*[keys for _, keys in self.lengths]),
         }
-        return npu_kv_quant_sparse_flash_attention(**options | {name: change(options[name]) if callable(change) else change
-                                                                for name, change in changes.items()})
+        return npu_kv_quant_sparse_flash_attention(
+            **options
+            | {
+                name: change(options[name]) if callable(change) else change
+                for name, change in changes.items()
+            }
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -271,7 +359,9 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(call: Callable[[], object], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_operator_and_name(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -283,7 +373,9 @@ def test_an_option_without_a_reference_is_named(call: Callable[[], object], mess
 
 
 @pytest.mark.parametrize("make", [index, sparse])
-def test_the_calls_that_the_wrong_ones_start_from_are_right(make: Callable[[], Callable[[], object]]) -> None:
+def test_the_calls_that_the_wrong_ones_start_from_are_right(
+    make: Callable[[], Callable[[], object]],
+) -> None:
     make()()
 
 

@@ -9,13 +9,18 @@ import pytest
 import torch
 from emulated import int32, random, scenarios
 
-from vllm_ascend_hsx.emulator.ops.attention.store_block import store_kv_block, store_kv_block_metadata
+from vllm_ascend_hsx.emulator.ops.attention.store_block import (
+    store_kv_block,
+    store_kv_block_metadata,
+)
 
 BLOCK = 16
 GROUPS = ("group_len", "group_key_idx", "group_key_cache_idx")
 
 
-def runs(slots: list[int], capacity: int | None = None, block_size: int = BLOCK) -> dict[str, torch.Tensor]:
+def runs(
+    slots: list[int], capacity: int | None = None, block_size: int = BLOCK
+) -> dict[str, torch.Tensor]:
     groups = {name: torch.full((capacity or len(slots),), -7, dtype=torch.int32) for name in GROUPS}
     store_kv_block_metadata(int32(*slots), **groups, block_size=block_size)
     return groups
@@ -39,7 +44,10 @@ def test_runs_of_slots_are_found(slots: list[int], expected: list[tuple[int, int
 @pytest.mark.parametrize("shape", [(1, 8), (1,)], ids=str)
 def test_each_row_is_written_to_its_slot(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     slots = [40, 41, -1, 14, 15, 16, 3]
-    rows, cache = (100 * random(len(slots), *shape)).to(dtype), torch.zeros(3, BLOCK, 1, shape[-1], dtype=dtype)
+    rows, cache = (
+        (100 * random(len(slots), *shape)).to(dtype),
+        torch.zeros(3, BLOCK, 1, shape[-1], dtype=dtype),
+    )
     store_kv_block(rows, cache, **runs(slots), block_size=BLOCK)
     expected = torch.zeros(3 * BLOCK, shape[-1], dtype=dtype)
     for row, slot in enumerate(slots):
@@ -50,12 +58,21 @@ def test_each_row_is_written_to_its_slot(dtype: torch.dtype, shape: tuple[int, .
 
 def store(**changes: Any) -> Callable[[], object]:
     cache = torch.zeros(3, BLOCK, 1, 8)
-    given = {"key_in": random(3, 1, 8).half(), "key_cache_in": cache.half(), **runs([5, 6, 7]), "block_size": BLOCK}
+    given = {
+        "key_in": random(3, 1, 8).half(),
+        "key_cache_in": cache.half(),
+        **runs([5, 6, 7]),
+        "block_size": BLOCK,
+    }
     return lambda: store_kv_block(**given | changes)
 
 
 def find(**changes: Any) -> Callable[[], object]:
-    given = {"slot_mapping_npu": int32(5, 7, 9), **{name: int32(0, 0, 0) for name in GROUPS}, "block_size": BLOCK}
+    given = {
+        "slot_mapping_npu": int32(5, 7, 9),
+        **{name: int32(0, 0, 0) for name in GROUPS},
+        "block_size": BLOCK,
+    }
     return lambda: store_kv_block_metadata(**given | changes)
 
 
@@ -76,7 +93,9 @@ def find(**changes: Any) -> Callable[[], object]:
     "a run past the cache": (store(group_key_cache_idx=int32(46, 0, 0)), "store_kv_block: group_key_cache_idx: a run of 3 rows to 46"),
     "lengths in int64": (store(group_len=torch.tensor([3, 0, 0])), "store_kv_block: group_len: dtype torch.int64"),
 })  # fmt: skip
-def test_a_wrong_argument_is_refused_by_operator_and_name(call: Callable[[], object], message: str) -> None:
+def test_a_wrong_argument_is_refused_by_operator_and_name(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

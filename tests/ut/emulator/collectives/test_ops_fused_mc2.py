@@ -38,9 +38,13 @@ class Weights(NamedTuple):
 
 def given(rank: int, seed: int = 0) -> Given:
     generator = torch.Generator().manual_seed(10 * seed + rank)
-    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+    chosen = torch.stack(
+        [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]
+    ).int()
     x = random(TOKENS, HIDDEN, seed=10 * seed + rank, dtype=torch.bfloat16)
-    return Given(x, chosen, torch.rand(TOKENS, TOP_K, generator=generator), torch.arange(TOKENS) % 4 != rank)
+    return Given(
+        x, chosen, torch.rand(TOKENS, TOP_K, generator=generator), torch.arange(TOKENS) % 4 != rank
+    )
 
 
 def weights() -> Weights:
@@ -48,7 +52,14 @@ def weights() -> Weights:
     generator = torch.Generator().manual_seed(7)
     up, down = (torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
                 for shape in ((EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, INNER, HIDDEN)))  # fmt: skip
-    return Weights(up, down, *(0.002 + 0.002 * torch.rand(EXPERTS, columns, generator=generator) for columns in (2 * INNER, HIDDEN)))
+    return Weights(
+        up,
+        down,
+        *(
+            0.002 + 0.002 * torch.rand(EXPERTS, columns, generator=generator)
+            for columns in (2 * INNER, HIDDEN)
+        ),
+    )
 
 
 def as_bits(scale: torch.Tensor) -> torch.Tensor:
@@ -68,7 +79,11 @@ def arguments(rank: int, size: int, mine: Given, **changes: Any) -> dict[str, An
         "expert_token_nums": torch.zeros(EXPERTS // size, dtype=torch.int32),
     } | changes  # fmt: skip
     on_device = {
-        name: [each.npu() for each in value] if isinstance(value, list) else value.npu() if isinstance(value, torch.Tensor) else value
+        name: [each.npu() for each in value]
+        if isinstance(value, list)
+        else value.npu()
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in named.items()
     }
     name = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
@@ -79,7 +94,10 @@ def fused(rank: int, size: int, **changes: Any) -> tuple[torch.Tensor, ...]:
     """Return the result, the rows of each expert, and the indices after the call."""
     named = arguments(rank, size, given(rank), **changes)
     out, numbers = torch.ops._C_ascend.dispatch_ffn_combine(**named)
-    assert (out.data_ptr(), numbers.data_ptr()) == (named["out"].data_ptr(), named["expert_token_nums"].data_ptr())
+    assert (out.data_ptr(), numbers.data_ptr()) == (
+        named["out"].data_ptr(),
+        named["expert_token_nums"].data_ptr(),
+    )
     return out.cpu(), numbers.cpu(), named["expert_idx"].cpu()
 
 
@@ -92,33 +110,46 @@ def made_of(row: torch.Tensor, expert: int, limit: float) -> torch.Tensor:
     """Return what an expert makes of a row."""
     held = weights()
     integers, scale = to_int8(row.float())
-    product = ((integers @ held.up[expert].double()).float() * held.up_scale[expert]).half().float() * scale
+    product = (
+        (integers @ held.up[expert].double()).float() * held.up_scale[expert]
+    ).half().float() * scale
     gate, other = product.chunk(2)
     if limit:
         gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
     integers, scale = to_int8(gate / (1 + (-gate).exp()) * other)
-    return (((integers @ held.down[expert].double()).float() * held.down_scale[expert]).half().float() * scale).bfloat16()
+    return (
+        ((integers @ held.down[expert].double()).float() * held.down_scale[expert]).half().float()
+        * scale
+    ).bfloat16()
 
 
 def check_rows(mine: Given, result: torch.Tensor, limit: float = 0.0) -> None:
     """Compare with the definition, whose scales have all of their bits."""
     for token in mine.active.nonzero().flatten().tolist():
-        rows = [made_of(mine.x[token], expert, limit).float() for expert in mine.chosen[token].tolist()]
+        rows = [
+            made_of(mine.x[token], expert, limit).float() for expert in mine.chosen[token].tolist()
+        ]
         expected = sum(share * row for share, row in zip(mine.shares[token], rows, strict=True))
         assert (result[token].float() - expected).norm() < 0.01 * expected.norm()
     assert (result[~mine.active] == POISON).all()
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.25])
-def test_a_token_gets_the_sum_of_what_its_experts_make_of_it(ranks: Ranks, late_ranks: bool, limit: float) -> None:
+def test_a_token_gets_the_sum_of_what_its_experts_make_of_it(
+    ranks: Ranks, late_ranks: bool, limit: float
+) -> None:
     received = torch.zeros(EXPERTS, dtype=torch.int64)
     for rank in range(ranks.size):
-        received += torch.bincount(given(rank).chosen[given(rank).active].flatten(), minlength=EXPERTS)
+        received += torch.bincount(
+            given(rank).chosen[given(rank).active].flatten(), minlength=EXPERTS
+        )
     results = ranks.run(partial(fused, swiglu_limit=limit), late_ranks)
     for rank, (result, _, chosen) in enumerate(results):
         mine = given(rank)
         check_rows(mine, result, limit)
-        assert torch.equal(chosen, torch.where(mine.active[:, None], mine.chosen, EXPERTS))  # as the kernel leaves them
+        assert torch.equal(
+            chosen, torch.where(mine.active[:, None], mine.chosen, EXPERTS)
+        )  # as the kernel leaves them
     assert torch.cat([numbers for _, numbers, _ in results]).tolist() == received.tolist()
 
 
@@ -143,7 +174,9 @@ def test_rows_beyond_the_largest_output_are_undefined(ranks: Ranks) -> None:
     defined = 0
     for rank, (result, _, _) in enumerate(ranks.run(partial(fused, max_output_size=1))):
         mine = given(rank)
-        assert all((row.abs() > 10).all() for row in result[mine.active].float())  # each has an undefined one, times a share
+        assert all(
+            (row.abs() > 10).all() for row in result[mine.active].float()
+        )  # each has an undefined one, times a share
         defined += int((result[mine.active] != POISON).any(1).sum())
     assert defined
 
@@ -166,9 +199,14 @@ def one_differs(rank: int, size: int, changes: dict[str, Any]) -> Any:
 
 
 def test_ranks_that_disagree_are_named_by_all(ranks: Ranks, late_ranks: bool) -> None:
-    for state, text in ranks.outcomes(partial(one_differs, changes={"max_output_size": 9}), late_ranks):
+    for state, text in ranks.outcomes(
+        partial(one_differs, changes={"max_output_size": 9}), late_ranks
+    ):
         assert state == "error"
-        assert "rank 1 calls dispatch_ffn_combine(moe_expert_num=8, max_output_size=9, swiglu_limit=0.0) of" in text
+        assert (
+            "rank 1 calls dispatch_ffn_combine(moe_expert_num=8, max_output_size=9, "
+            "swiglu_limit=0.0) of"
+        ) in text
 
 
 def test_an_expert_that_does_not_exist_is_refused_by_name(ranks: Ranks) -> None:

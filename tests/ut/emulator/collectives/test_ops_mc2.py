@@ -31,16 +31,29 @@ class Given(NamedTuple):
 
 def given(rank: int, seed: int = 0) -> Given:
     generator = torch.Generator().manual_seed(10 * seed + rank)
-    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+    chosen = torch.stack(
+        [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]
+    ).int()
     shares = torch.rand(TOKENS, TOP_K, generator=generator)
-    return Given(random(TOKENS, HIDDEN, seed=10 * seed + rank, dtype=torch.bfloat16), chosen, shares, TOKENS - rank)
+    return Given(
+        random(TOKENS, HIDDEN, seed=10 * seed + rank, dtype=torch.bfloat16),
+        chosen,
+        shares,
+        TOKENS - rank,
+    )
 
 
 def group_of(rank: int, size: int, soc: str) -> dict[str, Any]:
     """Return the arguments that both operators share, as vllm-ascend gives them."""
     os.environ["HSX_EMULATOR_SOC"] = soc
     name = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
-    shared = {"group_ep": name, "ep_world_size": size, "ep_rank_id": rank, "moe_expert_num": EXPERTS, "global_bs": 0}
+    shared = {
+        "group_ep": name,
+        "ep_world_size": size,
+        "ep_rank_id": rank,
+        "moe_expert_num": EXPERTS,
+        "global_bs": 0,
+    }
     return shared | ({"group_tp": name, "tp_world_size": 1, "tp_rank_id": 0} if soc == "a3" else {})
 
 
@@ -50,8 +63,15 @@ def mask(active: int) -> torch.Tensor:
 
 def dispatch(rank: int, size: int, soc: str = "a2", **changes: Any) -> list[torch.Tensor]:
     mine = given(rank)
-    options = {"x": mine.x.npu(), "expert_ids": mine.chosen.npu(), "x_active_mask": mask(mine.active), **group_of(rank, size, soc)}
-    return [result.cpu() for result in torch_npu.npu_moe_distribute_dispatch_v2(**options | changes)]
+    options = {
+        "x": mine.x.npu(),
+        "expert_ids": mine.chosen.npu(),
+        "x_active_mask": mask(mine.active),
+        **group_of(rank, size, soc),
+    }
+    return [
+        result.cpu() for result in torch_npu.npu_moe_distribute_dispatch_v2(**options | changes)
+    ]
 
 
 def arrivals(rank: int, size: int, expert: int) -> list[tuple[int, int, int]]:
@@ -68,9 +88,13 @@ def arrivals(rank: int, size: int, expert: int) -> list[tuple[int, int, int]]:
 
 @SOCS
 @pytest.mark.parametrize("quant_mode", [0, 2], ids=["bfloat16", "int8"])
-def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(ranks: Ranks, late_ranks: bool, soc: str, quant_mode: int) -> None:
+def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(
+    ranks: Ranks, late_ranks: bool, soc: str, quant_mode: int
+) -> None:
     size, local = ranks.size, EXPERTS // ranks.size
-    for rank, results in enumerate(ranks.run(partial(dispatch, soc=soc, quant_mode=quant_mode), late_ranks)):
+    for rank, results in enumerate(
+        ranks.run(partial(dispatch, soc=soc, quant_mode=quant_mode), late_ranks)
+    ):
         rows, scales, info, per_expert, totals, tp_counts, _ = results
         by_expert = [arrivals(rank, size, expert) for expert in range(local)]
         expected = [arrival for found in by_expert for arrival in found]
@@ -78,7 +102,11 @@ def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(ranks: Ranks, l
         assert rows.shape == (capacity, HIDDEN)
         assert info.shape == (128 * capacity,)
         assert per_expert.tolist() == [len(found) for found in by_expert]
-        sent = [sum(arrival[0] == sender for arrival in found) for found in by_expert for sender in range(size)]
+        sent = [
+            sum(arrival[0] == sender for arrival in found)
+            for found in by_expert
+            for sender in range(size)
+        ]
         assert totals.tolist() == torch.tensor(sent).cumsum(0).tolist()
         assert (per_expert.dtype, totals.dtype) == (torch.int64, torch.int32)
         assert tp_counts.shape == ((1,) if soc == "a3" else (0,))
@@ -98,7 +126,9 @@ def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(ranks: Ranks, l
 def test_running_totals_of_experts(ranks: Ranks) -> None:
     counts = ranks.run(dispatch)
     totals = ranks.run(partial(dispatch, expert_token_nums_type=0))
-    assert [total[3].tolist() for total in totals] == [count[3].cumsum(0).tolist() for count in counts]
+    assert [total[3].tolist() for total in totals] == [
+        count[3].cumsum(0).tolist() for count in counts
+    ]
 
 
 def there_and_back(mine: Given, shared: dict[str, Any], lost: bool = False) -> torch.Tensor:
@@ -109,14 +139,20 @@ def there_and_back(mine: Given, shared: dict[str, Any], lost: bool = False) -> t
         lost: whether all rows are said to be of token 0 of rank 0.
     """
     common = {"expert_ids": mine.chosen, "x_active_mask": mine.active, **shared}
-    rows, _, info, per_expert, totals, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(x=mine.x, **common)
+    rows, _, info, per_expert, totals, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
+        x=mine.x, **common
+    )
     local = per_expert.shape[0]
     place = torch.arange(rows.shape[0], device=rows.device)
-    expert = (place[:, None] >= per_expert.cumsum(0)).sum(1).clamp(max=local - 1) + shared["ep_rank_id"] * local
+    expert = (place[:, None] >= per_expert.cumsum(0)).sum(1).clamp(max=local - 1) + shared[
+        "ep_rank_id"
+    ] * local
     info = torch.zeros_like(info) if lost else info
     made = rows * (expert + 1)[:, None].to(rows.dtype)
     returned = {"assist_info_for_combine": info, "ep_send_counts": totals}
-    return torch_npu.npu_moe_distribute_combine_v2(expand_x=made, expert_scales=mine.shares, **returned, **common)
+    return torch_npu.npu_moe_distribute_combine_v2(
+        expand_x=made, expert_scales=mine.shares, **returned, **common
+    )
 
 
 def on_device(mine: Given) -> Given:
@@ -135,7 +171,9 @@ def check_sums(mine: Given, result: torch.Tensor) -> None:
 
 
 @SOCS
-def test_a_token_gets_the_sum_of_what_its_experts_made_of_it(ranks: Ranks, late_ranks: bool, soc: str) -> None:
+def test_a_token_gets_the_sum_of_what_its_experts_made_of_it(
+    ranks: Ranks, late_ranks: bool, soc: str
+) -> None:
     for rank, result in enumerate(ranks.run(partial(round_trip, soc=soc), late_ranks)):
         check_sums(given(rank), result)
 
@@ -172,7 +210,9 @@ def with_another(rank: int, size: int, on_rank_1: Any) -> Any:
 
 def count_tokens(rank: int, size: int) -> Any:
     """Begin an all-to-all, as vllm-ascend does: with the number of tokens for each expert."""
-    return dist.all_gather_into_tensor(torch.empty(size * EXPERTS, device="npu"), torch.zeros(EXPERTS, device="npu"))
+    return dist.all_gather_into_tensor(
+        torch.empty(size * EXPERTS, device="npu"), torch.zeros(EXPERTS, device="npu")
+    )
 
 
 def skip(rank: int, size: int) -> Any:
@@ -182,7 +222,9 @@ def skip(rank: int, size: int) -> Any:
 
 def fewer_rows(rank: int, size: int) -> Any:
     mine = given(rank)
-    return dispatch(rank, size, x=mine.x[:4].npu(), expert_ids=mine.chosen[:4].npu(), x_active_mask=None)
+    return dispatch(
+        rank, size, x=mine.x[:4].npu(), expert_ids=mine.chosen[:4].npu(), x_active_mask=None
+    )
 
 
 CALL = "npu_moe_distribute_dispatch_v2(moe_expert_num="
@@ -197,7 +239,9 @@ DISAGREEING = {
 
 
 @scenarios("on_rank_1, message", DISAGREEING)
-def test_ranks_that_disagree_are_named_by_all(ranks: Ranks, late_ranks: bool, on_rank_1: Any, message: str) -> None:
+def test_ranks_that_disagree_are_named_by_all(
+    ranks: Ranks, late_ranks: bool, on_rank_1: Any, message: str
+) -> None:
     for state, text in ranks.outcomes(partial(with_another, on_rank_1=on_rank_1), late_ranks):
         assert state == "error"
         assert "hccl: ranks do not call the same operator" in text
@@ -215,12 +259,17 @@ WRONG_VALUES = {
 
 
 def with_values(rank: int, size: int, changes: dict[str, Any]) -> Any:
-    moved = {name: value.npu() if isinstance(value, torch.Tensor) else value for name, value in changes.items()}
+    moved = {
+        name: value.npu() if isinstance(value, torch.Tensor) else value
+        for name, value in changes.items()
+    }
     return dispatch(rank, size, **moved) if rank == 1 else None
 
 
 @scenarios("changes, message", WRONG_VALUES)
-def test_a_wrong_value_is_refused_by_name(ranks: Ranks, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused_by_name(
+    ranks: Ranks, changes: dict[str, Any], message: str
+) -> None:
     outcomes = ranks.outcomes(partial(with_values, changes=changes))
     assert outcomes[1][0] == "error"
     assert f"npu_moe_distribute_dispatch_v2: {message}" in outcomes[1][1]
@@ -245,15 +294,24 @@ WRONG_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @scenarios("soc, changes, message", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_refused_by_name(soc: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_argument_is_refused_by_name(
+    soc: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HSX_EMULATOR_SOC", soc)
     names = ("group_ep", "ep_world_size", "ep_rank_id", "moe_expert_num")
     with pytest.raises(ValueError, match=f"npu_moe_distribute_dispatch_v2: {message}"):
-        npu_moe_distribute_dispatch_v2(**{"x": ROWS, "expert_ids": CHOSEN, **dict(zip(names, GROUP, strict=True)), **changes})
+        npu_moe_distribute_dispatch_v2(
+            **{"x": ROWS, "expert_ids": CHOSEN, **dict(zip(names, GROUP, strict=True)), **changes}
+        )
 
 
-@pytest.mark.parametrize("options", [{"quant_mode": 4}, {"tp_world_size": 2}, {"global_bs": 64}, {"comm_alg": "hierarchy"}])
-def test_what_the_emulator_lacks_is_named(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"quant_mode": 4}, {"tp_world_size": 2}, {"global_bs": 64}, {"comm_alg": "hierarchy"}],
+)
+def test_what_the_emulator_lacks_is_named(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HSX_EMULATOR_SOC", "a3")
     (name,) = options
     with pytest.raises(NotImplementedError, match=f"npu_moe_distribute_dispatch_v2: {name}="):

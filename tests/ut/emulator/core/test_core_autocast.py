@@ -20,12 +20,18 @@ def matrix(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 # The operation, the dtypes of its arguments, and the dtype in which it runs.
-OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, torch.dtype], torch.dtype | None]] = {
+OPERATIONS: dict[
+    str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, torch.dtype], torch.dtype | None]
+] = {
     # In the lower precision, None: what multiplies.
     "matmul": (lambda a, b: a @ b, (FLOAT, FLOAT), None),
     "linear": (F.linear, (FLOAT, FLOAT), None),
     "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (FLOAT, FLOAT), None),
-    "attention": (lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]), (FLOAT, FLOAT), None),
+    "attention": (
+        lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]),
+        (FLOAT, FLOAT),
+        None,
+    ),
     # In float32: what needs the range.
     "exp": (lambda a, b: a.exp(), (BFLOAT, BFLOAT), FLOAT),
     "rsqrt": (lambda a, b: a.rsqrt(), (BFLOAT, BFLOAT), FLOAT),
@@ -38,14 +44,20 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, torc
     # In the widest type of the arguments: what takes one type only.
     "dot": (lambda a, b: torch.dot(a[0], b[0]), (FLOAT, BFLOAT), FLOAT),
     "scatter_add": (
-        lambda a, b: a.scatter_add(0, torch.zeros(6, 6, dtype=torch.int64, device=a.device), b), (FLOAT, BFLOAT), FLOAT),
+        lambda a, b: a.scatter_add(0, torch.zeros(6, 6, dtype=torch.int64, device=a.device), b),
+        (FLOAT, BFLOAT),
+        FLOAT,
+    ),
 }
 
 
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @scenarios("operation, given, runs_in", OPERATIONS)
 def test_an_operation_runs_in_the_type_of_its_list(
-    operation: Callable[..., torch.Tensor], given: tuple[torch.dtype, torch.dtype], runs_in: torch.dtype | None, lower: torch.dtype
+    operation: Callable[..., torch.Tensor],
+    given: tuple[torch.dtype, torch.dtype],
+    runs_in: torch.dtype | None,
+    lower: torch.dtype,
 ) -> None:
     arguments = [matrix(seed, dtype) for seed, dtype in enumerate(given, 1)]
     with torch.autocast("npu", dtype=lower):
@@ -56,7 +68,10 @@ def test_an_operation_runs_in_the_type_of_its_list(
 
 
 def test_what_is_unsafe_is_refused() -> None:
-    with torch.autocast("npu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+    with (
+        torch.autocast("npu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"),
+    ):
         F.binary_cross_entropy(matrix(1).npu(), matrix(2).npu())
 
 
@@ -72,7 +87,9 @@ def test_other_operations_and_other_places_are_left_alone() -> None:
 def test_a_step_of_training_is_the_cpu_s() -> None:
     def step(device: str) -> list[torch.Tensor]:
         torch.manual_seed(5)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU(), torch.nn.Linear(6, 6)).to(device)
+        model: Any = torch.nn.Sequential(
+            torch.nn.Linear(6, 6), torch.nn.GELU(), torch.nn.Linear(6, 6)
+        ).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         with torch.autocast(device, dtype=torch.bfloat16):
             predicted = model(matrix(1).to(device))

@@ -64,7 +64,10 @@ print(json.dumps(found))
 GETS_NPU_0 = {
     "an event is dropped": ("events.clear()", "dropping an event"),
     "the current stream is asked for": ("torch.npu.current_stream()", "current_stream"),
-    "the current stream of another NPU is asked for": ("torch.npu.current_stream('npu:1')", "current_stream"),
+    "the current stream of another NPU is asked for": (
+        "torch.npu.current_stream('npu:1')",
+        "current_stream",
+    ),
     "the default stream is asked for": ("torch.npu.default_stream()", "default_stream"),
     "a stream is made": ("torch.npu.Stream()", "a new stream"),
     "an event is recorded": ("events[0].record()", "current_stream"),
@@ -72,7 +75,10 @@ GETS_NPU_0 = {
     "a stream waits for an event": ("stream.wait_event(events[0])", "Event.wait"),
     "memory is allocated": ("torch.empty(4, device='npu')", "an allocation"),
     "the device is synchronized": ("torch.npu.synchronize()", "synchronize"),
-    "an event is dropped after an operator on another NPU": ("tensor + 1; events.clear()", "dropping an event"),
+    "an event is dropped after an operator on another NPU": (
+        "tensor + 1; events.clear()",
+        "dropping an event",
+    ),
 }
 GETS_NONE = {
     "nothing": "pass",
@@ -95,7 +101,11 @@ GETS_NONE = {
 def found() -> dict[str, Any]:
     bodies = {**{name: body for name, (body, _) in GETS_NPU_0.items()}, **GETS_NONE}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={**os.environ, **environment(npus=2)}, input=json.dumps(bodies), capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, **environment(npus=2)},
+        input=json.dumps(bodies),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -123,7 +133,9 @@ first_use()
 assert (device, thread, call) == (1, "MainThread", "set_device")
 assert "in first_use" in calls, calls
 """
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment(npus=2)}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment(npus=2)}, check=True
+    )
 
 
 def test_pinned_memory_takes_npu_0_in_a_process_that_has_set_none() -> None:
@@ -133,7 +145,9 @@ import torch, torch_npu
 torch.empty(4, pin_memory=True)
 assert [torch_npu._C._npu_hasPrimaryContext(index) for index in range(2)] == [True, False]
 """
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment(npus=2)}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment(npus=2)}, check=True
+    )
 
 
 def test_has_primary_context_refuses_an_npu_that_is_not_there() -> None:
@@ -212,13 +226,22 @@ def test_processes_of_a_machine_see_each_others_contexts_until_they_are_killed()
 def test_a_context_is_on_the_npu_of_the_machine_and_not_of_the_process() -> None:
     size = 1 << 30
     environ = environment(npus=2, hbm_bytes=size)
-    with users(environ, {}, {"ASCEND_RT_VISIBLE_DEVICES": "1"}, {"ASCEND_RT_VISIBLE_DEVICES": "1"}) as (on_0, *on_1):
-        assert [user.free_at_start for user in (on_0, *on_1)] == [size - CONTEXT, size - CONTEXT, size - 2 * CONTEXT]
+    with users(
+        environ, {}, {"ASCEND_RT_VISIBLE_DEVICES": "1"}, {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    ) as (on_0, *on_1):
+        assert [user.free_at_start for user in (on_0, *on_1)] == [
+            size - CONTEXT,
+            size - CONTEXT,
+            size - 2 * CONTEXT,
+        ]
 
 
 def test_machines_do_not_see_each_other() -> None:
     size = 1 << 30
-    with users(environment(npus=1, hbm_bytes=size), {}), users(environment(npus=1, hbm_bytes=size), {}) as (other,):
+    with (
+        users(environment(npus=1, hbm_bytes=size), {}),
+        users(environment(npus=1, hbm_bytes=size), {}) as (other,),
+    ):
         assert other.free_at_start == size - CONTEXT
 
 

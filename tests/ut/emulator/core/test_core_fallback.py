@@ -37,7 +37,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "softmax": (lambda x: x.softmax(-1), (a,)),
     "log_softmax of a view": (lambda x: x.transpose(0, 2).log_softmax(0), (a,)),
     "layer_norm": (lambda x: F.layer_norm(x, (4,), x[0, 0], x[1, 1]), (a,)),
-    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (a.unsqueeze(0),)),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        (a.unsqueeze(0),),
+    ),
     "cat": (lambda x, y: torch.cat([x, y.float()], -1), (a[0], ints.T)),
     "stack": (lambda x: torch.stack([x, x + 1]), (a,)),
     "split": (lambda x: x.split([1, 2], 1), (a,)),
@@ -50,7 +53,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "where": (torch.where, (mask, ints, -ints)),
     "masked_fill": (lambda x, m: x.masked_fill(m, float("-inf")), (a[:, :, 0], mask)),
     "gather": (lambda x, i: x.gather(1, i), (a[:, :, 0], ints.clamp(max=2))),
-    "scatter_add": (lambda x, i: torch.zeros(2, 4, device=x.device).scatter_add(1, i, x), (a[:, :, 0], ints)),
+    "scatter_add": (
+        lambda x, i: torch.zeros(2, 4, device=x.device).scatter_add(1, i, x),
+        (a[:, :, 0], ints),
+    ),
     "index": (lambda x, i: x[1, i], (a, ints.clamp(max=2))),
     "index by mask": (lambda x, m: x[m], (ints, mask)),
     "index by a CPU tensor": (lambda x: x[torch.tensor([1, 0])], (a,)),
@@ -82,14 +88,18 @@ def same(got: Any, expected: Any, device: torch.device) -> None:
         if isinstance(other, torch.Tensor):
             assert (one.device, one.dtype, one.shape) == (device, other.dtype, other.shape)
             # Composite operators may take another path on the device: equal up to rounding.
-            torch.testing.assert_close(one.cpu().resolve_conj(), other.resolve_conj(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                one.cpu().resolve_conj(), other.resolve_conj(), rtol=1e-6, atol=1e-6
+            )
         else:
             assert one == other
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 @scenarios("operator, inputs", OPERATORS)
-def test_operators_give_what_the_cpu_gives(operator: Callable[..., Any], inputs: tuple[Any, ...], side: bool) -> None:
+def test_operators_give_what_the_cpu_gives(
+    operator: Callable[..., Any], inputs: tuple[Any, ...], side: bool
+) -> None:
     on_device = [x.to(NPU) for x in inputs]
     with side_stream() if side else nullcontext():
         got = operator(*on_device)
@@ -112,7 +122,9 @@ FACTORIES: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 @scenarios("make", FACTORIES)
-def test_factories_make_tensors_on_the_device_asked_for(make: Callable[[Any], torch.Tensor]) -> None:
+def test_factories_make_tensors_on_the_device_asked_for(
+    make: Callable[[Any], torch.Tensor],
+) -> None:
     same(make("npu:1"), make("cpu"), torch.device("npu:1"))
     with torch.npu.device(2):
         same(make("npu"), make("cpu"), torch.device("npu:2"))
@@ -121,7 +133,9 @@ def test_factories_make_tensors_on_the_device_asked_for(make: Callable[[Any], to
 def test_results_keep_the_device_index_of_their_inputs() -> None:
     x = torch.ones(3, device="npu:3")
     assert torch.npu.current_device() == 0
-    assert {t.device.index for t in (x + 1, x.nonzero(), x.view(3, 1), x.sort()[1], torch.empty_like(x))} == {3}
+    assert {
+        t.device.index for t in (x + 1, x.nonzero(), x.view(3, 1), x.sort()[1], torch.empty_like(x))
+    } == {3}
 
 
 # ---- aliasing ----
@@ -222,7 +236,10 @@ def test_integers_are_counted_as_whole_numbers() -> None:
     """torch's CPU kernel counts floats only; an integer is in one of the bins [0, 1), [1, 2)."""
     counts = torch.histc(int32(0, 3, 1, 3, 3, 7).npu(), bins=8, min=0, max=8)
     assert (counts.dtype, counts.tolist()) == (torch.int32, [1, 1, 0, 3, 0, 0, 0, 1])
-    assert torch.histc(torch.tensor([0.5, 2.0], device="npu"), bins=2, min=0, max=2).tolist() == [1.0, 1.0]
+    assert torch.histc(torch.tensor([0.5, 2.0], device="npu"), bins=2, min=0, max=2).tolist() == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_in_place_operators_return_their_argument() -> None:
@@ -245,12 +262,16 @@ def test_large_tensors_are_zeroed_in_full() -> None:
 REFUSED: dict[str, Callable[[], object]] = {
     "npu and cpu": lambda: full(1.0, 2) + torch.ones(2),
     "a list with both": lambda: torch.cat([full(1.0, 2), torch.ones(2)]),
-    "cpu indices of an embedding": lambda: F.embedding(torch.tensor([0]), torch.ones(2, 2, device=NPU)),
+    "cpu indices of an embedding": lambda: F.embedding(
+        torch.tensor([0]), torch.ones(2, 2, device=NPU)
+    ),
     "cpu out": lambda: torch.add(full(1.0, 2), 1, out=torch.empty(2)),
     "npu out of cpu inputs": lambda: torch.add(torch.ones(2), 1, out=torch.empty(2, device=NPU)),
     "two npus": lambda: full(1.0, 2) + torch.ones(2, device="npu:1"),
     "matmul of both": lambda: torch.ones(2, 2, device=NPU) @ torch.ones(2, 2),
-    "cpu values of an index_put": lambda: torch.ones(4, device=NPU).index_put_((torch.tensor([0, 1], device=NPU),), torch.ones(2)),
+    "cpu values of an index_put": lambda: torch.ones(4, device=NPU).index_put_(
+        (torch.tensor([0, 1], device=NPU),), torch.ones(2)
+    ),
 }
 
 

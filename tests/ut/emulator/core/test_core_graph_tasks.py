@@ -14,7 +14,12 @@ class Scaled:
     """A graph of y = (x + 1) * factor; the host gives the factor, as vllm-ascend does lengths."""
 
     def __init__(self) -> None:
-        self.x, self.y, self.event, self.update_stream = full(1.0), full(0.0), torch.npu.ExternalEvent(), torch.npu.Stream()
+        self.x, self.y, self.event, self.update_stream = (
+            full(1.0),
+            full(0.0),
+            torch.npu.ExternalEvent(),
+            torch.npu.Stream(),
+        )
         self.graph = capture(self._body)
 
     def _body(self) -> None:
@@ -59,7 +64,11 @@ def _update_a_replay_aside(scaled: Scaled) -> None:
 
 UPDATES: dict[str, Callable[[Scaled], object]] = {
     "before the replay": lambda s: (s.update(3), s.graph.replay()),
-    "several times, of which the last counts": lambda s: (s.graph.replay(), s.update(7, record=False), s.update(3)),
+    "several times, of which the last counts": lambda s: (
+        s.graph.replay(),
+        s.update(7, record=False),
+        s.update(3),
+    ),
     "while a side stream replays": _update_a_replay_aside,
 }
 
@@ -125,13 +134,17 @@ NEEDS: dict[str, Callable[[Scaled], object]] = {
 
 
 @scenarios("need", NEEDS)
-def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(scaled: Scaled, need: Callable[[Scaled], object]) -> None:
+def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(
+    scaled: Scaled, need: Callable[[Scaled], object]
+) -> None:
     scaled.graph.replay()
     with pytest.raises(RuntimeError, match="waits for an external event .* that nothing records"):
         need(scaled)
 
 
-def test_a_thread_that_waits_for_a_replay_gets_it_when_another_records_the_event(scaled: Scaled) -> None:
+def test_a_thread_that_waits_for_a_replay_gets_it_when_another_records_the_event(
+    scaled: Scaled,
+) -> None:
     seen, started = [], threading.Event()
     scaled.graph.replay()
     done = torch.npu.current_stream().record_event()
@@ -190,10 +203,17 @@ def test_a_record_orders_the_work_after_the_wait_after_the_work_before_the_recor
 
 def test_an_update_must_have_the_operators_of_its_group() -> None:
     scaled = Scaled()
-    for body in (lambda: None, lambda: torch.add(scaled.sum, 1, out=scaled.y), lambda: (scaled.y.mul_(2), scaled.y.mul_(2))):
+    for body in (
+        lambda: None,
+        lambda: torch.add(scaled.sum, 1, out=scaled.y),
+        lambda: (scaled.y.mul_(2), scaled.y.mul_(2)),
+    ):
         torch.npu.graph_task_update_begin(torch.npu.current_stream(), scaled.handle)
         body()
-        with pytest.raises(RuntimeError, match=r"the update has the tasks \[.*\], but the group was captured with \[aten::mul.out\]"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"the update has the tasks \[.*\], but the group was captured with \[aten::mul.out\]",
+        ):
             torch.npu.graph_task_update_end(torch.npu.current_stream())
 
 
@@ -212,13 +232,18 @@ def test_task_groups_belong_to_captures_and_updates_do_not() -> None:
         for call, message in (
             (begin, "graph_task_group_begin: the stream captures no graph"),
             (end, "graph_task_group_end: the stream captures no graph"),
-            (torch.npu.graph_task_update_end, "graph_task_update_end: the stream has no open update"),
+            (
+                torch.npu.graph_task_update_end,
+                "graph_task_update_end: the stream has no open update",
+            ),
         ):
             with pytest.raises(RuntimeError, match=message):
                 call(stream)
     with torch.npu.graph(torch.npu.NPUGraph()):
         stream = torch.npu.current_stream()
-        with pytest.raises(RuntimeError, match="graph_task_group_end: the stream has no open task group"):
+        with pytest.raises(
+            RuntimeError, match="graph_task_group_end: the stream has no open task group"
+        ):
             end(stream)
         with pytest.raises(RuntimeError, match="the stream is capturing or updating already"):
             torch.npu.graph_task_update_begin(stream, scaled.handle)

@@ -26,7 +26,9 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "through a view": lambda x: x.view(2, 2)[0].mul_(5),
     "an output argument": lambda x: torch.add(x, x, out=x),
     "an index": lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(9.0)),
-    "a reference that writes": lambda x: torch.ops.npu.npu_apply_rotary_pos_emb(*[x.view(1, 1, 1, 4)] * 2, *[full(0.0, 1, 1, 1, 4)] * 2),
+    "a reference that writes": lambda x: torch.ops.npu.npu_apply_rotary_pos_emb(
+        *[x.view(1, 1, 1, 4)] * 2, *[full(0.0, 1, 1, 1, 4)] * 2
+    ),
 }
 
 
@@ -104,44 +106,77 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "the device": (lambda x: torch.npu.synchronize(), CAPTURED),
     "an event": (lambda x: torch.npu.current_stream().record_event().synchronize(), CAPTURED),
     "an event's query": (lambda x: torch.npu.current_stream().record_event().query(), CAPTURED),
-    "an event from outside": (lambda x: torch.npu.current_stream().wait_event(OUTSIDE.record_event()), "recorded outside of the capture"),
+    "an event from outside": (
+        lambda x: torch.npu.current_stream().wait_event(OUTSIDE.record_event()),
+        "recorded outside of the capture",
+    ),
     "a stream that has joined it": (
-        lambda x: (OUTSIDE.wait_stream(torch.npu.current_stream()), torch.npu.current_stream().wait_stream(OUTSIDE), OUTSIDE.synchronize()),
-        CAPTURED),
-    "an update": (lambda x: torch.npu.graph_task_update_begin(torch.npu.current_stream(), None), "TaskGroup|capturing"),
+        lambda x: (
+            OUTSIDE.wait_stream(torch.npu.current_stream()),
+            torch.npu.current_stream().wait_stream(OUTSIDE),
+            OUTSIDE.synchronize(),
+        ),
+        CAPTURED,
+    ),
+    "an update": (
+        lambda x: torch.npu.graph_task_update_begin(torch.npu.current_stream(), None),
+        "TaskGroup|capturing",
+    ),
 }
 
 
 @both_modes
 @scenarios("call, message", REFUSED)
-def test_a_host_that_waits_for_what_is_only_recorded_is_refused(call: Callable[[torch.Tensor], object], message: str) -> None:
+def test_a_host_that_waits_for_what_is_only_recorded_is_refused(
+    call: Callable[[torch.Tensor], object], message: str
+) -> None:
     x = full(1.0)
     OUTSIDE.record_event()
-    with torch.npu.graph(torch.npu.NPUGraph(), capture_error_mode="global"), pytest.raises((RuntimeError, TypeError), match=message):
+    with (
+        torch.npu.graph(torch.npu.NPUGraph(), capture_error_mode="global"),
+        pytest.raises((RuntimeError, TypeError), match=message),
+    ):
         call(x)
     assert x.tolist() == [1, 1, 1, 1]
 
 
 MISSING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "random numbers": (lambda x: x.uniform_(), "aten::uniform_: random numbers in a graph"),
-    "random permutations": (lambda x: torch.randperm(4, device=NPU), "aten::randperm.*: random numbers in a graph"),
-    "an asynchronous copy to the host": (lambda x: pinned(0, 0, 0, 0).copy_(x, non_blocking=True), "a copy to the host in a graph"),
+    "random permutations": (
+        lambda x: torch.randperm(4, device=NPU),
+        "aten::randperm.*: random numbers in a graph",
+    ),
+    "an asynchronous copy to the host": (
+        lambda x: pinned(0, 0, 0, 0).copy_(x, non_blocking=True),
+        "a copy to the host in a graph",
+    ),
     "the default stream": (
-        lambda x: torch.npu.default_stream().wait_stream(torch.npu.current_stream()), "a graph capture that takes in the default stream"),
+        lambda x: torch.npu.default_stream().wait_stream(torch.npu.current_stream()),
+        "a graph capture that takes in the default stream",
+    ),
     "a graph": (lambda x: INNER.replay(), "the replay of a graph in another graph's capture"),
-    "an operator without a reference": (lambda x: torch.ops.npu.npu_clipped_swiglu(x), "npu_clipped_swiglu has no reference"),
+    "an operator without a reference": (
+        lambda x: torch.ops.npu.npu_clipped_swiglu(x),
+        "npu_clipped_swiglu has no reference",
+    ),
 }
 
 
 @scenarios("call, message", MISSING)
-def test_what_graphs_do_not_have_yet_is_named(call: Callable[[torch.Tensor], object], message: str) -> None:
+def test_what_graphs_do_not_have_yet_is_named(
+    call: Callable[[torch.Tensor], object], message: str
+) -> None:
     x = full(1.0)
     with torch.npu.graph(torch.npu.NPUGraph()), pytest.raises(NotImplementedError, match=message):
         call(x)
 
 
-@pytest.mark.parametrize(("mode", "allowed"), [("global", False), ("thread_local", True), ("relaxed", True)])
-def test_the_error_mode_decides_if_other_threads_may_copy_synchronously(mode: str, allowed: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "allowed"), [("global", False), ("thread_local", True), ("relaxed", True)]
+)
+def test_the_error_mode_decides_if_other_threads_may_copy_synchronously(
+    mode: str, allowed: bool
+) -> None:
     x, errors, copied = full(1.0), [], []
     OUTSIDE.wait_stream(torch.npu.current_stream())
 
@@ -181,14 +216,25 @@ def test_graphs_are_used_in_the_right_order() -> None:
         graph.capture_begin()
     with torch.npu.stream(own):
         graph.capture_begin()
-        with pytest.raises(RuntimeError, match="only one NPU graph capture may be underway"), torch.npu.stream(other):
+        with (
+            pytest.raises(RuntimeError, match="only one NPU graph capture may be underway"),
+            torch.npu.stream(other),
+        ):
             torch.npu.NPUGraph().capture_begin()
-        with pytest.raises(RuntimeError, match="must end on the same stream"), torch.npu.stream(torch.npu.default_stream()):
+        with (
+            pytest.raises(RuntimeError, match="must end on the same stream"),
+            torch.npu.stream(torch.npu.default_stream()),
+        ):
             graph.capture_end()
         graph.capture_end()
-    with torch.npu.stream(other), pytest.raises(RuntimeError, match="already owns a captured graph"):
+    with (
+        torch.npu.stream(other),
+        pytest.raises(RuntimeError, match="already owns a captured graph"),
+    ):
         graph.capture_begin()
-    with pytest.raises(RuntimeError, match="Expected `global`, `thread_local`, or `relaxed`, got sometimes"):
+    with pytest.raises(
+        RuntimeError, match="Expected `global`, `thread_local`, or `relaxed`, got sometimes"
+    ):
         capture(lambda: None, capture_error_mode="sometimes")
     graph.reset()
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
@@ -224,7 +270,9 @@ def test_events_within_a_capture_order_its_stream_and_mean_nothing_outside() -> 
 # ---- a second stream ----
 
 
-def beside(side: torch.npu.Stream, first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+def beside(
+    side: torch.npu.Stream, first: Callable[[], object], second: Callable[[], object]
+) -> Callable[[], None]:
     """Return a body that launches `second` on `side` beside `first`, and waits for it."""
 
     def body() -> None:
@@ -270,7 +318,9 @@ def test_a_stream_that_the_capture_does_not_wait_for_is_an_error_at_the_end() ->
         with torch.npu.stream(side):
             x.add_(1)
 
-    with pytest.raises(RuntimeError, match=f"has not waited for all that stream {side.stream_id} has captured"):
+    with pytest.raises(
+        RuntimeError, match=f"has not waited for all that stream {side.stream_id} has captured"
+    ):
         capture(body)
     assert not torch.npu.is_current_stream_capturing()
     side.wait_stream(torch.npu.current_stream())

@@ -70,21 +70,44 @@ def on_rank_1(value: Any) -> Any:
 
 
 # The call from x to out, both with rows for each rank, and the expected out by all ranks' x.
-COLLECTIVES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Callable[[Parts], torch.Tensor]]] = {
+COLLECTIVES: dict[
+    str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Callable[[Parts], torch.Tensor]]
+] = {
     "all_reduce": (lambda x, out: dist.all_reduce(out.copy_(x)), total),
-    "all_reduce, max": (lambda x, out: dist.all_reduce(out.copy_(x), op=dist.ReduceOp.MAX), lambda parts: torch.stack(parts).amax(0)),
-    "all_reduce, min": (lambda x, out: dist.all_reduce(out.copy_(x), op=dist.ReduceOp.MIN), lambda parts: torch.stack(parts).amin(0)),
+    "all_reduce, max": (
+        lambda x, out: dist.all_reduce(out.copy_(x), op=dist.ReduceOp.MAX),
+        lambda parts: torch.stack(parts).amax(0),
+    ),
+    "all_reduce, min": (
+        lambda x, out: dist.all_reduce(out.copy_(x), op=dist.ReduceOp.MIN),
+        lambda parts: torch.stack(parts).amin(0),
+    ),
     "reduce": (
-        lambda x, out: dist.reduce(out.copy_(x), dst=1), lambda parts: total(parts) if dist.get_rank() == 1 else parts[dist.get_rank()]),
-    "reduce_scatter": (lambda x, out: dist.reduce_scatter(shares(out)[0], shares(x)), lambda parts: in_first(own(total(parts)))),
-    "reduce_scatter_tensor": (lambda x, out: dist.reduce_scatter_tensor(shares(out)[0], x), lambda parts: in_first(own(total(parts)))),
+        lambda x, out: dist.reduce(out.copy_(x), dst=1),
+        lambda parts: total(parts) if dist.get_rank() == 1 else parts[dist.get_rank()],
+    ),
+    "reduce_scatter": (
+        lambda x, out: dist.reduce_scatter(shares(out)[0], shares(x)),
+        lambda parts: in_first(own(total(parts))),
+    ),
+    "reduce_scatter_tensor": (
+        lambda x, out: dist.reduce_scatter_tensor(shares(out)[0], x),
+        lambda parts: in_first(own(total(parts))),
+    ),
     "broadcast": (lambda x, out: dist.broadcast(out.copy_(x), src=1), lambda parts: parts[1]),
     "all_gather": (lambda x, out: dist.all_gather(shares(out), shares(x)[0]), gathered),
-    "all_gather_into_tensor": (lambda x, out: dist.all_gather_into_tensor(out, shares(x)[0]), gathered),
+    "all_gather_into_tensor": (
+        lambda x, out: dist.all_gather_into_tensor(out, shares(x)[0]),
+        gathered,
+    ),
     "gather": (
         lambda x, out: dist.gather(shares(x)[0], on_rank_1(shares(out)), dst=1),
-        lambda parts: gathered(parts) if dist.get_rank() == 1 else torch.zeros_like(parts[0])),
-    "scatter": (lambda x, out: dist.scatter(shares(out)[0], on_rank_1(shares(x)), src=1), lambda parts: in_first(own(parts[1]))),
+        lambda parts: gathered(parts) if dist.get_rank() == 1 else torch.zeros_like(parts[0]),
+    ),
+    "scatter": (
+        lambda x, out: dist.scatter(shares(out)[0], on_rank_1(shares(x)), src=1),
+        lambda parts: in_first(own(parts[1])),
+    ),
     "all_to_all_single": (lambda x, out: dist.all_to_all_single(out, x), exchanged),
     "all_to_all": (lambda x, out: dist.all_to_all(shares(out), shares(x)), exchanged),
 }
@@ -93,7 +116,9 @@ COLLECTIVES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Cal
 def defined(name: str, rank: int, size: int) -> None:
     collective, definition = COLLECTIVES[name]
     dtypes = REDUCED if "reduce" in name else (*REDUCED, torch.int32, torch.uint8)
-    for (rows, columns), dtype in [(SHAPES[0], dtype) for dtype in dtypes] + [(shape, torch.bfloat16) for shape in SHAPES[1:]]:
+    for (rows, columns), dtype in [(SHAPES[0], dtype) for dtype in dtypes] + [
+        (shape, torch.bfloat16) for shape in SHAPES[1:]
+    ]:
         parts = [values(r, (size * rows, columns), dtype) for r in range(size)]
         out = zeros(size * rows, columns, dtype=dtype)
         collective(parts[rank].npu(), out)
@@ -116,22 +141,32 @@ def captured(name: str, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("run", [defined, captured])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_called_or_captured_follows_its_definition(ranks: Ranks, name: str, run: Scenario, late_ranks: bool) -> None:
+def test_a_collective_called_or_captured_follows_its_definition(
+    ranks: Ranks, name: str, run: Scenario, late_ranks: bool
+) -> None:
     ranks.run(partial(run, name), late_ranks)
 
 
 def replayed_beside_an_idle_host(mode: str, rank: int, size: int) -> None:
-    summed, event, store = zeros(4) + 1, torch.npu.ExternalEvent(), dist.distributed_c10d._get_default_store()
+    summed, event, store = (
+        zeros(4) + 1,
+        torch.npu.ExternalEvent(),
+        dist.distributed_c10d._get_default_store(),
+    )
     graph = capture(lambda: (event.wait(), dist.all_reduce(summed)))
     graph.replay()
     event.record(torch.npu.Stream())
     if rank == 0:  # its host launches nothing more, and waits for the hosts of the others
-        store.wait([f"{mode} {other} has seen it" for other in range(1, size)], timedelta(seconds=30))
+        store.wait(
+            [f"{mode} {other} has seen it" for other in range(1, size)], timedelta(seconds=30)
+        )
     check(summed, torch.full((4,), float(size)))
     store.set(f"{mode} {rank} has seen it", "")
 
 
-def test_a_replay_meets_other_ranks_while_its_host_waits_for_theirs(ranks: Ranks, late_ranks: bool) -> None:
+def test_a_replay_meets_other_ranks_while_its_host_waits_for_theirs(
+    ranks: Ranks, late_ranks: bool
+) -> None:
     ranks.run(partial(replayed_beside_an_idle_host, f"late={late_ranks}"), late_ranks)
 
 
@@ -161,7 +196,9 @@ def all_to_all_uneven(rank: int, size: int) -> None:
 
     sending, receiving = [sent(rank, r) for r in range(size)], [sent(r, rank) for r in range(size)]
     out = zeros(sum(map(len, receiving)), 3)
-    dist.all_to_all_single(out, torch.cat(sending).npu(), list(map(len, receiving)), list(map(len, sending)))
+    dist.all_to_all_single(
+        out, torch.cat(sending).npu(), list(map(len, receiving)), list(map(len, sending))
+    )
     check(out, torch.cat(receiving))
     listed = [zeros(len(part), 3) for part in receiving]
     dist.all_to_all(listed, [part.npu() for part in sending])
@@ -183,7 +220,9 @@ def send_and_receive(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for shape in ((3,), (80, 80)):
         x, y = values(rank, shape).npu(), zeros(*shape)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, before), dist.P2POp(dist.isend, x, after)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, y, before), dist.P2POp(dist.isend, x, after)]
+        ):
             work.wait()
         check(y, values(before, shape))
     for value in (1.0, 2.0):
@@ -232,7 +271,16 @@ def on_a_side_stream(rank: int, size: int) -> None:
     assert x.tolist() == [size * (size + 1)] * 4
 
 
-USES = (all_gather_uneven, all_to_all_uneven, barrier, objects, send_and_receive, subgroups, async_work, on_a_side_stream)
+USES = (
+    all_gather_uneven,
+    all_to_all_uneven,
+    barrier,
+    objects,
+    send_and_receive,
+    subgroups,
+    async_work,
+    on_a_side_stream,
+)
 
 
 @pytest.mark.parametrize("scenario", USES, ids=lambda use: use.__name__)
@@ -257,16 +305,27 @@ def mismatched(kind: str, rank: int, size: int) -> None:
     elif kind == "gather list":
         dist.all_gather([zeros(2, 4) for _ in range(size)], x)
     elif kind == "splits":
-        dist.all_to_all_single(zeros(size, 2), zeros(size, 2), [1] * size, [2] + [1] * (size - 2) + [0] if odd else [1] * size)
+        dist.all_to_all_single(
+            zeros(size, 2),
+            zeros(size, 2),
+            [1] * size,
+            [2] + [1] * (size - 2) + [0] if odd else [1] * size,
+        )
     else:
         dist.all_reduce(x.bfloat16() if odd and kind == "dtype" else x)
 
 
 MISMATCHES = {
     "shape": ("rank 0 calls all_reduce of [2, 4] Float", "rank 1 calls all_reduce of [3, 4] Float"),
-    "dtype": ("rank 0 calls all_reduce of [2, 4] Float", "rank 1 calls all_reduce of [2, 4] BFloat16"),
+    "dtype": (
+        "rank 0 calls all_reduce of [2, 4] Float",
+        "rank 1 calls all_reduce of [2, 4] BFloat16",
+    ),
     "operator": ("rank 0 calls all_reduce", "rank 1 calls broadcast"),
-    "root": ("rank 0 calls broadcast of [2, 4] Float, root 0", "rank 1 calls broadcast of [2, 4] Float, root 1"),
+    "root": (
+        "rank 0 calls broadcast of [2, 4] Float, root 0",
+        "rank 1 calls broadcast of [2, 4] Float, root 1",
+    ),
     "reduction": ("rank 0 calls all_reduce", "another reduction"),
     "gather shape": ("all_gather_into_tensor of [2, 4]", "all_gather_into_tensor of [3, 4]"),
     "gather list": ("rank 1 gives 12 elements", "has an output of [2, 4]"),
@@ -275,7 +334,9 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_ranks_that_disagree_all_get_the_error_and_can_go_on(ranks: Ranks, kind: str, late_ranks: bool) -> None:
+def test_ranks_that_disagree_all_get_the_error_and_can_go_on(
+    ranks: Ranks, kind: str, late_ranks: bool
+) -> None:
     for rank, (state, text) in enumerate(ranks.outcomes(partial(mismatched, kind), late_ranks)):
         assert state == "error", f"rank {rank} went on"
         assert all(part in text for part in MISMATCHES[kind]), text
@@ -298,18 +359,26 @@ def test_a_receiver_of_another_shape_gets_an_error(ranks: Ranks) -> None:
 WRONG_CALLS: dict[str, tuple[Callable[[int], object], str]] = {
     "reduce_scatter": (
         lambda size: dist.reduce_scatter_tensor(zeros(2), zeros(2 * size + 1)),
-        "input tensor must be the same size as output size times world size"),
+        "input tensor must be the same size as output size times world size",
+    ),
     "all_gather": (
         lambda size: dist.all_gather_into_tensor(zeros(2 * size + 1), zeros(2)),
-        "output tensor size must be equal to world_size times input tensor size"),
-    "all_to_all": (lambda size: dist.all_to_all_single(zeros(size + 1), zeros(size + 1)), "does not divide equally across group size"),
+        "output tensor size must be equal to world_size times input tensor size",
+    ),
+    "all_to_all": (
+        lambda size: dist.all_to_all_single(zeros(size + 1), zeros(size + 1)),
+        "does not divide equally across group size",
+    ),
     "layout": (lambda size: dist.all_reduce(zeros(2, 3).t()), "Tensors must be contiguous"),
     "average": (
-        lambda size: dist.all_reduce(zeros(2), op=dist.ReduceOp.AVG), "hccl supports the reductions SUM, PRODUCT, MAX and MIN only"),
+        lambda size: dist.all_reduce(zeros(2), op=dist.ReduceOp.AVG),
+        "hccl supports the reductions SUM, PRODUCT, MAX and MIN only",
+    ),
     "cpu tensor": (lambda size: dist.all_reduce(torch.ones(2)), "cpu"),
     "an asynchronous collective in a graph": (
         lambda size: capture(lambda: dist.all_reduce(zeros(2), async_op=True)),
-        "NotImplementedError: a graph capture that takes in the default stream, a stream of hccl"),
+        "NotImplementedError: a graph capture that takes in the default stream, a stream of hccl",
+    ),
 }
 
 
@@ -341,7 +410,9 @@ def unordered_result(rank: int, size: int) -> None:
 
 
 @scenarios("scenario", {"input": unordered_input, "result": unordered_result})
-def test_a_collective_without_the_wait_it_needs_is_an_error(ranks: Ranks, scenario: Scenario) -> None:
+def test_a_collective_without_the_wait_it_needs_is_an_error(
+    ranks: Ranks, scenario: Scenario
+) -> None:
     for state, text in ranks.outcomes(scenario, late=True):
         assert state == "error"
         assert RACE in text

@@ -38,10 +38,14 @@ def reduce(group: Any) -> None:
 
 
 def gather(group: Any) -> None:
-    dist.all_gather_into_tensor(torch.zeros(4 * group.size(), device="npu"), torch.zeros(4, device="npu"), group=group)
+    dist.all_gather_into_tensor(
+        torch.zeros(4 * group.size(), device="npu"), torch.zeros(4, device="npu"), group=group
+    )
 
 
-def crossing(groups: list[list[int]], enters: list[int], rank: int, size: int) -> tuple[str, list[str]]:
+def crossing(
+    groups: list[list[int]], enters: list[int], rank: int, size: int
+) -> tuple[str, list[str]]:
     """Gather in group `enters[rank]`. Return the error, and the names of the groups."""
     made = [dist.new_group(members, backend="hccl") for members in groups]
     names = [f"group {group.group_name} (ranks {', '.join(map(str, members))})"
@@ -59,19 +63,29 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("case", CROSSINGS)
-def test_ranks_that_wait_for_each_other_in_different_groups_are_named_by_all(three: Ranks, case: str) -> None:
+def test_ranks_that_wait_for_each_other_in_different_groups_are_named_by_all(
+    three: Ranks, case: str
+) -> None:
     groups, enters, cycle = CROSSINGS[case]
     outcomes = three.run(partial(crossing, groups, enters))
     names = {name.partition("(")[2]: name for _, of_rank in outcomes for name in of_rank}
     members = {rank: ", ".join(map(str, groups[enters[rank]])) for rank in cycle}
-    calls = [f"rank {rank} calls all_gather_into_tensor of [4] Float in {names[f'ranks {members[rank]})']}" for rank in cycle]
+    calls = [
+        (
+            f"rank {rank} calls all_gather_into_tensor of [4] Float in "
+            f"{names[f'ranks {members[rank]})']}"
+        )
+        for rank in cycle
+    ]
     for error, _ in outcomes:
         assert error == f"hccl: ranks wait for each other in different groups: {', '.join(calls)}"
 
 
 def slow(rank: int, size: int) -> bytes:
     """Return what a rank's own record is after an exchange for which it waited."""
-    first, second, everyone = (dist.new_group(members, backend="hccl") for members in ([0, 1], [1, 2], [0, 1, 2]))
+    first, second, everyone = (
+        dist.new_group(members, backend="hccl") for members in ([0, 1], [1, 2], [0, 1, 2])
+    )
     store = records()
     # Rank 0 waits for rank 1, which waits for rank 2, which waits until both have looked.
     if rank == 2:

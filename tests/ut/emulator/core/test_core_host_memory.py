@@ -81,7 +81,10 @@ def test_a_freed_block_that_a_queued_copy_writes_is_not_handed_out() -> None:
     side.synchronize()
 
 
-@scenarios("size", {"64 TiB": (1 << 46,), "1 PiB": (1 << 50,), "twice what the machine has": (2 * 4096 * 2**24,)})
+@scenarios(
+    "size",
+    {"64 TiB": (1 << 46,), "1 PiB": (1 << 50,), "twice what the machine has": (2 * 4096 * 2**24,)},
+)
 def test_more_pinned_memory_than_the_machine_has_is_refused(size: int) -> None:
     with pytest.raises(RuntimeError, match="aclrtMallocHostWithCfg, error code is 207001"):
         pinned_bytes(size)

@@ -17,28 +17,54 @@ from vllm_ascend_hsx.emulator.settings import SettingError, Settings, parse_size
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `hsx emulate` as a user types it."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("HSX_EMULATOR_") or k == "HSX_EMULATOR_CACHE"} | variables
+    environ = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("HSX_EMULATOR_") or k == "HSX_EMULATOR_CACHE"
+    } | variables
     program = "import sys; from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", program, "emulate", *command], env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", program, "emulate", *command],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 SHOW = (
-    "import torch, os; p = torch.npu.get_device_properties(0); from vllm_ascend_hsx.emulator.native import core; "
+    "import torch, os; p = torch.npu.get_device_properties(0); from "
+    "vllm_ascend_hsx.emulator.native import core; "
     "print(torch.npu.device_count(), p.total_memory, core.late(), core.queue())"
 )
 
 
-SET = {"HSX_EMULATOR_NPUS": "5", "HSX_EMULATOR_HBM": "1GiB", "HSX_EMULATOR_LATE": "1", "HSX_EMULATOR_QUEUE": "1"}
+SET = {
+    "HSX_EMULATOR_NPUS": "5",
+    "HSX_EMULATOR_HBM": "1GiB",
+    "HSX_EMULATOR_LATE": "1",
+    "HSX_EMULATOR_QUEUE": "1",
+}
 MACHINES: dict[str, tuple[tuple[str, ...], dict[str, str], list[str]]] = {
-    "options": (("--npus", "3", "--hbm", "512MiB", "--late"), {}, ["3", str(512 << 20), "True", "False"]),
+    "options": (
+        ("--npus", "3", "--hbm", "512MiB", "--late"),
+        {},
+        ["3", str(512 << 20), "True", "False"],
+    ),
     "queue mode": (("--queue",), {}, ["8", str(2 << 30), "False", "True"]),
     "defaults": ((), {}, ["8", str(2 << 30), "False", "False"]),
-    "variables, which are then the defaults": (("--npus", "2"), SET, ["2", str(1 << 30), "True", "True"]),
+    "variables, which are then the defaults": (
+        ("--npus", "2"),
+        SET,
+        ["2", str(1 << 30), "True", "True"],
+    ),
 }
 
 
 @scenarios("options, variables, shown", MACHINES)
-def test_a_command_runs_on_the_machine_given_by(options: tuple[str, ...], variables: dict[str, str], shown: list[str]) -> None:
+def test_a_command_runs_on_the_machine_given_by(
+    options: tuple[str, ...], variables: dict[str, str], shown: list[str]
+) -> None:
     done = run(*options, "--", sys.executable, "-c", SHOW, **variables)
     assert done.stdout.split() == shown, done.stderr
 
@@ -57,15 +83,24 @@ print(get_ascend_device_type().name, torch.npu.get_device_name(), torch.npu.get_
 @pytest.mark.parametrize("options", [(), ("--late",)], ids=["at once", "late"])
 def test_device_memory_is_not_what_the_host_had_there(options: tuple[str, ...]) -> None:
     """Upstream multiplies padding rows that nobody wrote by 0: right unless they are NaN."""
-    used = "import torch, numpy; used = [numpy.full(4096, -1, numpy.int16) for _ in range(99)]; del used; "
-    shown = "print({torch.empty(4096, dtype=torch.bfloat16, device='npu').float().unique().item() for _ in range(99)})"
+    used = (
+        "import torch, numpy; used = [numpy.full(4096, -1, numpy.int16) for _ in range(99)]; del "
+        "used; "
+    )
+    shown = (
+        "print({torch.empty(4096, dtype=torch.bfloat16, device='npu').float().unique().item() "
+        "for _ in range(99)})"
+    )
     done = run(*options, "--", sys.executable, "-c", used + shown)
     assert done.stdout.strip() == "{784.0}", done.stderr
 
 
 @pytest.mark.parametrize("imports", ["torch, torch_npu", "torch_npu, torch"])
 def test_either_package_can_be_imported_first(imports: str) -> None:
-    shown = "print(torch.npu.device_count(), torch_npu.npu.device_count(), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    shown = (
+        "print(torch.npu.device_count(), torch_npu.npu.device_count(), "
+        "os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    )
     done = run("--npus", "3", "--", sys.executable, "-c", f"import {imports}, os; {shown}")
     assert done.stdout.split() == ["3", "3", "None"], done.stderr
 
@@ -77,7 +112,9 @@ def test_the_defaults_are_in_the_help() -> None:
 
 
 def test_child_processes_inherit_the_devices_and_exit_codes_pass_through() -> None:
-    inner = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {SHOW!r}]) or 7)"
+    inner = (
+        f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {SHOW!r}]) or 7)"
+    )
     done = run("--npus", "4", "--", sys.executable, "-c", inner)
     assert done.stdout.split()[0] == "4"
     assert done.returncode == 7
@@ -88,9 +125,17 @@ def test_child_processes_inherit_the_devices_and_exit_codes_pass_through() -> No
     [
         ((), 2, "no command given"),
         (("--npus", "2", "--"), 2, "no command given"),
-        (("--npus", "none", "--", "true"), 2, "--npus='none' cannot be used: give a number from 1 to 64"),
+        (
+            ("--npus", "none", "--", "true"),
+            2,
+            "--npus='none' cannot be used: give a number from 1 to 64",
+        ),
         (("--npus", "65", "--", "true"), 2, "--npus='65' cannot be used"),
-        (("--hbm", "huge", "--", "true"), 2, "--hbm='huge' cannot be used: give a size such as 512MiB or 2GiB"),
+        (
+            ("--hbm", "huge", "--", "true"),
+            2,
+            "--hbm='huge' cannot be used: give a size such as 512MiB or 2GiB",
+        ),
         (("--hbm", "1MiB", "--", "true"), 2, "at least 256MiB"),
         (("--", "no-such-program"), 127, "'no-such-program' is not on PATH"),
     ],
@@ -104,20 +149,36 @@ def test_a_command_line_that_cannot_be_used_gets_one_clear_line(
     assert error.count("\n") == 1
 
 
-def test_the_environment_puts_the_site_directory_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_puts_the_site_directory_first_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(SITE)]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     added = environment(npus=4, hbm_bytes=1 << 30, late=True)
     assert added["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/somewhere"]
-    expected = {"HSX_EMULATOR_NPUS": "4", "HSX_EMULATOR_LATE": "1", "OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    expected = {
+        "HSX_EMULATOR_NPUS": "4",
+        "HSX_EMULATOR_LATE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
     assert expected.items() <= added.items()
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # how workers start is the user's choice
+    monkeypatch.setenv(
+        "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    )  # how workers start is the user's choice
     assert environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1073741824", 1 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("2 gib", 2 << 30), ("256M", 256 << 20)]
+    ("text", "size"),
+    [
+        ("1073741824", 1 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5G", 3 << 29),
+        ("2 gib", 2 << 30),
+        ("256M", 256 << 20),
+    ],
 )
 def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size("--hbm", text) == size
@@ -134,7 +195,9 @@ WRONG_VARIABLES = {
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES.items())
-def test_a_variable_that_cannot_be_used_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_cannot_be_used_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=f"{name}='{value}' cannot be used"):
         Settings.from_environment()
@@ -147,7 +210,12 @@ for visible in ("0,2", "1,9,2", "", "3"):
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = visible  # read until a device is used
     print(torch.npu.device_count())
 """
-    assert run("--npus", "4", "--", sys.executable, "-c", program).stdout.split() == ["2", "1", "0", "1"]
+    assert run("--npus", "4", "--", sys.executable, "-c", program).stdout.split() == [
+        "2",
+        "1",
+        "0",
+        "1",
+    ]
 
 
 def test_a_forked_child_may_not_use_the_devices_of_its_parent() -> None:
@@ -182,12 +250,25 @@ def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
     compiler, count = tmp_path / "c++", tmp_path / "count"
     compiler.write_text(FAKE_COMPILER)
     compiler.chmod(0o755)
-    environ = {**os.environ, "CXX": str(compiler), "COUNT": str(count), "HSX_EMULATOR_CACHE": str(tmp_path / "cache")}
+    environ = {
+        **os.environ,
+        "CXX": str(compiler),
+        "COUNT": str(count),
+        "HSX_EMULATOR_CACHE": str(tmp_path / "cache"),
+    }
     # Without the devices, whose own start would compile.
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    program = "from vllm_ascend_hsx.emulator.build import library; print(library().read_text().strip())"
+    program = (
+        "from vllm_ascend_hsx.emulator.build import library; print(library().read_text().strip())"
+    )
     started = [
-        subprocess.Popen([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(4)
     ]
     outputs = [process.communicate(timeout=120) for process in started]
@@ -205,11 +286,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_no_compiler_is_a_clear_error(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH. Install g\\+\\+"):
+    with pytest.raises(
+        build.BuildError,
+        match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH. Install g\\+\\+",
+    ):
         build.library()
 
 
-def test_no_python_headers_are_a_clear_error(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_python_headers_are_a_clear_error(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CXX", "true")
     with pytest.raises(build.BuildError, match=f"no Python headers in {tmp_path}.*python3-dev"):
@@ -228,14 +314,20 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(
     assert [path.suffix for path in empty_cache.iterdir()] == [".lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HSX_EMULATOR_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(build.BuildError, match="cannot create the cache directory.*HSX_EMULATOR_CACHE"):
+    with pytest.raises(
+        build.BuildError, match="cannot create the cache directory.*HSX_EMULATOR_CACHE"
+    ):
         build.library()
 
 
-def test_another_source_torch_or_compiler_is_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_source_torch_or_compiler_is_another_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     names = {build._key("2.13.0")}
     names.add(build._key("2.13.1"))
     monkeypatch.setenv("CXX", "clang++")

@@ -39,7 +39,9 @@ def test_allocated_memory_follows_the_tensors() -> None:
     assert torch.npu.memory_allocated(DEVICE) == 0
 
 
-def test_results_of_operators_are_counted_on_their_device_and_rounded_as_the_allocator_rounds() -> None:
+def test_results_of_operators_are_counted_on_their_device_and_rounded_as_the_allocator_rounds() -> (
+    None
+):
     x = megabytes(1).fill_(1)
     y = x + x
     indices = x[:4].nonzero()
@@ -55,7 +57,11 @@ def test_reserved_memory_is_not_free_until_the_cache_is_emptied() -> None:
     x = megabytes(8)
     del x
     assert (torch.npu.memory_allocated(DEVICE), torch.npu.memory_reserved(DEVICE)) == (0, 8 * MIB)
-    assert torch.npu.mem_get_info(DEVICE) == torch.accelerator.get_memory_info(DEVICE) == (room - 8 * MIB, total)
+    assert (
+        torch.npu.mem_get_info(DEVICE)
+        == torch.accelerator.get_memory_info(DEVICE)
+        == (room - 8 * MIB, total)
+    )
     y = megabytes(6)  # out of the cache
     assert torch.npu.memory_reserved(DEVICE) == 8 * MIB
     torch.npu.empty_cache()
@@ -78,7 +84,13 @@ def test_peaks_last_until_they_are_reset() -> None:
 def test_the_counters_that_vllm_reads_are_there() -> None:
     x = megabytes(1)
     stats = torch.accelerator.memory_stats(DEVICE)
-    for name in ("allocated_bytes.all.peak", "reserved_bytes.all.current", "active_bytes.all.current", "num_ooms", "num_alloc_retries"):
+    for name in (
+        "allocated_bytes.all.peak",
+        "reserved_bytes.all.current",
+        "active_bytes.all.current",
+        "num_ooms",
+        "num_alloc_retries",
+    ):
         assert name in stats
     assert torch.accelerator.memory_reserved(DEVICE) == torch.npu.memory_reserved(DEVICE) == 2 * MIB
     del x
@@ -88,7 +100,10 @@ def test_a_device_without_room_says_so_and_goes_on(set_hbm: Callable[[int], None
     set_hbm(64 * MIB + CONTEXT)
     x = megabytes(40)
     room = r"NPU 5; 171.00 MiB total capacity; 107.00 MiB in contexts; 40.00 MiB already allocated; 24.00 MiB free"
-    with pytest.raises(torch.OutOfMemoryError, match=rf"NPU out of memory. Tried to allocate 30.00 MiB \({room}.*--hbm"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=rf"NPU out of memory. Tried to allocate 30.00 MiB \({room}.*--hbm",
+    ):
         megabytes(30)
     assert torch.npu.memory_stats(DEVICE)["num_ooms"] >= 1
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -124,7 +139,10 @@ def test_a_large_zero_tensor_costs_no_host_memory_until_it_is_written() -> None:
 def test_in_late_mode_new_memory_is_no_data() -> None:
     if not core.late():
         return
-    on_device = [torch.empty(5, dtype=dtype, device="npu") for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    on_device = [
+        torch.empty(5, dtype=dtype, device="npu")
+        for dtype in (torch.float32, torch.bfloat16, torch.int32)
+    ]
     assert all(t.abs().min() > 700 and t.isfinite().all() for t in on_device)
     assert torch.empty(5, pin_memory=True).isnan().all()
 
@@ -147,7 +165,10 @@ PAGEABLE: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@scenarios("make, pinned", {name: (make, table is PINNED) for table in (PAGEABLE, PINNED) for name, make in table.items()})
+@scenarios(
+    "make, pinned",
+    {name: (make, table is PINNED) for table in (PAGEABLE, PINNED) for name, make in table.items()},
+)
 def test_memory_is_pinned_or_not(make: Callable[[], torch.Tensor], pinned: bool) -> None:
     assert make().is_pinned() == pinned
 
@@ -155,7 +176,9 @@ def test_memory_is_pinned_or_not(make: Callable[[], torch.Tensor], pinned: bool)
 def test_memory_is_no_longer_pinned_when_it_is_freed() -> None:
     for k in range(20):
         torch.zeros(1 << k, pin_memory=True)
-        assert not torch.zeros(1 << k).is_pinned()  # malloc gives the same bytes again for most of these sizes
+        assert not torch.zeros(
+            1 << k
+        ).is_pinned()  # malloc gives the same bytes again for most of these sizes
 
 
 def test_device_tensors_cannot_be_pinned() -> None:
@@ -168,5 +191,9 @@ def test_device_tensors_cannot_be_pinned() -> None:
 def test_zeros_on_the_device_are_not_pinned_whatever_is_asked_for() -> None:
     """torch_npu's zeros ignores pin_memory; vllm-ascend's proposer of EAGLE drafts relies on it."""
     zeros = torch.zeros(3, dtype=torch.int32, device=f"npu:{DEVICE}", pin_memory=True)
-    assert (zeros.device, zeros.dtype, zeros.tolist()) == (torch.device("npu", DEVICE), torch.int32, [0, 0, 0])
+    assert (zeros.device, zeros.dtype, zeros.tolist()) == (
+        torch.device("npu", DEVICE),
+        torch.int32,
+        [0, 0, 0],
+    )
     assert not zeros.is_pinned()

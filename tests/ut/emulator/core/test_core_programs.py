@@ -47,7 +47,10 @@ class Operation:
         return HOST if self.kind in ("read host", "write host") else self.stream
 
     def conflicts(self, other: Operation) -> bool:
-        mine, theirs = ([("h" if name == "h" else "d", getattr(op, name), w) for name, w in KINDS[op.kind]] for op in (self, other))
+        mine, theirs = (
+            [("h" if name == "h" else "d", getattr(op, name), w) for name, w in KINDS[op.kind]]
+            for op in (self, other)
+        )
         return any((p, k) == (q, n) and (w or v) for p, k, w in mine for q, n, v in theirs)
 
 
@@ -60,8 +63,16 @@ class Order:
 
     def missing(self, op: Operation) -> list[int]:
         """Return the streams with conflicting operations that `op`'s actor does not know of."""
-        unseen = [earlier for number, earlier in enumerate(self.done) if number not in self.known[op.actor] | self.known[HOST]]
-        return [earlier.actor for earlier in unseen if earlier.actor != op.actor and op.conflicts(earlier)]
+        unseen = [
+            earlier
+            for number, earlier in enumerate(self.done)
+            if number not in self.known[op.actor] | self.known[HOST]
+        ]
+        return [
+            earlier.actor
+            for earlier in unseen
+            if earlier.actor != op.actor and op.conflicts(earlier)
+        ]
 
     def add(self, op: Operation) -> None:
         self.known[op.actor] |= self.known[HOST] | {len(self.done)}
@@ -73,8 +84,12 @@ class Order:
 
 operations = st.lists(
     st.builds(
-        Operation, st.sampled_from(list(KINDS)), st.integers(0, STREAMS - 1), st.integers(0, BUFFERS - 1),
-        st.integers(0, BUFFERS - 1), st.integers(0, HOSTS - 1),
+        Operation,
+        st.sampled_from(list(KINDS)),
+        st.integers(0, STREAMS - 1),
+        st.integers(0, BUFFERS - 1),
+        st.integers(0, BUFFERS - 1),
+        st.integers(0, HOSTS - 1),
     ),
     min_size=1,
     max_size=14,
@@ -86,7 +101,9 @@ class Buffers:
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = [torch.full((8,), float(k + 1), device=device) for k in range(BUFFERS)]
-        self.host = [torch.full((8,), -float(k + 1), pin_memory=device == NPU) for k in range(HOSTS)]
+        self.host = [
+            torch.full((8,), -float(k + 1), pin_memory=device == NPU) for k in range(HOSTS)
+        ]
         self.reads: list[list[float]] = []
 
     def run(self, number: int, op: Operation) -> None:
@@ -128,7 +145,9 @@ def make_wait(kind: str, actor: torch.npu.Stream | None, other: torch.npu.Stream
         actor.wait_event(other.record_event())
 
 
-def play(program: list[Operation], draw: Callable[[], str], leave_out: int | None) -> tuple[Buffers, Operation | None]:
+def play(
+    program: list[Operation], draw: Callable[[], str], leave_out: int | None
+) -> tuple[Buffers, Operation | None]:
     """Run the program up to the operation that needs the `leave_out`-th wait, which is left out."""
     torch.npu.synchronize()
     buffers, order, waits = Buffers(NPU), Order(), 0
@@ -153,16 +172,22 @@ def play(program: list[Operation], draw: Callable[[], str], leave_out: int | Non
 
 @settings(max_examples=depth(150), deadline=None)
 @given(operations, st.data())
-def test_a_program_with_all_its_waits_gives_the_sequential_result(program: list[Operation], data: st.DataObject) -> None:
+def test_a_program_with_all_its_waits_gives_the_sequential_result(
+    program: list[Operation], data: st.DataObject
+) -> None:
     buffers, _ = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), None)
     assert buffers.results() == sequential(program)
 
 
 @settings(max_examples=depth(250), deadline=None)
 @given(operations, st.integers(0, 5), st.data())
-def test_a_device_operation_without_its_wait_is_an_error(program: list[Operation], leave_out: int, data: st.DataObject) -> None:
+def test_a_device_operation_without_its_wait_is_an_error(
+    program: list[Operation], leave_out: int, data: st.DataObject
+) -> None:
     try:
-        buffers, unordered = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), leave_out)
+        buffers, unordered = play(
+            program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), leave_out
+        )
     except RuntimeError as error:
         assert RACE in str(error)
     else:

@@ -46,8 +46,14 @@ CONFLICTS: dict[str, tuple[Step, Step]] = {
     "write of a part, read": (lambda x: x[0].zero_(), read),
     "write through a view, read": (lambda x: x.view(-1)[3:].add_(1), read),
     "result, read": (lambda x: x.copy_(x * 2), read),
-    "copy from the host, read": (lambda x: x.copy_(torch.ones(4, 4).pin_memory(), non_blocking=True), read),
-    "write, copy to the host": (write, lambda x: torch.empty(4, 4).pin_memory().copy_(x, non_blocking=True)),
+    "copy from the host, read": (
+        lambda x: x.copy_(torch.ones(4, 4).pin_memory(), non_blocking=True),
+        read,
+    ),
+    "write, copy to the host": (
+        write,
+        lambda x: torch.empty(4, 4).pin_memory().copy_(x, non_blocking=True),
+    ),
     "write, index": (write, lambda x: x[torch.tensor([0, 2], device=NPU)]),
     "index_put, read": (lambda x: x.index_put_((torch.tensor([0]),), torch.tensor(2.0)), read),
     "cat into, read": (lambda x: torch.cat([x[:2], x[2:]], out=x.new_empty(4, 4)), write),
@@ -57,14 +63,19 @@ CONFLICTS: dict[str, tuple[Step, Step]] = {
 @pytest.mark.parametrize("into", ["side", "default"])
 @pytest.mark.parametrize("wait", [True, False])
 @scenarios("first, second", CONFLICTS)
-def test_a_missing_wait_is_an_error_and_the_wait_cures_it(first: Step, second: Step, wait: bool, into: str) -> None:
+def test_a_missing_wait_is_an_error_and_the_wait_cures_it(
+    first: Step, second: Step, wait: bool, into: str
+) -> None:
     x = full(0.0, 4, 4)
     one, other = streams(2) if into == "side" else [*streams(1), torch.npu.default_stream()]
     with torch.npu.stream(one):
         kept = first(x)
     if wait:
         other.wait_stream(one)
-    with torch.npu.stream(other), nullcontext() if wait else pytest.raises(RuntimeError, match=RACE):
+    with (
+        torch.npu.stream(other),
+        nullcontext() if wait else pytest.raises(RuntimeError, match=RACE),
+    ):
         second(x)
     torch.npu.synchronize()
     del kept
@@ -75,7 +86,10 @@ HARMLESS: dict[str, tuple[Step, Step]] = {
     "two halves": (lambda x: x[:2].fill_(1), lambda x: x[2:].fill_(2)),
     "two columns": (lambda x: x[:, :2].fill_(1), lambda x: x[:, 2:].fill_(2)),
     "columns and their neighbours": (lambda x: x[1:, 3].fill_(1), lambda x: x[:, 0].sum()),
-    "a column and the row beside it": (lambda x: x[:, 3].fill_(1), lambda x: x[1:3, :3].sum() + x[2, :3].sum()),
+    "a column and the row beside it": (
+        lambda x: x[:, 3].fill_(1),
+        lambda x: x[1:3, :3].sum() + x[2, :3].sum(),
+    ),
     "read of a part, write of another": (lambda x: x[0] + 1, lambda x: x[1].fill_(1)),
     "nothing": (lambda x: x[:0].fill_(1), write),
     "shapes only": (lambda x: x.view(16).unsqueeze(0).t(), write),
@@ -156,7 +170,14 @@ def test_the_error_names_streams_operators_and_shape() -> None:
     x, one = filled_aside(2, 5)
     with pytest.raises(RuntimeError) as caught:
         x + 1
-    for part in ("aten::add", "aten::fill_", "[2, 5]", f"stream {one.stream_id} of npu:0", "the default stream of npu:0", "wait_stream"):
+    for part in (
+        "aten::add",
+        "aten::fill_",
+        "[2, 5]",
+        f"stream {one.stream_id} of npu:0",
+        "the default stream of npu:0",
+        "wait_stream",
+    ):
         assert part in str(caught.value)
 
 
@@ -178,20 +199,33 @@ slices = st.builds(slice, st.integers(0, 5), st.integers(1, 6), st.integers(1, 3
 
 
 @given(st.lists(slices, min_size=2, max_size=2), st.lists(slices, min_size=2, max_size=2))
-def test_two_parts_of_a_matrix_overlap_if_and_only_if_they_share_an_element(one: list[slice], other: list[slice]) -> None:
+def test_two_parts_of_a_matrix_overlap_if_and_only_if_they_share_an_element(
+    one: list[slice], other: list[slice]
+) -> None:
     x = torch.zeros(6, 6, device=NPU)
     numbers = torch.arange(36).view(6, 6)
-    shared = set(numbers[tuple(one)].flatten().tolist()) & set(numbers[tuple(other)].flatten().tolist())
+    shared = set(numbers[tuple(one)].flatten().tolist()) & set(
+        numbers[tuple(other)].flatten().tolist()
+    )
     found = core.may_overlap(x[tuple(one)], x[tuple(other)])
     assert found >= bool(shared), "a conflict would be missed"
     if all(s.step == 1 for s in (one[1], other[1])) and one[0].step == other[0].step:
         assert found == bool(shared), "a conflict would be invented"
 
 
-@given(st.permutations(range(3)), st.tuples(slices, slices, slices), st.permutations(range(3)), st.tuples(slices, slices, slices))
-def test_no_overlap_of_permuted_parts_is_missed(p: list[int], one: tuple[slice, ...], q: list[int], other: tuple[slice, ...]) -> None:
+@given(
+    st.permutations(range(3)),
+    st.tuples(slices, slices, slices),
+    st.permutations(range(3)),
+    st.tuples(slices, slices, slices),
+)
+def test_no_overlap_of_permuted_parts_is_missed(
+    p: list[int], one: tuple[slice, ...], q: list[int], other: tuple[slice, ...]
+) -> None:
     x, numbers = torch.zeros(6, 6, 6, device=NPU), torch.arange(216).view(6, 6, 6)
-    shared = set(numbers.permute(p)[one].flatten().tolist()) & set(numbers.permute(q)[other].flatten().tolist())
+    shared = set(numbers.permute(p)[one].flatten().tolist()) & set(
+        numbers.permute(q)[other].flatten().tolist()
+    )
     assert core.may_overlap(x.permute(p)[one], x.permute(q)[other]) >= bool(shared)
 
 
@@ -216,7 +250,9 @@ def test_memory_freed_while_a_side_stream_reads_it_may_be_overwritten() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_memory_that_a_side_stream_writes_may_be_allocated_again_if_it_was_recorded_there(recorded: bool) -> None:
+def test_memory_that_a_side_stream_writes_may_be_allocated_again_if_it_was_recorded_there(
+    recorded: bool,
+) -> None:
     x, stream = filled_aside(1 << 12)
     if recorded:
         x.record_stream(stream)

@@ -61,7 +61,9 @@ def test_memory_freed_in_a_capture_is_used_again_in_it() -> None:
 
 
 @both_modes
-def test_an_output_lives_while_it_is_held_and_a_weak_one_until_another_graph_of_the_pool_is_replayed() -> None:
+def test_an_output_lives_while_it_is_held_and_a_weak_one_until_another_graph_of_the_pool_is_replayed() -> (
+    None
+):
     pool = torch.npu.graph_pool_handle()
     held: dict[str, torch.Tensor] = {}
 
@@ -85,12 +87,16 @@ def test_a_weak_reference_does_not_keep_memory_and_its_use_is_then_an_error() ->
     before = torch.npu.memory_allocated()
     x = torch.ones(4, MIB, device=NPU)
     weak = torch_npu._C._weak_ref_tensor(x[1:])
-    assert weak.device == x.device and weak.shape == (3, MIB) and weak.data_ptr() == x[1:].data_ptr()
+    assert (
+        weak.device == x.device and weak.shape == (3, MIB) and weak.data_ptr() == x[1:].data_ptr()
+    )
     weak.zero_()
     assert x.sum(1).tolist() == [MIB, 0, 0, 0]
     del x
     assert torch.npu.memory_allocated() == before
-    with pytest.raises(RuntimeError, match="NPU memory was freed, and is used through a weak reference"):
+    with pytest.raises(
+        RuntimeError, match="NPU memory was freed, and is used through a weak reference"
+    ):
         weak + 1
 
 
@@ -99,7 +105,10 @@ def test_a_replay_on_memory_that_was_freed_since_is_an_error() -> None:
     graph = capture(lambda: y.copy_(inputs[0] + 1))
     graph.replay()
     inputs.clear()
-    with pytest.raises(RuntimeError, match=r"runs aten::add\.\w+ on a tensor of shape \[4\] \(float\) whose memory was freed"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"runs aten::add\.\w+ on a tensor of shape \[4\] \(float\) whose memory was freed",
+    ):
         graph.replay()
 
 
@@ -128,7 +137,10 @@ def test_what_a_replay_writes_is_read_elsewhere_only_after_a_wait(wait: str | No
     elif wait == "an event":
         torch.npu.current_stream().wait_event(stream.record_event())
     else:
-        with pytest.raises(RuntimeError, match=RACE + r": aten::add\.\w+ on the default stream .* aten::copy_ on stream"):
+        with pytest.raises(
+            RuntimeError,
+            match=RACE + r": aten::add\.\w+ on the default stream .* aten::copy_ on stream",
+        ):
             y + 1
         stream.synchronize()
     assert y.tolist() == [3, 3, 3, 3]
@@ -141,7 +153,9 @@ def test_a_replay_is_checked_against_the_work_of_other_streams() -> None:
     (stream := torch.npu.Stream()).wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
         x.add_(1)
-    with pytest.raises(RuntimeError, match=RACE + r": aten::mul\.\w+ on the default stream .* reads"):
+    with pytest.raises(
+        RuntimeError, match=RACE + r": aten::mul\.\w+ on the default stream .* reads"
+    ):
         graph.replay()
     torch.npu.current_stream().wait_stream(stream)
     graph.replay()
@@ -198,7 +212,9 @@ def test_an_error_in_a_replay_surfaces_where_the_host_waits_and_the_stream_goes_
 @late
 @pytest.mark.parametrize("streams_before", [0, 31])
 @pytest.mark.parametrize("aside", [False, True])
-def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool, streams_before: int) -> None:
+def test_streams_of_one_graph_race_unless_captured_events_order_them(
+    aside: bool, streams_before: int
+) -> None:
     # The 33rd stream of a process is the first one again, which may be the one that captures share.
     for _ in range(streams_before):
         torch.npu.Stream()
@@ -219,5 +235,7 @@ def test_streams_of_one_graph_race_unless_captured_events_order_them(aside: bool
         if replayed is not None:
             torch.npu.current_stream().wait_stream(replayed)
         assert y.tolist() == [3] * 4
-    with pytest.raises(RuntimeError, match=RACE + r": aten::add\.\w+ on .* that aten::copy_ on stream"):
+    with pytest.raises(
+        RuntimeError, match=RACE + r": aten::add\.\w+ on .* that aten::copy_ on stream"
+    ):
         replay_aside(wrong) if aside else wrong.replay()

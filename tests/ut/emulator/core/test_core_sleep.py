@@ -45,7 +45,9 @@ def bytes_of(num: int, value: int = 1) -> torch.Tensor:
 
 def sizes(camem: CaMemAllocator, tag: str) -> list[int]:
     """Return the MiB of each segment of a tag."""
-    return sorted(data.handle[1] // MIB for data in camem.pointer_to_data.values() if data.tag == tag)
+    return sorted(
+        data.handle[1] // MIB for data in camem.pointer_to_data.values() if data.tag == tag
+    )
 
 
 def sleep(camem: CaMemAllocator, *offloaded: str) -> None:
@@ -100,7 +102,9 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
     "copied from the host": lambda t: t.copy_(torch.ones(t.shape)),
     "one number": lambda t: t[0].item(),
     "zeroed": lambda t: t.zero_(),
-    "copied on another stream": lambda t: _on_another_stream(lambda: t.to("cpu", non_blocking=True)),
+    "copied on another stream": lambda t: _on_another_stream(
+        lambda: t.to("cpu", non_blocking=True)
+    ),
 }
 
 
@@ -111,20 +115,28 @@ def _on_another_stream(action: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_unmapped_memory_cannot_be(use: Callable[[torch.Tensor], object], camem: CaMemAllocator) -> None:
+def test_unmapped_memory_cannot_be(
+    use: Callable[[torch.Tensor], object], camem: CaMemAllocator
+) -> None:
     with camem.use_memory_pool("weights"):
         tensor = torch.ones(10, device="npu")
         large = torch.ones(8 * MIB, device="npu")
     sleep(camem, "weights")
     for each in (tensor, large):
-        with pytest.raises(RuntimeError, match=r"NPU error: aten::\w+.* uses device memory that is unmapped"):
+        with pytest.raises(
+            RuntimeError, match=r"NPU error: aten::\w+.* uses device memory that is unmapped"
+        ):
             use(each)
-    view = tensor.view(2, 5).transpose(0, 1)  # no use: NPUWorker.wake_up makes views (worker.py:260 in 0.23.0)
+    view = tensor.view(2, 5).transpose(
+        0, 1
+    )  # no use: NPUWorker.wake_up makes views (worker.py:260 in 0.23.0)
     camem.wake_up()
     assert (view == 1).all()
 
 
-def test_what_sleeps_is_free_for_others(camem: CaMemAllocator, set_hbm: Callable[[int], None]) -> None:
+def test_what_sleeps_is_free_for_others(
+    camem: CaMemAllocator, set_hbm: Callable[[int], None]
+) -> None:
     gc.collect()
     torch.npu.empty_cache()
     used = torch.npu.mem_get_info()[1] - free()
@@ -138,7 +150,9 @@ def test_what_sleeps_is_free_for_others(camem: CaMemAllocator, set_hbm: Callable
     assert free() == 64 * MIB
     assert torch.npu.memory_allocated() >= 40 * MIB  # torch_npu does not know
     others = bytes_of(30 * MIB)
-    with pytest.raises(RuntimeError, match="aclrtMallocPhysical failed with acl error code: 207001"):
+    with pytest.raises(
+        RuntimeError, match="aclrtMallocPhysical failed with acl error code: 207001"
+    ):
         camem.wake_up()
     del others
     torch.npu.empty_cache()
@@ -148,7 +162,9 @@ def test_what_sleeps_is_free_for_others(camem: CaMemAllocator, set_hbm: Callable
     del weights
 
 
-def test_a_pool_without_room_gives_back_no_cache(camem: CaMemAllocator, set_hbm: Callable[[int], None]) -> None:
+def test_a_pool_without_room_gives_back_no_cache(
+    camem: CaMemAllocator, set_hbm: Callable[[int], None]
+) -> None:
     """NPUCachingAllocator.cpp:1261: not while a pool is in use."""
     torch.npu.empty_cache()
     set_hbm(torch.npu.mem_get_info()[1] - free() + 32 * MIB)
@@ -159,7 +175,9 @@ def test_a_pool_without_room_gives_back_no_cache(camem: CaMemAllocator, set_hbm:
     camem.pointer_to_data.clear()
 
 
-def test_blocks_share_segments_and_a_segment_has_the_tag_of_its_first_block(camem: CaMemAllocator) -> None:
+def test_blocks_share_segments_and_a_segment_has_the_tag_of_its_first_block(
+    camem: CaMemAllocator,
+) -> None:
     """NPUCachingAllocator.cpp:2534. use_allocation_tag keeps nothing that finds room elsewhere."""
     with camem.use_memory_pool("weights"):
         small, middle = bytes_of(MIB // 4), bytes_of(3 * MIB)
@@ -192,7 +210,9 @@ def test_freed_memory_stays_in_its_pool_and_is_used_again_there(camem: CaMemAllo
     assert sizes(camem, "weights") == [20]
 
 
-def test_another_thread_allocates_in_the_pool_but_does_not_ask_its_allocator(camem: CaMemAllocator) -> None:
+def test_another_thread_allocates_in_the_pool_but_does_not_ask_its_allocator(
+    camem: CaMemAllocator,
+) -> None:
     """NPUCachingAllocator.cpp:2721 and 3982: the pool of MemPoolContext is the thread's own."""
     made: list[torch.Tensor] = []
 
@@ -216,7 +236,10 @@ def test_another_thread_allocates_in_the_pool_but_does_not_ask_its_allocator(cam
 
 def test_the_cache_cannot_be_emptied_within_a_pool(camem: CaMemAllocator) -> None:
     """NPUCachingAllocator.cpp:2996."""
-    with camem.use_memory_pool("weights"), pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"):
+    with (
+        camem.use_memory_pool("weights"),
+        pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"),
+    ):
         torch.npu.empty_cache()
 
 
@@ -233,7 +256,9 @@ def test_memory_that_a_stream_still_uses_is_neither_unmapped_nor_copied() -> Non
     with torch.npu.stream(stream):
         host.copy_(tensor, non_blocking=True)
     ((handle,),) = ([data.handle for data in camem.pointer_to_data.values()],)
-    with pytest.raises(RuntimeError, match=r"the host unmaps memory that aten::copy_ on stream .* may still read"):
+    with pytest.raises(
+        RuntimeError, match=r"the host unmaps memory that aten::copy_ on stream .* may still read"
+    ):
         core.unmap_and_release(*handle)
     with pytest.raises(RuntimeError, match="the host copies memory"):
         core.memcpy(handle[2], 40, host.data_ptr(), 40, HOST_TO_DEVICE)
@@ -261,7 +286,9 @@ def test_calls_that_cann_refuses_are_errors(camem: CaMemAllocator) -> None:
         core.unmap_and_release(device, size, address, handle)
     with pytest.raises(RuntimeError, match=r"acl\.rt\.memcpy: nothing is mapped"):
         core.memcpy(host.data_ptr(), 40, address, 40, DEVICE_TO_HOST)
-    assert torch.frombuffer(_raw(address, 40), dtype=torch.float32).isnan().all(), "for whoever reads it all the same"
+    assert torch.frombuffer(_raw(address, 40), dtype=torch.float32).isnan().all(), (
+        "for whoever reads it all the same"
+    )
     core.create_and_map(device, size, address, handle)
     assert tensor.isnan().all()
 
@@ -280,7 +307,10 @@ def test_a_pool_without_an_allocator_has_memory_of_the_device() -> None:
     before = torch.npu.memory_reserved()
     with torch.npu.memory.use_mem_pool(pool):
         tensor = bytes_of(3 * MIB)
-        with pytest.raises(RuntimeError, match="already recording"), torch.npu.memory.use_mem_pool(pool):
+        with (
+            pytest.raises(RuntimeError, match="already recording"),
+            torch.npu.memory.use_mem_pool(pool),
+        ):
             pass
     assert torch.npu.memory_reserved() == before + 20 * MIB
     assert (tensor == 1).all()

@@ -33,7 +33,10 @@ WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
     "an event after it": lambda s: s.record_event().synchronize(),
     "the device": lambda s: torch.npu.synchronize(),
     "torch.accelerator": lambda s: torch.accelerator.synchronize(),
-    "the default stream, which waits": lambda s: (torch.npu.default_stream().wait_stream(s), torch.npu.default_stream().synchronize()),
+    "the default stream, which waits": lambda s: (
+        torch.npu.default_stream().wait_stream(s),
+        torch.npu.default_stream().synchronize(),
+    ),
     "another stream, which waits": lambda s: _through_another(s),
     "an item on the stream": lambda s: _item_on(s),
     "a copy that blocks": lambda s: _blocking_copy_on(s),
@@ -57,7 +60,9 @@ def _blocking_copy_on(s: torch.npu.Stream) -> None:
 
 
 @scenarios("wait", WAITS)
-def test_a_copy_reaches_the_host_when_the_host_waits_for(wait: Callable[[torch.npu.Stream], object]) -> None:
+def test_a_copy_reaches_the_host_when_the_host_waits_for(
+    wait: Callable[[torch.npu.Stream], object],
+) -> None:
     stream, destination = side_copy()
     assert destination.tolist() == [0, 0]
     wait(stream)
@@ -70,7 +75,9 @@ NO_WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
     "another stream": lambda s: torch.npu.Stream().synchronize(),
     "the default stream": lambda s: torch.npu.default_stream().synchronize(),
     "a stream that waits, without the host": lambda s: torch.npu.Stream().wait_stream(s),
-    "the current stream of a context that ended": lambda s: torch.npu.current_stream().synchronize(),
+    "the current stream of a context that ended": lambda s: (
+        torch.npu.current_stream().synchronize()
+    ),
     "another device": lambda s: torch.npu.synchronize(1),
     "an item on the default stream": lambda s: torch.zeros(1, device=NPU).item(),
 }
@@ -131,7 +138,9 @@ def test_copies_to_the_host_that_hardware_makes_synchronous_are(destination: str
 # ---- copies to the device ----
 
 
-@pytest.mark.parametrize(("pin", "seen"), [(True, 9), (False, 1)], ids=["pinned: late", "pageable: at once"])
+@pytest.mark.parametrize(
+    ("pin", "seen"), [(True, 9), (False, 1)], ids=["pinned: late", "pageable: at once"]
+)
 def test_a_copy_to_the_device_on_a_side_stream_reads_the_host(pin: bool, seen: int) -> None:
     source, there = torch.ones(2, pin_memory=pin), full(0.0, 2)
     with side_stream() as stream:
@@ -197,7 +206,10 @@ def test_an_error_of_queued_work_surfaces_where_the_host_waits() -> None:
     index = torch.tensor([9], device=NPU)
     with side_stream() as stream:
         table.index_select(0, index)
-    with pytest.raises(RuntimeError, match=r"aten::index_select, launched earlier on stream \d+ of npu:0.*out of range"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"aten::index_select, launched earlier on stream \d+ of npu:0.*out of range",
+    ):
         stream.synchronize()
     stream.synchronize()
 
@@ -271,7 +283,10 @@ def test_many_threads_may_wait_for_one_event_while_work_goes_on() -> None:
     read: list[list[float]] = []
     stream, destination = side_copy(3.0)
     event = stream.record_event()
-    threads = [threading.Thread(target=lambda: (event.synchronize(), read.append(destination.tolist()))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: (event.synchronize(), read.append(destination.tolist())))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for _ in range(50):
@@ -289,7 +304,9 @@ def test_streams_are_current_in_their_context_and_thread_and_on_their_device_onl
     stream, seen = torch.npu.Stream(device="npu:2"), []
     with torch.npu.stream(stream):
         assert torch.npu.current_stream() == torch.accelerator.current_stream() == stream
-        thread = threading.Thread(target=lambda: seen.append(torch.npu.current_stream() == torch.npu.default_stream()))
+        thread = threading.Thread(
+            target=lambda: seen.append(torch.npu.current_stream() == torch.npu.default_stream())
+        )
         thread.start()
         thread.join()
         assert stream.device == torch.device("npu:2")

@@ -24,9 +24,20 @@ def named_in_vllm_ascend() -> set[str]:
     """Return every dotted name under torch_npu and torch.npu in the installed wheel."""
     spec = importlib.util.find_spec("vllm_ascend")
     assert spec is not None and spec.submodule_search_locations
-    paths = [path for path in Path(spec.submodule_search_locations[0]).rglob("*.py") if "_cann_ops_custom" not in path.parts]
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
-    return {name for node in nodes if (name := dotted(node)).startswith(("torch_npu.", "torch.npu."))}
+    paths = [
+        path
+        for path in Path(spec.submodule_search_locations[0]).rglob("*.py")
+        if "_cann_ops_custom" not in path.parts
+    ]
+    nodes = (
+        node
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    )
+    return {
+        name for node in nodes if (name := dotted(node)).startswith(("torch_npu.", "torch.npu."))
+    }
 
 
 def dotted(node: ast.expr) -> str:
@@ -37,7 +48,11 @@ def dotted(node: ast.expr) -> str:
 
 NAMES = named_in_vllm_ascend()
 # Numbers of types that torch lacks (torch_npu 2.10.0.post4, op_plugin/meta/_meta_registrations.py).
-TYPES = {"torch_npu.hifloat8": 290, "torch_npu.float8_e8m0fnu": 293, "torch_npu.float4_e2m1fn_x2": 296}
+TYPES = {
+    "torch_npu.hifloat8": 290,
+    "torch_npu.float8_e8m0fnu": 293,
+    "torch_npu.float4_e2m1fn_x2": 296,
+}
 
 
 def lookup(name: str) -> object:
@@ -51,7 +66,9 @@ def lookup(name: str) -> object:
 @pytest.mark.parametrize("name", sorted(NAMES - TYPES.keys()))
 def test_a_name_of_vllm_ascend_is_there_or_an_error_with_its_name(name: str) -> None:
     if isinstance(found := lookup(name), NotEmulated):
-        with pytest.raises(NotImplementedError, match=name.split(".")[2 if name.startswith("torch.") else 1]):
+        with pytest.raises(
+            NotImplementedError, match=name.split(".")[2 if name.startswith("torch.") else 1]
+        ):
             found()
 
 
@@ -61,7 +78,11 @@ def test_a_type_that_torch_lacks_is_the_number_that_operators_take(name: str, nu
 
 
 def test_unknown_names_are_errors_with_the_full_name() -> None:
-    for module, name in ((torch_npu, "npu_no_such_operator"), (torch.npu, "no_such_function"), (torch_npu, "no_such_thing")):
+    for module, name in (
+        (torch_npu, "npu_no_such_operator"),
+        (torch.npu, "no_such_function"),
+        (torch_npu, "no_such_thing"),
+    ):
         assert not hasattr(module, name)
         full_name = f"{module.__name__.replace('vllm_ascend_hsx.emulator', 'torch')}.{name}"
         with pytest.raises(NotImplementedError, match=f"{full_name} does not exist"):
@@ -128,14 +149,18 @@ def test_device_functions_agree_with_torch_accelerator() -> None:
 # ---- hooks that run after an import ----
 
 
-def test_a_module_is_patched_before_its_importer_reads_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_patched_before_its_importer_reads_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "hooked_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "inner.py").write_text("value = 1\n")
     (package / "reader.py").write_text("from hooked_package.inner import value\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import_hooks.install({"hooked_package.inner": lambda module: setattr(module, "value", module.value + 1)})
+    import_hooks.install(
+        {"hooked_package.inner": lambda module: setattr(module, "value", module.value + 1)}
+    )
     reader = importlib.import_module("hooked_package.reader")
     assert reader.value == 2
     inner = sys.modules["hooked_package.inner"]
@@ -145,7 +170,9 @@ def test_a_module_is_patched_before_its_importer_reads_from_it(tmp_path: Path, m
     assert inner.value == 2
 
 
-def test_a_module_that_is_imported_already_is_patched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_imported_already_is_patched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = ModuleType("hooked_already")
     monkeypatch.setitem(sys.modules, "hooked_already", module)
     import_hooks.install({"hooked_already": lambda m: setattr(m, "patched", True)})
@@ -171,10 +198,15 @@ def test_images_are_what_pillow_makes_of_them() -> None:
     image = Image.fromarray(pixels)
     tensor = transforms.pil_to_tensor(image)
     assert torch.equal(tensor, torch.from_numpy(pixels).permute(2, 0, 1))
-    assert torch.equal(transforms.pil_to_tensor(image.convert("L"))[0], torch.from_numpy(np.array(image.convert("L"))))
+    assert torch.equal(
+        transforms.pil_to_tensor(image.convert("L"))[0],
+        torch.from_numpy(np.array(image.convert("L"))),
+    )
     for mode in ("BILINEAR", "BICUBIC"):
         expected = np.array(image.resize((12, 50), Image.Resampling[mode])).astype(int)
-        resized = transforms.resize(tensor, [50, 12], interpolation=transforms.InterpolationMode[mode])
+        resized = transforms.resize(
+            tensor, [50, 12], interpolation=transforms.InterpolationMode[mode]
+        )
         assert resized.dtype == torch.uint8
         assert np.abs(resized.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
     assert transforms.resize(tensor, (20, 30)) is tensor

@@ -62,23 +62,45 @@ def record() -> torch.npu.Event:
 
 
 LAUNCHES: dict[str, tuple[str, Callable[[], object], str]] = {
-    "an operator": ("aten::add.out", lambda: full(1.0) + full(1.0), "the current working operator name is aten::add.out"),
-    "a stack": ("aten::stack.out", lambda: torch.stack([full(1.0)], out=full(0.0, 1, 4)), "operator name is aten::stack.out"),
-    "a product": ("aten::mm.out", lambda: torch.mm(full(1.0, 2, 2), full(1.0, 2, 2), out=full(0.0, 2, 2)), "operator name is aten::mm.out"),
+    "an operator": (
+        "aten::add.out",
+        lambda: full(1.0) + full(1.0),
+        "the current working operator name is aten::add.out",
+    ),
+    "a stack": (
+        "aten::stack.out",
+        lambda: torch.stack([full(1.0)], out=full(0.0, 1, 4)),
+        "operator name is aten::stack.out",
+    ),
+    "a product": (
+        "aten::mm.out",
+        lambda: torch.mm(full(1.0, 2, 2), full(1.0, 2, 2), out=full(0.0, 2, 2)),
+        "operator name is aten::mm.out",
+    ),
     "a copy to pinned memory": (
         "device_to_host",
         lambda: pinned(0, 0).copy_(full(1.0, 2), non_blocking=True),
         "the current copy params are srclen=8, dstlen=8, kind=2",
     ),
-    "a copy from pinned memory": ("host_to_device", lambda: full(1.0, 2).copy_(pinned(0, 0), non_blocking=True), "kind=1"),
-    "a copy on the device": ("device_to_device", lambda: full(1.0).copy_(full(0.0)), "operator name is aclnnInplaceCopy"),
+    "a copy from pinned memory": (
+        "host_to_device",
+        lambda: full(1.0, 2).copy_(pinned(0, 0), non_blocking=True),
+        "kind=1",
+    ),
+    "a copy on the device": (
+        "device_to_device",
+        lambda: full(1.0).copy_(full(0.0)),
+        "operator name is aclnnInplaceCopy",
+    ),
     "a record": ("record_event", record, "the current working event is 0x"),
     "a wait": ("wait_event", wait_for_an_event, "the current working event is 0x"),
 }
 
 
 @scenarios(("name", "launch", "named"), LAUNCHES)
-def test_the_error_of_a_failed_launch_comes_with_a_later_call_and_once(name: str, launch: Callable[[], object], named: str) -> None:
+def test_the_error_of_a_failed_launch_comes_with_a_later_call_and_once(
+    name: str, launch: Callable[[], object], named: str
+) -> None:
     core.fail(name, "EZ1001: the parameter is wrong")
     kept = launch()  # an event that is dropped would take the error
     assert status() == "error"
@@ -111,15 +133,29 @@ def in_a_function_that_is_named() -> None:
 
 FILTERS: dict[str, tuple[str, list[Callable[[], object]], Callable[[], object]]] = {
     "a number": ("aten::tanh:3", [lambda: full(0.0).tanh()] * 2, lambda: full(0.0).tanh()),
-    "a thread": ("aten::tanh other-thread", [lambda: full(0.0).tanh()], lambda: in_thread(full(0.0).tanh)),
-    "a Python function": ("aten::tanh function_that_is_named", [lambda: full(0.0).tanh()], in_a_function_that_is_named),
-    "an NPU": ("aten::tanh npu:0", [lambda: torch.zeros(1, device="npu:1").tanh()], lambda: full(0.0).tanh()),
+    "a thread": (
+        "aten::tanh other-thread",
+        [lambda: full(0.0).tanh()],
+        lambda: in_thread(full(0.0).tanh),
+    ),
+    "a Python function": (
+        "aten::tanh function_that_is_named",
+        [lambda: full(0.0).tanh()],
+        in_a_function_that_is_named,
+    ),
+    "an NPU": (
+        "aten::tanh npu:0",
+        [lambda: torch.zeros(1, device="npu:1").tanh()],
+        lambda: full(0.0).tanh(),
+    ),
     "an operator": ("aten::tanh", [lambda: full(0.0).sin()], lambda: full(0.0).tanh()),
 }
 
 
 @scenarios(("failure", "others", "launch"), FILTERS)
-def test_a_failure_is_of(failure: str, others: list[Callable[[], object]], launch: Callable[[], object]) -> None:
+def test_a_failure_is_of(
+    failure: str, others: list[Callable[[], object]], launch: Callable[[], object]
+) -> None:
     core.fail(failure)
     for other in others:
         other()
@@ -173,7 +209,9 @@ DOES_NOT_THROW: dict[str, Callable[[Any], object]] = {
     "a new tensor": lambda each: torch.empty(4, device=NPU),
     "a view": lambda each: each.tensor[1:].view(3, 1),
     "a new event": lambda each: torch.npu.Event(),
-    "a wait for an event that was never recorded": lambda each: each.stream.wait_event(torch.npu.Event()),
+    "a wait for an event that was never recorded": lambda each: each.stream.wait_event(
+        torch.npu.Event()
+    ),
     "the current stream": lambda each: torch.npu.current_stream(),
 }
 

@@ -50,9 +50,17 @@ CASES: dict[str, tuple[Callable[[], Callable[[], object]], int]] = {
     "stack into a part of a slot": (lambda: stack(32, 40), 32 * ROW * 2),
     "stack of 33 into a part of a slot": (lambda: stack(33, 40), 2 * 33 * ROW * 2),
     # aclnnInplaceCopy in aclnn_copy.cpp:106
-    "copy into a part of a slot": (lambda: copy(layers(1)[0], on_device(ROWS, 3, HIDDEN, dtype=torch.bfloat16)[:, 1]), 0),
+    "copy into a part of a slot": (
+        lambda: copy(layers(1)[0], on_device(ROWS, 3, HIDDEN, dtype=torch.bfloat16)[:, 1]),
+        0,
+    ),
     "cast": (lambda: copy(layers(1)[0], on_device(ROWS, HIDDEN)), 0),
-    "cast into a part of a slot": (lambda: copy(on_device(ROWS, HIDDEN), on_device(ROWS, 3, HIDDEN, dtype=torch.bfloat16)[:, 1]), ROW * 2),
+    "cast into a part of a slot": (
+        lambda: copy(
+            on_device(ROWS, HIDDEN), on_device(ROWS, 3, HIDDEN, dtype=torch.bfloat16)[:, 1]
+        ),
+        ROW * 2,
+    ),
 }
 
 
@@ -109,7 +117,9 @@ def test_a_kept_workspace_leaves_less_for_tensors_and_is_given_up_for_them(
         settled()
         launch()
         tensor = on_device(50 * MIB, dtype=torch.uint8)
-        with pytest.raises(torch.OutOfMemoryError, match="NPUWorkspaceAllocator tried to allocate 20.00 MiB"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match="NPUWorkspaceAllocator tried to allocate 20.00 MiB"
+        ):
             launch()
     del tensor
 
@@ -129,7 +139,9 @@ def test_a_captured_operator_takes_no_workspace_of_its_own() -> None:
         launch()
         settled()
         held = torch.npu.memory_allocated(DEVICE)
-        graph = capture(launch, stream=torch.npu.Stream(DEVICE))  # the default one is of the first capture's device
+        graph = capture(
+            launch, stream=torch.npu.Stream(DEVICE)
+        )  # the default one is of the first capture's device
         graph.replay()
         torch.npu.synchronize(DEVICE)
     assert torch.npu.max_memory_allocated(DEVICE) == held

@@ -15,7 +15,13 @@ from vllm_ascend_hsx.emulator.ops.recurrent.causal_conv1d import npu_causal_conv
 PAD = -1
 
 
-def convolved(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
+def convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    before: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+) -> torch.Tensor:
     """Convolve x [tokens, channels] after `before` [width - 1, channels], in float64."""
     inputs, out = torch.cat((before, x)).double(), torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
@@ -25,9 +31,23 @@ def convolved(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, bias:
     return out / (1 + (-out).exp()) if silu else out
 
 
-def conv(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, **options: Any) -> torch.Tensor:
-    optional = ("bias", "query_start_loc", "cache_indices", "initial_state_mode", "num_accepted_tokens")
-    given = {**{f"{name}_opt": None for name in optional}, "activation_mode": 1, "pad_slot_id": PAD, "run_mode": 0, **options}
+def conv(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    optional = (
+        "bias",
+        "query_start_loc",
+        "cache_indices",
+        "initial_state_mode",
+        "num_accepted_tokens",
+    )
+    given = {
+        **{f"{name}_opt": None for name in optional},
+        "activation_mode": 1,
+        "pad_slot_id": PAD,
+        "run_mode": 0,
+        **options,
+    }
     output = torch.full_like(x, 77.0)
     assert npu_causal_conv1d_custom(output, x, weight, state, **given) is output
     return output
@@ -36,15 +56,27 @@ def conv(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, **options: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("silu", [True, False])
-def test_a_prefill_convolves_each_sequence_after_its_state(width: int, silu: bool, dtype: torch.dtype) -> None:
+def test_a_prefill_convolves_each_sequence_after_its_state(
+    width: int, silu: bool, dtype: torch.dtype
+) -> None:
     # New, with a state, shorter than the taps, without tokens, padding.
     bounds, rows = [0, 7, 12, 13, 13, 16], [4, 2, 0, 3, PAD]
-    x, weight, bias = random(16, 32, dtype=dtype), random(width, 32, seed=1, dtype=dtype), random(32, seed=2, dtype=dtype)
+    x, weight, bias = (
+        random(16, 32, dtype=dtype),
+        random(width, 32, seed=1, dtype=dtype),
+        random(32, seed=2, dtype=dtype),
+    )
     state = random(5, width + 1, 32, seed=3, dtype=dtype)
     before, has_state = state.clone(), [False, True, True, True, True]
     out = conv(
-        x, weight, state, bias_opt=bias, query_start_loc_opt=int32(*bounds), cache_indices_opt=int32(*rows),
-        initial_state_mode_opt=torch.tensor(has_state), activation_mode=int(silu),
+        x,
+        weight,
+        state,
+        bias_opt=bias,
+        query_start_loc_opt=int32(*bounds),
+        cache_indices_opt=int32(*rows),
+        initial_state_mode_opt=torch.tensor(has_state),
+        activation_mode=int(silu),
     )
     for sequence, (first, last) in enumerate(pairwise(bounds[:-1])):
         begin = before[rows[sequence], : width - 1] * has_state[sequence]
@@ -57,12 +89,25 @@ def test_a_prefill_convolves_each_sequence_after_its_state(width: int, silu: boo
 
 def test_token_by_token_is_the_same_as_at_once() -> None:
     x, weight, state = random(6, 16), random(4, 16, seed=1), torch.zeros(3, 3, 16)
-    whole = conv(x, weight, state.clone(), query_start_loc_opt=torch.tensor([0, 6]), cache_indices_opt=torch.tensor([2]))
+    whole = conv(
+        x,
+        weight,
+        state.clone(),
+        query_start_loc_opt=torch.tensor([0, 6]),
+        cache_indices_opt=torch.tensor([2]),
+    )
     for token in range(6):
         # Beside it a sequence of padding; of the table's columns the first counts.
         pair = torch.stack((x[token], x[0]))
         table = torch.tensor([[2, 1], [PAD, PAD]], dtype=torch.int32)
-        out = conv(pair, weight, state, query_start_loc_opt=torch.tensor([0, 1, 1]), cache_indices_opt=table, run_mode=1)
+        out = conv(
+            pair,
+            weight,
+            state,
+            query_start_loc_opt=torch.tensor([0, 1, 1]),
+            cache_indices_opt=table,
+            run_mode=1,
+        )
         torch.testing.assert_close(out[0], whole[token])
         assert (out[1] == 77).all()
     assert torch.equal(state[2], x[-3:])
@@ -71,9 +116,22 @@ def test_token_by_token_is_the_same_as_at_once() -> None:
 
 def test_an_update_takes_several_tokens_of_a_sequence() -> None:
     x, weight, state = random(5, 16), random(4, 16, seed=1), random(2, 3, 16, seed=2)
-    exact = torch.cat((convolved(x[:3], weight, state[1], None, False), convolved(x[3:], weight, state[0], None, False)))
+    exact = torch.cat(
+        (
+            convolved(x[:3], weight, state[1], None, False),
+            convolved(x[3:], weight, state[0], None, False),
+        )
+    )
     bounds, rows = torch.tensor([0, 3, 5]), torch.tensor([1, 0])
-    out = conv(x, weight, state, query_start_loc_opt=bounds, cache_indices_opt=rows, activation_mode=0, run_mode=1)
+    out = conv(
+        x,
+        weight,
+        state,
+        query_start_loc_opt=bounds,
+        cache_indices_opt=rows,
+        activation_mode=0,
+        run_mode=1,
+    )
     close(out, exact)
     assert torch.equal(state[1], x[:3])
 
@@ -86,7 +144,13 @@ def test_drafts_that_were_rejected_leave_no_trace_in_the_convolution() -> None:
     for next_accepted in (1, 3, 2, 1):
         step = torch.cat((x[real : real + next_accepted], random(3 - next_accepted, 16, seed=9)))
         out = conv(
-            step, weight, state, query_start_loc_opt=bounds, cache_indices_opt=rows, activation_mode=0, run_mode=1,
+            step,
+            weight,
+            state,
+            query_start_loc_opt=bounds,
+            cache_indices_opt=rows,
+            activation_mode=0,
+            run_mode=1,
             num_accepted_tokens_opt=torch.tensor([accepted]),
         )
         exact = convolved(step, weight, x[real - 3 : real], None, False)
@@ -110,13 +174,22 @@ def wrong(**changes: Any) -> Callable[[], object]:
 
 ONES = torch.ones(1)
 WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "accepted tokens in a prefill": (wrong(num_accepted_tokens_opt=ONES), "num_accepted_tokens_opt"),
+    "accepted tokens in a prefill": (
+        wrong(num_accepted_tokens_opt=ONES),
+        "num_accepted_tokens_opt",
+    ),
     "five taps": (wrong(weight=torch.ones(5, 16)), "width 5"),
-    "channels that are no multiple of 16": (wrong(weight=torch.ones(4, 24), x=torch.ones(2, 24)), "24 channels"),
+    "channels that are no multiple of 16": (
+        wrong(weight=torch.ones(4, 24), x=torch.ones(2, 24)),
+        "24 channels",
+    ),
     "a transposed state": (wrong(state=torch.ones(2, 16, 3).transpose(1, 2)), "contiguous"),
     "a state too short for the taps": (wrong(state=torch.ones(2, 2, 16)), "places"),
     "a prefill without bounds": (wrong(query_start_loc_opt=None), "query_start_loc_opt"),
-    "an update with new sequences": (wrong(run_mode=1, initial_state_mode_opt=ONES), "initial_state_mode_opt"),
+    "an update with new sequences": (
+        wrong(run_mode=1, initial_state_mode_opt=ONES),
+        "initial_state_mode_opt",
+    ),
 }
 
 

@@ -19,7 +19,9 @@ pytestmark = only_with(">=0.26", f"it has no {SOURCE}")
 @pytest.mark.parametrize("activation", [SWISH, SIGMOID])
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("is_rms_norm", [True, False])
-def test_rows_are_normed_and_gated(is_rms_norm: bool, norm_before_gate: bool, activation: int, dtype: torch.dtype) -> None:
+def test_rows_are_normed_and_gated(
+    is_rms_norm: bool, norm_before_gate: bool, activation: int, dtype: torch.dtype
+) -> None:
     x, gate = (random(ROWS, WIDTH, seed=seed, dtype=dtype) for seed in (0, 1))
     weight, bias = (random(WIDTH, seed=seed, dtype=dtype) for seed in (2, 3))
     out, mean, rstd = torch.zeros_like(x), torch.zeros(ROWS), torch.zeros(ROWS)
@@ -28,7 +30,9 @@ def test_rows_are_normed_and_gated(is_rms_norm: bool, norm_before_gate: bool, ac
         "norm_before_gate": norm_before_gate, "is_rms_norm": is_rms_norm, "has_bias": True,
     }  # fmt: skip
     # Two programs for four tiles of two rows, the last of which is half full.
-    kernels_of("vllm_ascend", SOURCE)[KERNEL][(2,)](x, gate, out, weight, bias, mean, rstd, EPS, ROWS, 2, **options)
+    kernels_of("vllm_ascend", SOURCE)[KERNEL][(2,)](
+        x, gate, out, weight, bias, mean, rstd, EPS, ROWS, 2, **options
+    )
     factor = gate.double().sigmoid() * (gate.double() if activation == SWISH else 1)
     rows = x.double() if norm_before_gate else x.double() * factor
     centre = 0 if is_rms_norm else rows.mean(-1, keepdim=True)

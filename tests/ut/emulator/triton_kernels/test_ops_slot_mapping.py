@@ -14,14 +14,21 @@ from vllm_ascend_hsx.emulator.ops.triton.kernels import REFERENCES
 
 SOURCES = {
     "vllm": ("v1/worker/block_table.py", {"BLOCK_SIZE": 4}),
-    "vllm_ascend": ("ops/triton/compute_slot_mapping.py", {"TILE_BLOCK_SIZE": 4, "BLOCK_TABLE_WINDOW_SIZE": 16}),
+    "vllm_ascend": (
+        "ops/triton/compute_slot_mapping.py",
+        {"TILE_BLOCK_SIZE": 4, "BLOCK_TABLE_WINDOW_SIZE": 16},
+    ),
 }
 OF_ASCEND = pytest.param("vllm_ascend", marks=only_with(">=0.26", "it takes vllm's kernel"))
 
 
 @pytest.mark.parametrize("package", ["vllm", OF_ASCEND])
-@pytest.mark.parametrize(("ranks", "rank", "turn", "parts"), [(1, 0, 1, 1), (2, 1, 1, 1), (2, 0, 4, 1), (2, 1, 2, 2)])
-def test_the_reference_equals_the_kernels_source(package: str, ranks: int, rank: int, turn: int, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rank", "turn", "parts"), [(1, 0, 1, 1), (2, 1, 1, 1), (2, 0, 4, 1), (2, 1, 2, 2)]
+)
+def test_the_reference_equals_the_kernels_source(
+    package: str, ranks: int, rank: int, turn: int, parts: int
+) -> None:
     path, sizes = SOURCES[package]
     if installed_is("<0.26"):
         if parts > 1:
@@ -41,10 +48,18 @@ def test_the_reference_equals_the_kernels_source(package: str, ranks: int, rank:
     assert_same(package, path, "_compute_slot_mapping_kernel", (4,), arguments)
 
 
-@pytest.mark.parametrize(("ranks", "rank", "turn", "whole"), [(1, 0, 1, 8), (2, 1, 1, 8), (2, 0, 4, 8), (2, 1, 2, 12)])
-def test_slots_of_blocks_that_are_parts_of_the_kv_caches(ranks: int, rank: int, turn: int, whole: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rank", "turn", "whole"), [(1, 0, 1, 8), (2, 1, 1, 8), (2, 0, 4, 8), (2, 1, 2, 12)]
+)
+def test_slots_of_blocks_that_are_parts_of_the_kv_caches(
+    ranks: int, rank: int, turn: int, whole: int
+) -> None:
     """By definition: what a rank holds of `ranks` blocks of the KV cache fills `whole` places."""
-    positions, table, slots = torch.tensor([0, 5, 6, 7, 19, 30]), torch.arange(16, dtype=torch.int32) * 3 + 1, torch.zeros(8)
+    positions, table, slots = (
+        torch.tensor([0, 5, 6, 7, 19, 30]),
+        torch.arange(16, dtype=torch.int32) * 3 + 1,
+        torch.zeros(8),
+    )
     REFERENCES["vllm_ascend.ops.triton.compute_slot_mapping._compute_slot_mapping_kernel"](
         (2,),
         {

@@ -48,8 +48,15 @@ def test_shapes_sums_and_choices() -> None:
     assert (values.tolist(), places.tolist()) == ([3, 5], [0, 1]), "the left one of equal values"
     with pytest.raises(NotImplementedError, match="tl.max"):
         tl.max(block, return_indices=True)
-    assert tl.gather(block, torch.tensor([[2, 0], [1, 1]], dtype=torch.int32), 1).tolist() == [[3, 3], [5, 5]]
-    assert tl.reshape(block, 3, 2).tolist() == tl.reshape(block, (3, 2)).tolist() == [[3, 1], [3, 0], [5, 2]]
+    assert tl.gather(block, torch.tensor([[2, 0], [1, 1]], dtype=torch.int32), 1).tolist() == [
+        [3, 3],
+        [5, 5],
+    ]
+    assert (
+        tl.reshape(block, 3, 2).tolist()
+        == tl.reshape(block, (3, 2)).tolist()
+        == [[3, 1], [3, 0], [5, 2]]
+    )
     assert torch.equal(tl.trans(block), block.T)
     assert tl.trans(block.view(1, 2, 3), 2, 0, 1).shape == (3, 1, 2)
     assert tl.cast(torch.tensor(1.0), tl.int32, bitcast=True) == 0x3F800000
@@ -63,13 +70,22 @@ def test_atomic_or_sets_every_bit_where_several_elements_meet() -> None:
         lanes = tl.arange(0, SIZE)
         token = tl.load(tokens + lanes, mask=lanes < count)
         bit = tl.full((SIZE,), 1, tl.int32) << (token % 32)
-        tl.store(before + lanes, tl.atomic_or(memory + token // 32, bit, mask=lanes < count), mask=lanes < count)
+        tl.store(
+            before + lanes,
+            tl.atomic_or(memory + token // 32, bit, mask=lanes < count),
+            mask=lanes < count,
+        )
 
     tokens = torch.tensor([0, 3, 31, 3, 40, 33, 95, 63], dtype=torch.int32)
     memory = torch.tensor([1 << 5, 0, 1, 7], dtype=torch.int32)
     before = torch.full((8,), 99, dtype=torch.int32)
     set_bits[(1,)](memory, tokens, before, 6, SIZE=8)  # the last two are masked
-    assert memory.tolist() == [(1 << 5 | 1 << 0 | 1 << 3 | 1 << 31) - (1 << 32), 1 << 8 | 1 << 1, 1, 7]
+    assert memory.tolist() == [
+        (1 << 5 | 1 << 0 | 1 << 3 | 1 << 31) - (1 << 32),
+        1 << 8 | 1 << 1,
+        1,
+        7,
+    ]
     assert before.tolist() == [1 << 5] * 4 + [0, 0, 99, 99]
 
 
@@ -110,7 +126,11 @@ def move_kernel(addresses_ptr, row, stride: tl.int64):
     source = tl.load(addresses_ptr) + row.to(tl.int64) * stride
     target = (tl.load(addresses_ptr + 1) + 8).to(tl.pointer_type(tl.uint64))
     offsets = tl.arange(0, 4)
-    tl.store(target + offsets, tl.load(source.to(tl.pointer_type(tl.uint64)) + offsets, mask=offsets < 3), mask=offsets < 3)
+    tl.store(
+        target + offsets,
+        tl.load(source.to(tl.pointer_type(tl.uint64)) + offsets, mask=offsets < 3),
+        mask=offsets < 3,
+    )
 
 
 def test_a_kernel_makes_pointers_of_addresses_that_it_has_computed() -> None:
@@ -121,7 +141,9 @@ def test_a_kernel_makes_pointers_of_addresses_that_it_has_computed() -> None:
     assert target.cpu().tolist() == [0.0, 0.0, *range(16, 22), 0.0, 0.0]
 
 
-def test_an_autotuned_kernel_can_be_told_from_a_plain_one_and_runs_with_its_first_configuration() -> None:
+def test_an_autotuned_kernel_can_be_told_from_a_plain_one_and_runs_with_its_first_configuration() -> (
+    None
+):
     @triton.autotune([Config({"BLOCK": 3}), Config({"BLOCK": 5})], key=["count"])
     @triton.jit
     def fill_kernel(out_ptr: Any, count: Any, BLOCK: tl.constexpr):

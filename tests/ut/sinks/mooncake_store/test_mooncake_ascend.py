@@ -23,12 +23,22 @@ from test_mooncake_objects import open_file
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake import store as mooncake_store
-from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeError, MooncakeOptions, ascend_engine
+from vllm_ascend_hsx.protocol.mooncake.store import (
+    MooncakeClient,
+    MooncakeError,
+    MooncakeOptions,
+    ascend_engine,
+)
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
 T = TypeVar("T")
-OPTIONS = MooncakeOptions(master_server_address="master:50051", local_hostname="10.0.0.1", protocol="ascend", device_name="3")
+OPTIONS = MooncakeOptions(
+    master_server_address="master:50051",
+    local_hostname="10.0.0.1",
+    protocol="ascend",
+    device_name="3",
+)
 
 
 class FakeEngine:
@@ -79,7 +89,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     monkeypatch.setitem(sys.modules, "mooncake.engine", module)
     monkeypatch.delitem(sys.modules, "vllm_ascend", raising=False)
     package = SimpleNamespace(
-        ReplicateConfig=SimpleNamespace, SoftPinAction=SimpleNamespace(ENABLE=1), MooncakeDistributedStore=FakeStore
+        ReplicateConfig=SimpleNamespace,
+        SoftPinAction=SimpleNamespace(ENABLE=1),
+        MooncakeDistributedStore=FakeStore,
     )
     monkeypatch.setattr(mooncake_store, "load_package", lambda: package)
     monkeypatch.setattr(mooncake_store, "own_address", lambda master: "10.0.0.9")
@@ -91,7 +103,11 @@ def test_the_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngi
     assert engine.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", "ascend", "3")]
     given = client._store.given
     assert (given["local_hostname"], given["engine"]) == ("10.0.0.1:15123", "the engine")
-    assert (given["protocol"], given["rdma_devices"], given["global_segment_size"]) == ("ascend", "3", 64)
+    assert (given["protocol"], given["rdma_devices"], given["global_segment_size"]) == (
+        "ascend",
+        "3",
+        64,
+    )
     client.register(4096, 100)
     client.unregister(4096)
     assert engine.calls[1:] == [("register_memory", 4096, 100), ("unregister_memory", 4096)]
@@ -103,13 +119,21 @@ def test_other_protocols_have_no_engine_of_ours(engine: FakeEngine) -> None:
     assert client._store.given["local_hostname"] == "10.0.0.1"
 
 
-def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
-    shared = SimpleNamespace(get_transfer_engine=lambda host, device: asked.append((host, device)) or "theirs")
+    shared = SimpleNamespace(
+        get_transfer_engine=lambda host, device: asked.append((host, device)) or "theirs"
+    )
     monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
     module = ModuleType(mooncake_store._SHARED_ENGINE)
     module.global_te = shared  # type: ignore[attr-defined]
-    monkeypatch.setattr(mooncake_store.importlib, "import_module", {mooncake_store._SHARED_ENGINE: module}.__getitem__)
+    monkeypatch.setattr(
+        mooncake_store.importlib,
+        "import_module",
+        {mooncake_store._SHARED_ENGINE: module}.__getitem__,
+    )
     assert ascend_engine("10.0.0.1", OPTIONS) == "theirs"
     assert asked == [("10.0.0.1", "3")] and engine.calls == []
 
@@ -122,7 +146,9 @@ def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(engine: FakeEngin
         ("fabric", "cannot be used with ASCEND_ENABLE_USE_FABRIC_MEM=1"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_a_remedy(fault: str, problem: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_used_is_named_with_a_remedy(
+    fault: str, problem: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if fault == "status":
         monkeypatch.setattr(engine, "status", -1)
     elif fault == "module":
@@ -188,7 +214,9 @@ def in_a_new_thread(call: Callable[[], T]) -> T:
 
 
 @pytest.mark.parametrize(("chosen", "used"), [(None, 0), (3, 3)], ids=["the first", "a chosen one"])
-def test_each_thread_that_opens_registers_or_closes_binds_the_npu(transport: ContextEngine, chosen: int | None, used: int) -> None:
+def test_each_thread_that_opens_registers_or_closes_binds_the_npu(
+    transport: ContextEngine, chosen: int | None, used: int
+) -> None:
     import torch
 
     def open_store() -> MooncakeClient:
@@ -205,14 +233,18 @@ def test_each_thread_that_opens_registers_or_closes_binds_the_npu(transport: Con
     assert transport.npus == [used] * 4
 
 
-def test_other_protocols_use_no_npu(transport: ContextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_protocols_use_no_npu(
+    transport: ContextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     MooncakeClient(OPTIONS.model_copy(update={"protocol": "rdma"}), segment=0)
     assert not hasattr(transport.bound, "npu")
 
 
 @pytest.mark.parametrize("fault", ["no torch_npu", "no NPU"])
-def test_a_reader_without_an_npu_is_refused_by_the_protocol(transport: ContextEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_an_npu_is_refused_by_the_protocol(
+    transport: ContextEngine, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     def none_there(npu: int) -> None:
@@ -222,7 +254,12 @@ def test_a_reader_without_an_npu_is_refused_by_the_protocol(transport: ContextEn
         monkeypatch.setattr(torch.npu, "set_device", none_there)
     else:
         monkeypatch.setitem(sys.modules, "torch_npu", None)
-    with pytest.raises(UserError, match="protocol='ascend' needs an NPU in every process that opens the store, also in a reader") as error:
+    with pytest.raises(
+        UserError,
+        match=(
+            "protocol='ascend' needs an NPU in every process that opens the store, also in a reader"
+        ),
+    ) as error:
         MooncakeReader("master:50051", protocol="ascend")
     assert ("No NPUs" in error.value.problem) == (fault == "no NPU")
     assert "'rdma' or 'tcp'" in error.value.remedy
@@ -234,17 +271,31 @@ def test_a_reader_without_an_npu_is_refused_by_the_protocol(transport: ContextEn
 def calls_of(file: str, name: str) -> list[ast.Call]:
     spec = find_spec("vllm_ascend")
     assert spec is not None and spec.submodule_search_locations
-    tree = ast.parse(Path(spec.submodule_search_locations[0], "distributed/kv_transfer", file).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+    tree = ast.parse(
+        Path(spec.submodule_search_locations[0], "distributed/kv_transfer", file).read_text()
+    )
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    return [
+        call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name
+    ]
 
 
 def test_the_engine_is_initialised_like_vllm_ascends(engine: FakeEngine) -> None:
     (call,) = calls_of("utils/mooncake_transfer_engine.py", "initialize")
     ascend_engine("host", OPTIONS)
     (ours,) = engine.calls
-    assert [ast.literal_eval(each) for each in call.args if isinstance(each, ast.Constant)] == [ours[2], ours[3]]
-    assert [each.id for each in call.args if isinstance(each, ast.Name)] == ["hostname", "device_name"]
+    assert [ast.literal_eval(each) for each in call.args if isinstance(each, ast.Constant)] == [
+        ours[2],
+        ours[3],
+    ]
+    assert [each.id for each in call.args if isinstance(each, ast.Name)] == [
+        "hostname",
+        "device_name",
+    ]
 
 
 def test_the_store_is_set_up_with_the_keywords_of_vllm_ascends(engine: FakeEngine) -> None:
@@ -255,21 +306,40 @@ def test_the_store_is_set_up_with_the_keywords_of_vllm_ascends(engine: FakeEngin
 
 
 def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
-    path = mooncake_store._SHARED_ENGINE.removeprefix("vllm_ascend.distributed.kv_transfer.").replace(".", "/") + ".py"
+    path = (
+        mooncake_store._SHARED_ENGINE.removeprefix("vllm_ascend.distributed.kv_transfer.").replace(
+            ".", "/"
+        )
+        + ".py"
+    )
     assert calls_of(path, "register_memory")
     spec = find_spec("vllm_ascend")
     assert spec is not None and spec.submodule_search_locations
-    tree = ast.parse(Path(spec.submodule_search_locations[0], "distributed/kv_transfer", path).read_text())
-    assigned = [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
+    tree = ast.parse(
+        Path(spec.submodule_search_locations[0], "distributed/kv_transfer", path).read_text()
+    )
+    assigned = [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
     assert "global_te" in assigned
-    (method,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "get_transfer_engine"]
+    (method,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "get_transfer_engine"
+    ]
     assert [each.arg for each in method.args.args] == ["self", "hostname", "device_name"]
 
 
 # A real store, with a real engine, over TCP
 
 
-def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(
+    master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vllm-ascend's scheduler has none either, and only asks which objects exist."""
     monkeypatch.setattr(mooncake_store, "_OWN_BUFFER", 0)
     client = MooncakeClient(MooncakeOptions(master_server_address=master.address), segment=16 << 20)
@@ -278,7 +348,9 @@ def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(master: Moon
     client.close()
 
 
-def test_rows_pass_through_a_store_whose_engine_is_ours(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_pass_through_a_store_whose_engine_is_ours(
+    master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with `ascend`, but for the transport."""
     monkeypatch.delitem(sys.modules, "vllm_ascend", raising=False)
     initialised: list[str] = []

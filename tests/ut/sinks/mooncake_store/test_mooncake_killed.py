@@ -35,7 +35,9 @@ def sink(master: MooncakeMaster) -> Iterator[MooncakeSink]:
 def lending_memory(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
     """A process that lends the store memory."""
     command = [sys.executable, "-m", "tests.ut.fakes.mooncake_process", "lend", master.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -88,7 +90,9 @@ def test_a_server_without_memory_of_its_own_stores_with_whom_is_left(tmp_path: P
     ):
         gone.kill()
         for _ in range(12):
-            assert np.array_equal(bits(reader.load(committed(sink, 5).handle, 10).hidden_states), finite_rows(0, 5))
+            assert np.array_equal(
+                bits(reader.load(committed(sink, 5).handle, 10).hidden_states), finite_rows(0, 5)
+            )
             failed = open_file(sink)
             failed.fail("as a test")
             with pytest.raises(HiddenStatesError, match="as a test"):
@@ -152,10 +156,15 @@ def test_other_failures_are_not_repeated(sink: MooncakeSink, flaky: Flaky) -> No
         assert not flaky.statuses and not flaky.now
 
 
-def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_until_one_succeeds(sink: MooncakeSink, flaky: Flaky) -> None:
+def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_until_one_succeeds(
+    sink: MooncakeSink, flaky: Flaky
+) -> None:
     """If nobody can be reached for longer, writers must not be kept for seconds by each request."""
     flaky.statuses = [-800] * 10_000
-    with pytest.raises(SinkError, match=r"the process whose memory holds it, or was to, cannot be reached: .*mooncake\.local_hostname"):
+    with pytest.raises(
+        SinkError,
+        match=r"the process whose memory holds it, or was to, cannot be reached: .*mooncake\.local_hostname",
+    ):
         committed(sink)
     assert PATIENCE_S <= flaky.now < PATIENCE_S + 1
     before = flaky.now, len(flaky.statuses)
@@ -168,7 +177,9 @@ def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_unt
     committed(sink)
 
 
-def test_a_request_that_begins_does_not_wait_for_its_reason_to_be_stored(sink: MooncakeSink, flaky: Flaky) -> None:
+def test_a_request_that_begins_does_not_wait_for_its_reason_to_be_stored(
+    sink: MooncakeSink, flaky: Flaky
+) -> None:
     """A step waits for it, and the response has the reason."""
     flaky.statuses = [-800] * 100
     with pytest.raises(SinkError, match=r"mooncake\.local_buffer_size"):

@@ -23,7 +23,13 @@ from sink_cases import mooncake_options as options
 from sink_harness import FORMAT, bits, finite_rows, put, token_ids
 
 from vllm_ascend_hsx.protocol.checksum import Digest
-from vllm_ascend_hsx.protocol.mooncake.manifest import MANIFEST_KEY_SUFFIX, handle_of, keys_of, packed_layout, transfer_params
+from vllm_ascend_hsx.protocol.mooncake.manifest import (
+    MANIFEST_KEY_SUFFIX,
+    handle_of,
+    keys_of,
+    packed_layout,
+    transfer_params,
+)
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
@@ -54,17 +60,24 @@ def open_file(sink: MooncakeSink, name: str = "", tokens: int = 0) -> MooncakeFi
     return sink.open(request_id, Path(handle_of(request_id)), tokens)
 
 
-def committed(sink: MooncakeSink, tokens: int = 5, name: str = "", version: int = 0) -> MooncakeFile:
+def committed(
+    sink: MooncakeSink, tokens: int = 5, name: str = "", version: int = 0
+) -> MooncakeFile:
     file = open_file(sink, name, tokens)
     put(file, tokens, version)
     return file
 
 
-@given(tokens=st.integers(0, 5000), layers=st.integers(1, 4), hidden=st.sampled_from([8, 24, 64, 2880]))
+@given(
+    tokens=st.integers(0, 5000), layers=st.integers(1, 4), hidden=st.sampled_from([8, 24, 64, 2880])
+)
 def test_the_layout_is_that_of_hs_connectors(tokens: int, layers: int, hidden: int) -> None:
     row_format = RowFormat(tuple(range(layers)), hidden, "BF16")
     ours = transfer_params("handle", row_format, tokens, False)
-    shapes = {"hidden_states": ([tokens, layers, hidden], torch.bfloat16), "token_ids": ([tokens], torch.int64)}
+    shapes = {
+        "hidden_states": ([tokens, layers, hidden], torch.bfloat16),
+        "token_ids": ([tokens], torch.int64),
+    }
     tensors, size = packed_layout_of_hs_connectors(shapes)
     assert (ours["tensors"], ours["metadata"]["total_aligned_bytes"]) == (tensors, size)
 
@@ -82,7 +95,11 @@ def test_quantised_rows_come_with_their_scales_and_are_dequantised_by_our_reader
             file.write(first, rows[first : first + 3].contiguous().view(torch.uint8).numpy())
         file.commit(token_ids(5), 4)
         params = transfer_params(file.handle, row_format, 5, True)
-        states, as_stored, theirs = reader.load(params, 10), reader.load(params, 10, dequantize=False), transfer.get_generated(params)
+        states, as_stored, theirs = (
+            reader.load(params, 10),
+            reader.load(params, 10, dequantize=False),
+            transfer.get_generated(params),
+        )
     assert theirs is not None
     for found in (as_stored._asdict(), {**theirs, "scales": theirs["hidden_states_scales"]}):
         assert torch.equal(found["hidden_states"].view(torch.uint8), stored.view(torch.uint8))
@@ -102,38 +119,58 @@ def test_speculators_reader_takes_it_and_its_delete_removes_the_data(
     assert set(found) == {"hidden_states", "token_ids"}
     assert np.array_equal(bits(found["hidden_states"]), finite_rows(0, 7))
     transfer.delete(file.handle)
-    with pytest.raises(HiddenStatesError, match="its data is not there any more: somebody has removed it"):
+    with pytest.raises(
+        HiddenStatesError, match="its data is not there any more: somebody has removed it"
+    ):
         reader.load(params, 10)
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, True])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(reader: MooncakeReader, timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"):
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(
+    reader: MooncakeReader, timeout: float
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"
+    ):
         reader.load(handle_of("cmpl-none"), timeout)
     with pytest.raises(TimeoutError, match="nothing is in the store under 'cmpl-none' after 0 s"):
         reader.load(handle_of("cmpl-none"), 0)
 
 
-def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apart(sink: MooncakeSink, reader: MooncakeReader) -> None:
+def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apart(
+    sink: MooncakeSink, reader: MooncakeReader
+) -> None:
     one, other = committed(sink), committed(sink)
     sink.client.remove([one.handle])
-    with pytest.raises(HiddenStatesError, match="its data is not there any more: somebody has removed it, or the process"):
+    with pytest.raises(
+        HiddenStatesError,
+        match="its data is not there any more: somebody has removed it, or the process",
+    ):
         reader.load(one.handle, 1)
     sink.client.remove([f"{other.handle}:manifest"])
-    with pytest.raises(HiddenStatesError, match="its data is there, but its manifest is not: somebody has removed it"):
+    with pytest.raises(
+        HiddenStatesError,
+        match="its data is there, but its manifest is not: somebody has removed it",
+    ):
         reader.load(other.handle, 0.1)
 
 
 # Checksums
 
 
-def test_data_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink, reader: MooncakeReader) -> None:
+def test_data_that_is_not_as_it_was_written_is_refused(
+    sink: MooncakeSink, reader: MooncakeReader
+) -> None:
     file = committed(sink, 5)
     right = reader.load(file.handle, 10)
     swap(sink, file.handle, finite_rows(0, 5, version=9))
-    with pytest.raises(HiddenStatesError, match=f"its checksum is [0-9a-f]{{8}}, not {right.metadata['checksum']}"):
+    with pytest.raises(
+        HiddenStatesError, match=f"its checksum is [0-9a-f]{{8}}, not {right.metadata['checksum']}"
+    ):
         reader.load(file.handle, 10)
-    assert np.array_equal(bits(reader.load(file.handle, 10, verify=False).hidden_states), finite_rows(0, 5, 9))
+    assert np.array_equal(
+        bits(reader.load(file.handle, 10, verify=False).hidden_states), finite_rows(0, 5, 9)
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +182,9 @@ def test_data_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink, reade
         (b'"checksum_algorithm"', b'"checksum_algorythm"'),
     ],
 )
-def test_a_manifest_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink, reader: MooncakeReader, old: bytes, new: bytes) -> None:
+def test_a_manifest_that_is_not_as_it_was_written_is_refused(
+    sink: MooncakeSink, reader: MooncakeReader, old: bytes, new: bytes
+) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     text = sink.client.get(key)
@@ -158,7 +197,9 @@ def test_a_manifest_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink,
         reader.load(file.handle, 10)
 
 
-def test_data_of_version_1_is_verified_as_before(sink: MooncakeSink, reader: MooncakeReader) -> None:
+def test_data_of_version_1_is_verified_as_before(
+    sink: MooncakeSink, reader: MooncakeReader
+) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     text, data = sink.client.get(key), sink.client.get(file.handle)
@@ -168,7 +209,9 @@ def test_data_of_version_1_is_verified_as_before(sink: MooncakeSink, reader: Moo
     digest = Digest()
     digest.update(data)
     sink.client.remove([key])
-    old = text.replace(b'"format_version":"2"', b'"format_version":"1"').replace(stated.encode(), digest.hexdigest().encode())
+    old = text.replace(b'"format_version":"2"', b'"format_version":"1"').replace(
+        stated.encode(), digest.hexdigest().encode()
+    )
     sink.client.put(key, old)
     assert np.array_equal(bits(reader.load(file.handle, 10).hidden_states), finite_rows(0, 5))
     swap(sink, file.handle, finite_rows(0, 5, version=9))
@@ -178,19 +221,30 @@ def test_data_of_version_1_is_verified_as_before(sink: MooncakeSink, reader: Moo
 
 @pytest.mark.parametrize(
     "text",
-    [b"[" * 100_000, b'{"tensors":{},"metadata":{}}', b'{"tensors":{"hidden_states":{"offset":1e400}}}', b"\xff"],
+    [
+        b"[" * 100_000,
+        b'{"tensors":{},"metadata":{}}',
+        b'{"tensors":{"hidden_states":{"offset":1e400}}}',
+        b"\xff",
+    ],
     ids=range(4),
 )
-def test_a_manifest_that_makes_no_sense_is_one_error(sink: MooncakeSink, reader: MooncakeReader, text: bytes) -> None:
+def test_a_manifest_that_makes_no_sense_is_one_error(
+    sink: MooncakeSink, reader: MooncakeReader, text: bytes
+) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     sink.client.remove([key])
     sink.client.put(key, text)
-    with pytest.raises(HiddenStatesError, match="its manifest cannot be understood|it has no hidden_states"):
+    with pytest.raises(
+        HiddenStatesError, match="its manifest cannot be understood|it has no hidden_states"
+    ):
         reader.load(file.handle, 10)
 
 
-def test_without_a_checksum_none_is_compared(master: MooncakeMaster, reader: MooncakeReader) -> None:
+def test_without_a_checksum_none_is_compared(
+    master: MooncakeMaster, reader: MooncakeReader
+) -> None:
     with MooncakeSink(options(master.address), FORMAT, checksum="none") as sink:
         file = committed(sink, 5)
         assert "checksum" not in reader.load(file.handle, 10).metadata
@@ -212,7 +266,12 @@ def test_padding_holds_nothing_of_an_earlier_request(sink: MooncakeSink) -> None
 @pytest.mark.parametrize("params", [{"hidden_states_error": "refused"}, {"handle": 3}, None, "", 3])
 def test_params_without_a_handle_are_refused(reader: MooncakeReader, params: Any) -> None:
     for call in (reader.load, reader.remove):
-        with pytest.raises(ValueError, match=re.escape(f"there is no 'handle' in {params!r}; give the response's kv_transfer_params")):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(
+                f"there is no 'handle' in {params!r}; give the response's kv_transfer_params"
+            ),
+        ):
             call(params)
 
 
@@ -222,10 +281,18 @@ def page_blocks(label: str) -> list[str]:
     return found
 
 
-def test_an_object_can_be_read_as_the_page_says(master: MooncakeMaster, sink: MooncakeSink, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_object_can_be_read_as_the_page_says(
+    master: MooncakeMaster, sink: MooncakeSink, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = committed(sink)
     (code,) = page_blocks("read")
-    exec(code, {"master": master.address, "kv_transfer_params": transfer_params(file.handle, FORMAT, 5, False)})
+    exec(
+        code,
+        {
+            "master": master.address,
+            "kv_transfer_params": transfer_params(file.handle, FORMAT, 5, False),
+        },
+    )
     assert capsys.readouterr().out.startswith("torch.Size([5, 3, 8]) tensor([1000000007,")
     assert sink.client.exist(keys_of(file.handle)) == [False, False, False]
 

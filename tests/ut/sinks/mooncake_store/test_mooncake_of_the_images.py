@@ -44,45 +44,99 @@ class ConfigOf0313:
     __slots__ = ("preferred_segment", "soft_pin_action", "with_hard_pin")
 
 
-def test_an_error_is_soft_pinned_by_the_flag_of_the_images_and_by_the_action_of_later_releases() -> None:
+def test_an_error_is_soft_pinned_by_the_flag_of_the_images_and_by_the_action_of_later_releases() -> (
+    None
+):
     of_images = soft_pinned(SimpleNamespace(ReplicateConfig=ConfigOfTheImages))  # type: ignore[arg-type]
     assert of_images.with_soft_pin is True
-    later = SimpleNamespace(ReplicateConfig=ConfigOf0313, SoftPinAction=SimpleNamespace(ENABLE="enable"))
+    later = SimpleNamespace(
+        ReplicateConfig=ConfigOf0313, SoftPinAction=SimpleNamespace(ENABLE="enable")
+    )
     assert soft_pinned(later).soft_pin_action == "enable"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("config", "is_refused"), [(ConfigOfTheImages, False), (ConfigOf0313, False), (SimpleNamespace, True)])
-def test_only_a_package_that_cannot_keep_objects_is_too_old(config: type, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [(ConfigOfTheImages, False), (ConfigOf0313, False), (SimpleNamespace, True)],
+)
+def test_only_a_package_that_cannot_keep_objects_is_too_old(
+    config: type, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = SimpleNamespace(ReplicateConfig=config)
     monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=package))
     monkeypatch.setitem(sys.modules, "mooncake.store", package)
     if not is_refused:
         assert load_package() is package
         return
-    with pytest.raises(UserError, match=r"too old: it cannot keep objects from eviction.*Install 0\.3\.11 or a newer one"):
+    with pytest.raises(
+        UserError,
+        match=r"too old: it cannot keep objects from eviction.*Install 0\.3\.11 or a newer one",
+    ):
         load_package()
 
 
 def pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+        *words,
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long  # it downloads 40 MB
-def test_the_tests_of_the_sink_and_the_readers_pass_with_the_release_of_the_images(tmp_path: Path) -> None:
+def test_the_tests_of_the_sink_and_the_readers_pass_with_the_release_of_the_images(
+    tmp_path: Path,
+) -> None:
     """With the build for x86-64 over TCP, `mooncake_master` included."""
-    pip("install", "--no-deps", "--target", str(tmp_path), f"mooncake-transfer-engine-non-cuda=={VERSION}")
+    pip(
+        "install",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        f"mooncake-transfer-engine-non-cuda=={VERSION}",
+    )
     installed = find_spec("mooncake")
     assert installed is not None and installed.submodule_search_locations
     # Debian's libraries are beside the installed release (tools/mooncake_libraries.py).
-    libraries = Path(installed.submodule_search_locations[0]).with_name("mooncake_transfer_engine_non_cuda.libs")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(libraries), "CI": "true"}
-    probe = "import mooncake.store; print(mooncake.store.__file__, hasattr(mooncake.store, 'SoftPinAction'))"
-    found = subprocess.run([sys.executable, "-c", probe], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    libraries = Path(installed.submodule_search_locations[0]).with_name(
+        "mooncake_transfer_engine_non_cuda.libs"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "LD_LIBRARY_PATH": str(libraries),
+        "CI": "true",
+    }
+    probe = (
+        "import mooncake.store; print(mooncake.store.__file__, hasattr(mooncake.store, "
+        "'SoftPinAction'))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", probe],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
     assert found.split() == [str(tmp_path / "mooncake/store.so"), "False"]
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "600", "-k", "mooncake", *TESTS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert int(passed) > 100 and "skipped" not in done.stdout.splitlines()[-1]
@@ -91,12 +145,29 @@ def test_the_tests_of_the_sink_and_the_readers_pass_with_the_release_of_the_imag
 @pytest.mark.long
 def test_the_build_of_the_images_has_every_name_that_is_called(tmp_path: Path) -> None:
     """By the names in its libraries: nothing here can import a module for aarch64."""
-    platform = ["--platform", "manylinux_2_35_aarch64", "--python-version", "3.12", "--only-binary", ":all:"]
-    pip("download", "--no-deps", *platform, "--dest", str(tmp_path), f"mooncake-transfer-engine-npu=={VERSION}")
+    platform = [
+        "--platform",
+        "manylinux_2_35_aarch64",
+        "--python-version",
+        "3.12",
+        "--only-binary",
+        ":all:",
+    ]
+    pip(
+        "download",
+        "--no-deps",
+        *platform,
+        "--dest",
+        str(tmp_path),
+        f"mooncake-transfer-engine-npu=={VERSION}",
+    )
     (wheel,) = tmp_path.glob("*.whl")
     sources = Path(str(store.__file__)).read_text()
     with zipfile.ZipFile(wheel) as archive:
-        modules = {"_store": archive.read("mooncake/store.so"), "_engine": archive.read("mooncake/engine.so")}
+        modules = {
+            "_store": archive.read("mooncake/store.so"),
+            "_engine": archive.read("mooncake/engine.so"),
+        }
     for owner, module in modules.items():
         called = set(re.findall(rf"self\.{owner}\.(\w+)\(", sources))
         assert len(called) >= 4

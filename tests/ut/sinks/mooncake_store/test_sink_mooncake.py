@@ -25,11 +25,21 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.stats import failure_kind
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake.manifest import handle_of, keys_of
-from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeError, MooncakeOptions, own_address
+from vllm_ascend_hsx.protocol.mooncake.store import (
+    MooncakeClient,
+    MooncakeError,
+    MooncakeOptions,
+    own_address,
+)
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.mooncake.buffer_pool import CHUNK, BufferPool, BufferPoolFullError, PooledBuffer
+from vllm_ascend_hsx.sinks.mooncake.buffer_pool import (
+    CHUNK,
+    BufferPool,
+    BufferPoolFullError,
+    PooledBuffer,
+)
 from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
 ROW = FORMAT.row_bytes
@@ -45,7 +55,9 @@ def is_free(sink: MooncakeSink) -> bool:
     return sink.buffer_pool.free == sink.buffer_pool.size
 
 
-def test_requests_that_grow_by_turns_have_chunks_far_apart_and_do_not_mix(sink: MooncakeSink, reader: MooncakeReader) -> None:
+def test_requests_that_grow_by_turns_have_chunks_far_apart_and_do_not_mix(
+    sink: MooncakeSink, reader: MooncakeReader
+) -> None:
     step, count = CHUNK // ROW - 7, 4
     files = [open_file(sink) for _ in range(3)]
     for index in range(count):
@@ -54,13 +66,17 @@ def test_requests_that_grow_by_turns_have_chunks_far_apart_and_do_not_mix(sink: 
     assert len(files[1]._buffer.parts(count * step * ROW)) > 2
     for version, file in enumerate(files):
         file.commit(token_ids(count * step), count * step)
-        assert np.array_equal(bits(reader.load(file.handle, 10).hidden_states), finite_rows(0, count * step, version))
+        assert np.array_equal(
+            bits(reader.load(file.handle, 10).hidden_states), finite_rows(0, count * step, version)
+        )
         reader.remove(file.handle)
     assert is_free(sink)
 
 
 @pytest.mark.parametrize("handle", ["a/b", "a:error", "ä", "a\nb", "."])
-def test_a_handle_that_could_be_somebody_elses_key_is_refused(sink: MooncakeSink, handle: str) -> None:
+def test_a_handle_that_could_be_somebody_elses_key_is_refused(
+    sink: MooncakeSink, handle: str
+) -> None:
     if handle == ".":  # what pathlib makes of nothing
         assert handle_of("") != handle
         return
@@ -78,10 +94,14 @@ def test_two_ids_share_no_key(ids: list[str]) -> None:
 # Memory
 
 
-def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_back(sink: MooncakeSink, reader: MooncakeReader) -> None:
+def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_back(
+    sink: MooncakeSink, reader: MooncakeReader
+) -> None:
     half = sink.buffer_pool.size // 2 // ROW
     first, second = open_file(sink, tokens=half), open_file(sink)
-    with pytest.raises(SinkError, match=r"bytes more are wanted .* mooncake\.local_buffer_size=4194304 .* are free") as failure:
+    with pytest.raises(
+        SinkError, match=r"bytes more are wanted .* mooncake\.local_buffer_size=4194304 .* are free"
+    ) as failure:
         open_file(sink, "too large", tokens=half + CHUNK // ROW)
     assert failure_kind(failure.value) == "ENOSPC"
     with pytest.raises(HiddenStatesError, match=r"mooncake\.local_buffer_size"):
@@ -120,17 +140,24 @@ def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) 
 # A store that fails
 
 
-def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicted_for_it(tmp_path: Path) -> None:
+def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicted_for_it(
+    tmp_path: Path,
+) -> None:
     require_mooncake()
     tokens = (2 << 20) // ROW
     with (
-        MooncakeMaster(tmp_path, "-eviction_high_watermark_ratio=0.3", "-eviction_ratio=0.5") as own,
+        MooncakeMaster(
+            tmp_path, "-eviction_high_watermark_ratio=0.3", "-eviction_ratio=0.5"
+        ) as own,
         MooncakeReader(own.address) as reader,
         MooncakeSink(options(own.address, global_segment_size=16 << 20), FORMAT) as sink,
     ):
         sink.client.put("somebody else's", bytes(1000), may_go=True)
         kept: list[str] = []
-        with pytest.raises(SinkError, match="the store has no room for it: have consumers remove what they have read") as failure:
+        with pytest.raises(
+            SinkError,
+            match="the store has no room for it: have consumers remove what they have read",
+        ) as failure:
             for _ in range(20):
                 kept.append(committed(sink, tokens).handle)
         assert failure_kind(failure.value) == "ENOSPC"
@@ -138,9 +165,14 @@ def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicte
         assert is_free(sink)
         wait_until(lambda: not any(sink.client.exist(["somebody else's"])))  # so it does evict
         for handle in kept:
-            assert np.array_equal(bits(reader.load(handle, 10).hidden_states), finite_rows(0, tokens))
+            assert np.array_equal(
+                bits(reader.load(handle, 10).hidden_states), finite_rows(0, tokens)
+            )
         reader.remove(kept[0])
-        assert np.array_equal(bits(reader.load(committed(sink, tokens, version=3).handle, 10).hidden_states), finite_rows(0, tokens, 3))
+        assert np.array_equal(
+            bits(reader.load(committed(sink, tokens, version=3).handle, 10).hidden_states),
+            finite_rows(0, tokens, 3),
+        )
 
 
 def test_manifests_do_not_pile_up_where_consumers_leave_them(sink: MooncakeSink) -> None:
@@ -158,17 +190,23 @@ def test_a_master_that_dies_fails_requests_one_by_one_and_the_sink_survives(tmp_
         under_way = open_file(sink, tokens=5)
         under_way.write(0, finite_rows(0, 5))
         own.kill()
-        with pytest.raises(SinkError, match="it could not be put into the store: mooncake_master does not answer") as failure:
+        with pytest.raises(
+            SinkError, match="it could not be put into the store: mooncake_master does not answer"
+        ) as failure:
             under_way.commit(token_ids(5), 5)
         assert failure_kind(failure.value) == "ENOTCONN"
-        with pytest.raises(SinkError, match="could not be removed: mooncake_master does not answer"):
+        with pytest.raises(
+            SinkError, match="could not be removed: mooncake_master does not answer"
+        ):
             open_file(sink)
         assert is_free(sink)
         with own:  # it is started again, at the same place
             wait_until(lambda: not fails(lambda: sink.client.exist(["x"])))
             wait_until(lambda: not fails(lambda: committed(sink, 5, "later")))
             with MooncakeReader(own.address) as reader:
-                assert np.array_equal(bits(reader.load("later", 10).hidden_states), finite_rows(0, 5))
+                assert np.array_equal(
+                    bits(reader.load("later", 10).hidden_states), finite_rows(0, 5)
+                )
 
 
 def test_data_that_went_with_its_server_is_said_to_be_gone(tmp_path: Path) -> None:
@@ -178,18 +216,22 @@ def test_data_that_went_with_its_server_is_said_to_be_gone(tmp_path: Path) -> No
         with MooncakeSink(options(own.address), FORMAT) as sink:
             gone = committed(sink, 5)
             assert len(reader.load(gone.handle, 10).token_ids) == 5
-        with pytest.raises((HiddenStatesError, TimeoutError), match="there any more|nothing is in the store|has ended"):
+        with pytest.raises(
+            (HiddenStatesError, TimeoutError),
+            match="there any more|nothing is in the store|has ended",
+        ):
             reader.load(gone.handle, 1)
 
 
 # Begin
 
 
-@pytest.mark.parametrize(
-    "address", ["nowhere", "h:x", ":1", "h:70000"]
-)
+@pytest.mark.parametrize("address", ["nowhere", "h:x", ":1", "h:70000"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match=f"master_server_address='{address}' is not host:port.* Start `mooncake_master`"):
+    with pytest.raises(
+        UserError,
+        match=f"master_server_address='{address}' is not host:port.* Start `mooncake_master`",
+    ):
         own_address(address)
 
 
@@ -200,12 +242,17 @@ def test_a_master_that_is_not_there_is_refused_at_once() -> None:
         MooncakeClient(MooncakeOptions(master_server_address=address), segment=0)
 
 
-def test_memory_that_cannot_be_registered_is_refused_by_its_option(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_registered_is_refused_by_its_option(
+    master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: MooncakeClient, address: int, size: int) -> None:
         raise MooncakeError(-600)
 
     monkeypatch.setattr(MooncakeClient, "register", refuse)
-    with pytest.raises(UserError, match=r"local_buffer_size=4194304 cannot be registered: .* status -600.*ulimit -l"):
+    with pytest.raises(
+        UserError,
+        match=r"local_buffer_size=4194304 cannot be registered: .* status -600.*ulimit -l",
+    ):
         MooncakeSink(options(master.address), FORMAT)
 
 
@@ -226,7 +273,9 @@ def test_rows_cross_the_network_to_readers_on_another_machine(tmp_path: Path) ->
     require_mooncake()
 
     def process(machine: Machine, part: str, master: MooncakeMaster) -> subprocess.Popen[str]:
-        command = machine.command([sys.executable, "-m", "tests.ut.fakes.mooncake_process", part, master.address])
+        command = machine.command(
+            [sys.executable, "-m", "tests.ut.fakes.mooncake_process", part, master.address]
+        )
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     with (

@@ -39,7 +39,9 @@ class Band(NamedTuple):
         return mask
 
 
-def band_of(op: str, sparse_mode: int, pre_tokens: int, next_tokens: int, queries: int, keys: int) -> Band:
+def band_of(
+    op: str, sparse_mode: int, pre_tokens: int, next_tokens: int, queries: int, keys: int
+) -> Band:
     """Return the band that ``sparse_mode`` selects for one sequence.
 
     0: all keys. 2: causal, query 0 aligned with key 0. 3: causal, the last query aligned with the
@@ -54,8 +56,14 @@ def band_of(op: str, sparse_mode: int, pre_tokens: int, next_tokens: int, querie
     if sparse_mode == 3:
         return Band(ends, None, 0)
     if sparse_mode == 4:
-        return Band(ends, None if pre_tokens >= UNBOUNDED else pre_tokens, None if next_tokens >= UNBOUNDED else next_tokens)
-    raise NotImplementedError(f"{op}: sparse_mode={sparse_mode} has no reference in the emulated NPU")
+        return Band(
+            ends,
+            None if pre_tokens >= UNBOUNDED else pre_tokens,
+            None if next_tokens >= UNBOUNDED else next_tokens,
+        )
+    raise NotImplementedError(
+        f"{op}: sparse_mode={sparse_mode} has no reference in the emulated NPU"
+    )
 
 
 def attend(
@@ -84,10 +92,14 @@ def attend(
     queries, heads = query.shape[:2]
     keys, kv_heads = key.shape[:2]
     if keys == 0:
-        nothing = torch.zeros(queries, heads, value.shape[-1], dtype=torch.float32, device=query.device)
+        nothing = torch.zeros(
+            queries, heads, value.shape[-1], dtype=torch.float32, device=query.device
+        )
         return nothing, torch.full((queries, heads), float("inf"), device=query.device)
     group = heads // kv_heads
-    grouped = query.float().view(queries, kv_heads, group, -1).permute(1, 2, 0, 3)  # [kv_heads, group, queries, D]
+    grouped = (
+        query.float().view(queries, kv_heads, group, -1).permute(1, 2, 0, 3)
+    )  # [kv_heads, group, queries, D]
     scores = grouped @ key.float().permute(1, 2, 0).unsqueeze(1) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -98,7 +110,9 @@ def attend(
     weights = torch.exp(scores - total.masked_fill(blind, 0.0).unsqueeze(-1))
     out = weights @ value.float().permute(1, 0, 2).unsqueeze(1)
     lse = lse.masked_fill(blind, float("inf"))
-    return out.permute(2, 0, 1, 3).reshape(queries, heads, -1), lse.permute(2, 0, 1).reshape(queries, heads)
+    return out.permute(2, 0, 1, 3).reshape(queries, heads, -1), lse.permute(2, 0, 1).reshape(
+        queries, heads
+    )
 
 
 class PagedKeys:
@@ -113,7 +127,14 @@ class PagedKeys:
         kv_heads, head_major: of the cache.
     """
 
-    def __init__(self, op: str, cache: torch.Tensor, table: torch.Tensor, kv_heads: int, head_major: bool = False) -> None:
+    def __init__(
+        self,
+        op: str,
+        cache: torch.Tensor,
+        table: torch.Tensor,
+        kv_heads: int,
+        head_major: bool = False,
+    ) -> None:
         check_dtype(op, "block_table", table, (torch.int32,))
         check_rank(op, "block_table", table, 2)
         self._op = op
@@ -122,7 +143,9 @@ class PagedKeys:
         if cache.dim() == 5:
             self._blocks = cache.permute(0, 3, 1, 2, 4)
         else:
-            self._blocks = cache.transpose(1, 2) if head_major else cache.view(*cache.shape[:2], kv_heads, -1)
+            self._blocks = (
+                cache.transpose(1, 2) if head_major else cache.view(*cache.shape[:2], kv_heads, -1)
+            )
         self.block_size = self._blocks.shape[1]
 
     def of(self, sequence: int, length: int) -> torch.Tensor:
@@ -131,25 +154,56 @@ class PagedKeys:
         Blocks after ``length`` are not read.
         """
         count = -(-length // self.block_size)
-        check(count <= self._table.shape[1], self._op, "block_table",
-              f"sequence {sequence} has {length} keys, more than its {self._table.shape[1]} blocks of {self.block_size} hold")
+        check(
+            count <= self._table.shape[1],
+            self._op,
+            "block_table",
+            (
+                f"sequence {sequence} has {length} keys, more than its {self._table.shape[1]} "
+                "blocks "
+                f"of {self.block_size} hold"
+            ),
+        )
         ids = self._host_table[sequence, :count]
         outside = ids[(ids < 0) | (ids >= self._blocks.shape[0])]
-        check(outside.numel() == 0, self._op, "block_table",
-              f"sequence {sequence} names blocks {outside.tolist()[:8]}; the cache has {self._blocks.shape[0]}")
-        return self._blocks.index_select(0, self._table[sequence, :count]).flatten(0, 1)[:length].flatten(2)
+        check(
+            outside.numel() == 0,
+            self._op,
+            "block_table",
+            (
+                f"sequence {sequence} names blocks {outside.tolist()[:8]}; the cache has "
+                f"{self._blocks.shape[0]}"
+            ),
+        )
+        return (
+            self._blocks.index_select(0, self._table[sequence, :count])
+            .flatten(0, 1)[:length]
+            .flatten(2)
+        )
 
 
 def check_heads(op: str, heads: int, kv_heads: int) -> int:
     """Return the number of key heads, which must divide ``heads``; 0 means ``heads``."""
     check(heads > 0, op, "num_heads", f"{heads} must be positive")
     actual = kv_heads or heads
-    check(actual > 0 and heads % actual == 0, op, "num_key_value_heads", f"{kv_heads} must divide num_heads={heads}")
-    check(heads // actual <= 64, op, "num_key_value_heads", f"{heads} query heads per {actual} key heads is more than 64 to 1")
+    check(
+        actual > 0 and heads % actual == 0,
+        op,
+        "num_key_value_heads",
+        f"{kv_heads} must divide num_heads={heads}",
+    )
+    check(
+        heads // actual <= 64,
+        op,
+        "num_key_value_heads",
+        f"{heads} query heads per {actual} key heads is more than 64 to 1",
+    )
     return actual
 
 
-def check_cumulative(op: str, argument: str, lengths: Sequence[int], rows: int) -> list[tuple[int, int]]:
+def check_cumulative(
+    op: str, argument: str, lengths: Sequence[int], rows: int
+) -> list[tuple[int, int]]:
     """Return the rows [first, end) of each sequence from running totals.
 
     The totals must not decrease and must end at ``rows``.
@@ -159,5 +213,10 @@ def check_cumulative(op: str, argument: str, lengths: Sequence[int], rows: int) 
     starts = [0, *ends[:-1]]
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         check(start <= end, op, argument, f"running totals {ends} fall at index {index}")
-    check(ends[-1] == rows, op, argument, f"the last running total {ends[-1]} must equal the {rows} rows of the TND tensor")
+    check(
+        ends[-1] == rows,
+        op,
+        argument,
+        f"the last running total {ends[-1]} must equal the {rows} rows of the TND tensor",
+    )
     return list(zip(starts, ends, strict=True))

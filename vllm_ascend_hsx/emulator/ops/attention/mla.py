@@ -10,7 +10,14 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops.attention.definition import PagedKeys
 from vllm_ascend_hsx.emulator.ops.attention.latent import ROPE_DIM
-from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    FLOATS,
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import POISON
 from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 
@@ -27,7 +34,9 @@ def _unwound(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     half in the second.
     """
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.cat((first, second), -1) * cos.float() + torch.cat((-second, first), -1) * sin.float()
+    return (
+        torch.cat((first, second), -1) * cos.float() + torch.cat((-second, first), -1) * sin.float()
+    )
 
 
 def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -41,11 +50,21 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
         check_rank(op, name, tensor, 4)
         check_dtype(op, name, tensor, _HALVES)
         check(tensor.dtype == x.dtype, op, name, f"dtype {tensor.dtype} must equal x's {x.dtype}")
-        check(tensor.shape[-1] == ROPE_DIM, op, name, f"last dimension of {tuple(tensor.shape)} must be {ROPE_DIM}")
+        check(
+            tensor.shape[-1] == ROPE_DIM,
+            op,
+            name,
+            f"last dimension of {tuple(tensor.shape)} must be {ROPE_DIM}",
+        )
     batch, _, length, _ = x.shape
     for name, tensor in (("cos", cos), ("sin", sin)):
         fits = tensor.shape[0] == batch and tensor.shape[1] == 1 and tensor.shape[2] in (1, length)
-        check(fits, op, name, f"shape {tuple(tensor.shape)} must be [{batch}, 1, 1 or {length}, {ROPE_DIM}]")
+        check(
+            fits,
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must be [{batch}, 1, 1 or {length}, {ROPE_DIM}]",
+        )
     return _unwound(x, cos, sin).to(x.dtype)
 
 
@@ -88,9 +107,16 @@ def npu_kv_rmsnorm_rope_cache(
     """
     op = "npu_kv_rmsnorm_rope_cache"
     refuse_options(
-        op, k_rope_scale=k_rope_scale, c_kv_scale=c_kv_scale, k_rope_offset=k_rope_offset, c_kv_offset=c_kv_offset, v=v
+        op,
+        k_rope_scale=k_rope_scale,
+        c_kv_scale=c_kv_scale,
+        k_rope_offset=k_rope_offset,
+        c_kv_offset=c_kv_offset,
+        v=v,
     )
-    check(cache_mode in _CACHE_MODES, op, "cache_mode", f"{cache_mode!r} is not one of {_CACHE_MODES}")
+    check(
+        cache_mode in _CACHE_MODES, op, "cache_mode", f"{cache_mode!r} is not one of {_CACHE_MODES}"
+    )
     if cache_mode not in ("PA", "PA_BNSD"):
         raise unsupported(op, "cache_mode", cache_mode)
     check_rank(op, "kv", kv, 4)
@@ -105,15 +131,31 @@ def npu_kv_rmsnorm_rope_cache(
     }
     for name, (tensor, wanted) in shapes.items():
         check_dtype(op, name, tensor, _HALVES)
-        check(tensor.dtype == kv.dtype, op, name, f"dtype {tensor.dtype} must equal kv's {kv.dtype}")
-        check(tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}")
+        check(
+            tensor.dtype == kv.dtype, op, name, f"dtype {tensor.dtype} must equal kv's {kv.dtype}"
+        )
+        check(
+            tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}"
+        )
     check_dtype(op, "index", index, (torch.int64,))
-    check(tuple(index.shape) == (batch * length,), op, "index", f"shape {tuple(index.shape)} must be ({batch * length},)")
+    check(
+        tuple(index.shape) == (batch * length,),
+        op,
+        "index",
+        f"shape {tuple(index.shape)} must be ({batch * length},)",
+    )
     capacity = k_cache.shape[0] * k_cache.shape[1]
     outside = index[(index < -1) | (index >= capacity)]
-    check(outside.numel() == 0, op, "index", f"{outside.tolist()[:8]} lie outside the cache's {capacity} slots")
+    check(
+        outside.numel() == 0,
+        op,
+        "index",
+        f"{outside.tolist()[:8]} lie outside the cache's {capacity} slots",
+    )
     latent = kv[..., :_LATENT_DIM].float()
-    normed = (latent / torch.sqrt(latent.square().mean(-1, keepdim=True) + epsilon) * gamma.float()).to(kv.dtype)
+    normed = (
+        latent / torch.sqrt(latent.square().mean(-1, keepdim=True) + epsilon) * gamma.float()
+    ).to(kv.dtype)
     rotated = _unwound(kv[..., _LATENT_DIM:], cos, sin).to(kv.dtype)
     kept = index >= 0
     slots, written = index[kept].unique(return_counts=True)
@@ -149,20 +191,37 @@ def npu_transpose_batchmatmul(
     if batch_split_factor not in (None, 1):
         raise unsupported(op, "batch_split_factor", batch_split_factor)
     straight, swapped = (0, 1, 2), (1, 0, 2)
-    first, second, last = (tuple(perm) if perm is not None else straight for perm in (perm_x1, perm_x2, perm_y))
-    check(first in (straight, swapped), op, "perm_x1", f"{first} is not one of {straight}, {swapped}")
+    first, second, last = (
+        tuple(perm) if perm is not None else straight for perm in (perm_x1, perm_x2, perm_y)
+    )
+    check(
+        first in (straight, swapped), op, "perm_x1", f"{first} is not one of {straight}, {swapped}"
+    )
     check(second == straight, op, "perm_x2", f"{second} must be {straight}")
     check(last == swapped, op, "perm_y", f"{last} must be {swapped}")
     for name, tensor in (("input", input), ("weight", weight)):
         check_rank(op, name, tensor, 3)
         check_dtype(op, name, tensor, FLOATS)
-        check(tensor.dtype == input.dtype, op, name, f"dtype {tensor.dtype} must equal input's {input.dtype}")
+        check(
+            tensor.dtype == input.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal input's {input.dtype}",
+        )
     whole = input.permute(first)
-    check(weight.shape[:2] == (whole.shape[0], whole.shape[2]), op, "weight",
-          f"shape {tuple(weight.shape)} does not fit input {tuple(input.shape)} with perm_x1 {first}")
+    check(
+        weight.shape[:2] == (whole.shape[0], whole.shape[2]),
+        op,
+        "weight",
+        f"shape {tuple(weight.shape)} does not fit input {tuple(input.shape)} with perm_x1 {first}",
+    )
     part = 16 if is_at_least("0.30") else 128
-    check(weight.shape[1] % part == 0 and weight.shape[2] % part == 0, op, "weight",
-          f"shape {tuple(weight.shape)} must have multiples of {part} in its last two dimensions")
+    check(
+        weight.shape[1] % part == 0 and weight.shape[2] % part == 0,
+        op,
+        "weight",
+        f"shape {tuple(weight.shape)} must have multiples of {part} in its last two dimensions",
+    )
     return torch.bmm(whole.float(), weight.float()).transpose(0, 1).to(input.dtype).contiguous()
 
 
@@ -188,19 +247,46 @@ def npu_paged_cache_load(
     if cumsum:
         raise unsupported(op, "cumsum", cumsum)
     check_rank(op, "key_cache", key_cache, 4)
-    check(value_cache.shape[:3] == key_cache.shape[:3], op, "value_cache",
-          f"shape {tuple(value_cache.shape)} must begin like key_cache's {tuple(key_cache.shape)}")
-    check(value_cache.dtype == key_cache.dtype, op, "value_cache", f"dtype {value_cache.dtype} must equal key_cache's {key_cache.dtype}")
+    check(
+        value_cache.shape[:3] == key_cache.shape[:3],
+        op,
+        "value_cache",
+        f"shape {tuple(value_cache.shape)} must begin like key_cache's {tuple(key_cache.shape)}",
+    )
+    check(
+        value_cache.dtype == key_cache.dtype,
+        op,
+        "value_cache",
+        f"dtype {value_cache.dtype} must equal key_cache's {key_cache.dtype}",
+    )
     for name, numbers in (("context_lens", context_lens), ("seq_starts", seq_starts)):
         if numbers is not None:
             check_dtype(op, name, numbers, (torch.int32,))
-            check(numbers.numel() == block_table.shape[0], op, name, f"{numbers.numel()} numbers for {block_table.shape[0]} sequences")
+            check(
+                numbers.numel() == block_table.shape[0],
+                op,
+                name,
+                f"{numbers.numel()} numbers for {block_table.shape[0]} sequences",
+            )
     size = key_cache.shape[1]
     lengths = context_lens.tolist()
     starts = [0] * len(lengths) if seq_starts is None else seq_starts.tolist()
-    check(all(length >= 0 for length in lengths), op, "context_lens", f"{lengths} must not be negative")
-    check(all(start >= 0 and start % size == 0 for start in starts), op, "seq_starts", f"{starts} must be multiples of {size}")
-    spans = [(start, start + length if length else start) for start, length in zip(starts, lengths, strict=True)]
+    check(
+        all(length >= 0 for length in lengths),
+        op,
+        "context_lens",
+        f"{lengths} must not be negative",
+    )
+    check(
+        all(start >= 0 and start % size == 0 for start in starts),
+        op,
+        "seq_starts",
+        f"{starts} must be multiples of {size}",
+    )
+    spans = [
+        (start, start + length if length else start)
+        for start, length in zip(starts, lengths, strict=True)
+    ]
     loaded = []
     for cache in (key_cache, value_cache):
         check_dtype(op, "key_cache", cache, _HALVES)
@@ -220,15 +306,23 @@ def npu_paged_cache_load_out(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``npu_paged_cache_load`` into ``key`` [T, N, Dk] and ``value`` [T, N, Dv]."""
-    loaded = npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_starts=seq_starts, cumsum=cumsum)
+    loaded = npu_paged_cache_load(
+        key_cache, value_cache, block_table, context_lens, seq_starts=seq_starts, cumsum=cumsum
+    )
     for name, target, rows in (("key", key, loaded[0]), ("value", value, loaded[1])):
-        check(target.dtype == rows.dtype and target.shape == rows.shape, "npu_paged_cache_load", name,
-              f"{target.dtype} {tuple(target.shape)} must be {rows.dtype} {tuple(rows.shape)}")
+        check(
+            target.dtype == rows.dtype and target.shape == rows.shape,
+            "npu_paged_cache_load",
+            name,
+            f"{target.dtype} {tuple(target.shape)} must be {rows.dtype} {tuple(rows.shape)}",
+        )
         target.copy_(rows)
     return key, value
 
 
-def _loaded(op: str, cache: torch.Tensor, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _loaded(
+    op: str, cache: torch.Tensor, table: torch.Tensor, spans: Sequence[tuple[int, int]]
+) -> torch.Tensor:
     """Return rows [first, end) of each sequence, end to end; cache [blocks, block_size, N, D]."""
     heads = cache.shape[2]
     pages = PagedKeys(op, cache, table, heads)
@@ -263,31 +357,56 @@ def npu_gather_pa_kv_cache(
         seq_offset: int32 [sequences].
     """
     op = "npu_gather_pa_kv_cache"
-    given = {"block_tables": block_tables, "seq_lens": seq_lens} | ({} if seq_offset is None else {"seq_offset": seq_offset})
+    given = {"block_tables": block_tables, "seq_lens": seq_lens} | (
+        {} if seq_offset is None else {"seq_offset": seq_offset}
+    )
     rows = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     for name, tensor in {**rows, **given}.items():
         check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
         check(tensor.numel() > 0, op, name, f"shape {tuple(tensor.shape)} must not be empty")
         check_dtype(op, name, tensor, (torch.int32,) if name in given else _HALVES)
-        check(name in given or tensor.dtype == key_cache.dtype, op, name, f"dtype {tensor.dtype} must equal key_cache's {key_cache.dtype}")
+        check(
+            name in given or tensor.dtype == key_cache.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal key_cache's {key_cache.dtype}",
+        )
     check_rank(op, "block_tables", block_tables, 2)
     sequences = block_tables.shape[0]
-    for name, numbers, count in (("seq_lens", seq_lens, sequences + is_seq_lens_cumsum), ("seq_offset", seq_offset, sequences)):
+    for name, numbers, count in (
+        ("seq_lens", seq_lens, sequences + is_seq_lens_cumsum),
+        ("seq_offset", seq_offset, sequences),
+    ):
         fits = numbers is None or tuple(numbers.shape) == (count,)
-        check(fits, op, name, f"{'' if numbers is None else tuple(numbers.shape)} must be ({count},)")
+        check(
+            fits, op, name, f"{'' if numbers is None else tuple(numbers.shape)} must be ({count},)"
+        )
     lengths = seq_lens.tolist()
     if is_seq_lens_cumsum:
         check(lengths[0] == 0, op, "seq_lens", f"the running totals {lengths} must begin with 0")
         lengths = [end - first for first, end in pairwise(lengths)]
-    check(all(length >= 0 for length in lengths), op, "seq_lens", f"the lengths {lengths} must not be negative")
+    check(
+        all(length >= 0 for length in lengths),
+        op,
+        "seq_lens",
+        f"the lengths {lengths} must not be negative",
+    )
     offsets = [0] * sequences if seq_offset is None else seq_offset.tolist()
-    check(all(offset >= 0 for offset in offsets), op, "seq_offset", f"{offsets} must not be negative")
+    check(
+        all(offset >= 0 for offset in offsets), op, "seq_offset", f"{offsets} must not be negative"
+    )
     for name, cache, target in (("key", key_cache, key), ("value", value_cache, value)):
         check_rank(op, f"{name}_cache", cache, 4)
-        check(cache.shape[:3] == key_cache.shape[:3], op, f"{name}_cache",
-              f"shape {tuple(cache.shape)} must begin like key_cache's {tuple(key_cache.shape)}")
+        check(
+            cache.shape[:3] == key_cache.shape[:3],
+            op,
+            f"{name}_cache",
+            f"shape {tuple(cache.shape)} must begin like key_cache's {tuple(key_cache.shape)}",
+        )
         wanted = (sum(lengths), *cache.shape[2:])
-        check(tuple(target.shape) == wanted, op, name, f"shape {tuple(target.shape)} must be {wanted}")
+        check(
+            tuple(target.shape) == wanted, op, name, f"shape {tuple(target.shape)} must be {wanted}"
+        )
         starts = [offset // cache.shape[1] * cache.shape[1] for offset in offsets]
         spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         target.copy_(_loaded(op, cache, block_tables, spans))
@@ -313,17 +432,46 @@ def npu_attention_update(
     op = "npu_attention_update"
     if update_type != 0:
         raise unsupported(op, "update_type", update_type)
-    check(1 <= len(lse) <= _MERGED_AT_MOST, op, "lse", f"{len(lse)} parts; there must be 1 to {_MERGED_AT_MOST}")
-    check(len(local_out) == len(lse), op, "local_out", f"{len(local_out)} outputs for {len(lse)} lse")
+    check(
+        1 <= len(lse) <= _MERGED_AT_MOST,
+        op,
+        "lse",
+        f"{len(lse)} parts; there must be 1 to {_MERGED_AT_MOST}",
+    )
+    check(
+        len(local_out) == len(lse), op, "local_out", f"{len(local_out)} outputs for {len(lse)} lse"
+    )
     rows, width = local_out[0].shape
-    check(8 <= width <= 512 and width % 8 == 0, op, "local_out", f"{width} columns must be a multiple of 8 from 8 to 512")
+    check(
+        8 <= width <= 512 and width % 8 == 0,
+        op,
+        "local_out",
+        f"{width} columns must be a multiple of 8 from 8 to 512",
+    )
     for sums, part in zip(lse, local_out, strict=True):
         check_dtype(op, "lse", sums, (torch.float32,))
         check_dtype(op, "local_out", part, FLOATS)
-        check(part.dtype == local_out[0].dtype, op, "local_out", f"dtypes {part.dtype} and {local_out[0].dtype} must be equal")
-        check(tuple(sums.shape) == (rows,), op, "lse", f"shape {tuple(sums.shape)} must be ({rows},)")
-        check(tuple(part.shape) == (rows, width), op, "local_out", f"shape {tuple(part.shape)} must be ({rows}, {width})")
-        check(sums.is_contiguous() and part.is_contiguous(), op, "lse, local_out", "must be contiguous")
+        check(
+            part.dtype == local_out[0].dtype,
+            op,
+            "local_out",
+            f"dtypes {part.dtype} and {local_out[0].dtype} must be equal",
+        )
+        check(
+            tuple(sums.shape) == (rows,), op, "lse", f"shape {tuple(sums.shape)} must be ({rows},)"
+        )
+        check(
+            tuple(part.shape) == (rows, width),
+            op,
+            "local_out",
+            f"shape {tuple(part.shape)} must be ({rows}, {width})",
+        )
+        check(
+            sums.is_contiguous() and part.is_contiguous(),
+            op,
+            "lse, local_out",
+            "must be contiguous",
+        )
     stacked = torch.stack(list(lse))
     stacked = stacked.masked_fill(stacked == float("inf"), float("-inf"))
     weights = torch.exp(stacked - torch.logsumexp(stacked, 0)).unsqueeze(-1)

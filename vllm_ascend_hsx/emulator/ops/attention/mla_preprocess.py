@@ -15,10 +15,18 @@ from vllm_ascend_hsx.emulator.ops.quantization.linear import int8_product
 
 _OP = "mla_preprocess"
 _ROWS_AT_MOST = 1024  # op_host/mla_preprocess.h:728
-_LATENT, _ROPE = 512, 64  # others "may produce accuracy issues" (mla_preprocess_torch_adpt.h of 0.30.0rc2)
+_LATENT, _ROPE = (
+    512,
+    64,
+)  # others "may produce accuracy issues" (mla_preprocess_torch_adpt.h of 0.30.0rc2)
 _EPSILON = 1e-6  # of both norms, whatever the model's is (lines 572 and 2415)
 _CACHE_MODES = ("krope_ctkv", "int8_nzcache", "nzcache")
-_QUANT_MODES = ("per_tensor_quant_asymm", "per_token_quant_symm", "per_token_quant_asymm", "no_quant")
+_QUANT_MODES = (
+    "per_tensor_quant_asymm",
+    "per_token_quant_symm",
+    "per_token_quant_asymm",
+    "no_quant",
+)
 _SUPPORTED = ("krope_ctkv", "per_tensor_quant_asymm", True)
 
 
@@ -32,7 +40,9 @@ class _Product(NamedTuple):
 
     def check(self, inner: int, outer: int, index: int) -> None:
         """Check the shapes for [rows, ``inner``] to [rows, ``outer``]."""
-        _check(self.name, self.weight, torch.int8, (1, inner // FRACTAL_BYTES, outer, FRACTAL_BYTES))
+        _check(
+            self.name, self.weight, torch.int8, (1, inner // FRACTAL_BYTES, outer, FRACTAL_BYTES)
+        )
         _check(f"bias{index}", self.bias, torch.int32, (outer,))
         _check(f"descale{index}", self.scale, torch.float32, (outer,))
 
@@ -117,17 +127,43 @@ def mla_preprocess(
     Returns:
         The five tensors that it writes.
     """
-    check(cache_mode in _CACHE_MODES, _OP, "cache_mode", f"{cache_mode!r} is not one of {_CACHE_MODES}")
-    check(quant_mode in _QUANT_MODES, _OP, "quant_mode", f"{quant_mode!r} is not one of {_QUANT_MODES}")
+    check(
+        cache_mode in _CACHE_MODES,
+        _OP,
+        "cache_mode",
+        f"{cache_mode!r} is not one of {_CACHE_MODES}",
+    )
+    check(
+        quant_mode in _QUANT_MODES,
+        _OP,
+        "quant_mode",
+        f"{quant_mode!r} is not one of {_QUANT_MODES}",
+    )
     if (cache_mode, quant_mode, enable_inner_out) != _SUPPORTED:
-        raise unsupported(_OP, "cache_mode, quant_mode, enable_inner_out", (cache_mode, quant_mode, enable_inner_out))
+        raise unsupported(
+            _OP,
+            "cache_mode, quant_mode, enable_inner_out",
+            (cache_mode, quant_mode, enable_inner_out),
+        )
     if hiddenState.dtype != torch.bfloat16 or cos is None or sin is None:
         raise unsupported(_OP, "hiddenState, cos, sin", (hiddenState.dtype, cos, sin))
-    check(hiddenState.dim() == 2 and wuk.dim() == 3, _OP, "hiddenState, wuk", "must have 2 and 3 dimensions")
+    check(
+        hiddenState.dim() == 2 and wuk.dim() == 3,
+        _OP,
+        "hiddenState, wuk",
+        "must have 2 and 3 dimensions",
+    )
     (rows, hidden), (heads, nope, _), query = hiddenState.shape, wuk.shape, gamma1.shape[0]
-    check(1 <= rows <= _ROWS_AT_MOST, _OP, "hiddenState", f"{rows} rows must be 1 to {_ROWS_AT_MOST}")
+    check(
+        1 <= rows <= _ROWS_AT_MOST, _OP, "hiddenState", f"{rows} rows must be 1 to {_ROWS_AT_MOST}"
+    )
     for name, size in (("hiddenState", hidden), ("gamma1", query)):
-        check(size % FRACTAL_BYTES == 0, _OP, name, f"{size} elements must be a multiple of {FRACTAL_BYTES}")
+        check(
+            size % FRACTAL_BYTES == 0,
+            _OP,
+            name,
+            f"{size} elements must be a multiple of {FRACTAL_BYTES}",
+        )
     down, up = _Product("wdqkv", wdqkv, bias0, descale0), _Product("wuq", wuq, bias1, descale1)
     down.check(hidden, _LATENT + _ROPE + query, 0)
     up.check(query, heads * (nope + _ROPE), 1)
@@ -139,7 +175,12 @@ def mla_preprocess(
     }  # fmt: skip
     for name, (tensor, shape) in halves.items():
         _check(name, tensor, torch.bfloat16, shape)
-    check(cos.numel() == rows * _ROPE, _OP, "cos", f"shape {tuple(cos.shape)} must have {rows} times {_ROPE} elements")
+    check(
+        cos.numel() == rows * _ROPE,
+        _OP,
+        "cos",
+        f"shape {tuple(cos.shape)} must have {rows} times {_ROPE} elements",
+    )
     for name, offset in (("quant_offset0", quant_offset0), ("quant_offset1", quant_offset1)):
         _check(name, offset, torch.int8, (1,))
     _check("slotmapping", slotmapping, torch.int32, (rows,))
@@ -147,7 +188,9 @@ def mla_preprocess(
 
     assert beta1 is not None
     turns = cos.view(rows, _ROPE), sin.view(rows, _ROPE)
-    latent, rope, latent_query = down(_Scale(quant_scale0, quant_offset0)(hiddenState.float())).split([_LATENT, _ROPE, query], -1)
+    latent, rope, latent_query = down(
+        _Scale(quant_scale0, quant_offset0)(hiddenState.float())
+    ).split([_LATENT, _ROPE, query], -1)
     normed = _normed(latent_query, gamma1) + beta1.float()
     inner_out.copy_(normed)
     per_head = up(_Scale(quant_scale1, quant_offset1)(normed)).view(rows, heads, nope + _ROPE)
@@ -158,7 +201,9 @@ def mla_preprocess(
     return q_out0, kv_cache_out0, q_out1, kv_cache_out1, inner_out
 
 
-def _check(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check(
+    name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     """Check what the kernel does not: it reads and writes addresses."""
     check(tensor is not None, _OP, name, "must be given")
     assert tensor is not None
@@ -168,10 +213,23 @@ def _check(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tu
 
 
 def _check_caches(caches: tuple[torch.Tensor, ...]) -> None:
-    names, blocks = ("kv_cache", "kv_cache_rope", "kv_cache_out0", "kv_cache_out1"), tuple(caches[0].shape[:2])
+    names, blocks = (
+        ("kv_cache", "kv_cache_rope", "kv_cache_out0", "kv_cache_out1"),
+        tuple(caches[0].shape[:2]),
+    )
     for name, cache, width in zip(names, caches, 2 * (_LATENT, _ROPE), strict=True):
-        check(cache.dtype == torch.bfloat16, _OP, name, f"dtype {cache.dtype} must be {torch.bfloat16}")
-        check(tuple(cache.shape) == (*blocks, 1, width), _OP, name, f"shape {tuple(cache.shape)} must be {(*blocks, 1, width)}")
+        check(
+            cache.dtype == torch.bfloat16,
+            _OP,
+            name,
+            f"dtype {cache.dtype} must be {torch.bfloat16}",
+        )
+        check(
+            tuple(cache.shape) == (*blocks, 1, width),
+            _OP,
+            name,
+            f"shape {tuple(cache.shape)} must be {(*blocks, 1, width)}",
+        )
         check_blocks(_OP, name, cache)
 
 
@@ -190,7 +248,12 @@ def _rotated(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def _store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     size = cache.shape[1]
     outside = slots[(slots < -1) | (slots >= cache.shape[0] * size)]
-    check(outside.numel() == 0, _OP, "slotmapping", f"{outside.tolist()[:8]} lie outside the cache's {cache.shape[0] * size} slots")
+    check(
+        outside.numel() == 0,
+        _OP,
+        "slotmapping",
+        f"{outside.tolist()[:8]} lie outside the cache's {cache.shape[0] * size} slots",
+    )
     kept = slots >= 0
     at = slots[kept].long()
     cache[at // size, at % size, 0] = rows[kept]

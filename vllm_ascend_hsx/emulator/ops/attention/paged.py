@@ -32,20 +32,58 @@ def _npu_paged_attention(
     check_rank(op, "query", query, 3)
     check_dtype(op, "query", query, FLOATS)
     check_dtype(op, "context_lens", context_lens, (torch.int32,))
-    check(context_lens.device.type == "cpu", op, "context_lens", f"must be on the host, not on {context_lens.device}")
+    check(
+        context_lens.device.type == "cpu",
+        op,
+        "context_lens",
+        f"must be on the host, not on {context_lens.device}",
+    )
     kv_heads = check_heads(op, num_heads, num_kv_heads)
-    check(query.shape[1] == num_heads, op, "num_heads", f"{num_heads} does not match query {tuple(query.shape)}")
-    check(out.shape == query.shape and out.dtype == query.dtype, op, "out", f"must be like query {tuple(query.shape)}")
+    check(
+        query.shape[1] == num_heads,
+        op,
+        "num_heads",
+        f"{num_heads} does not match query {tuple(query.shape)}",
+    )
+    check(
+        out.shape == query.shape and out.dtype == query.dtype,
+        op,
+        "out",
+        f"must be like query {tuple(query.shape)}",
+    )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_rank(op, name, cache, 4)
-        check(cache.dtype == query.dtype, op, name, f"dtype {cache.dtype} must equal query's {query.dtype}")
-        check(cache.shape[2] == kv_heads, op, name, f"shape {tuple(cache.shape)} must hold {kv_heads} heads")
-    for name, count in (("block_table", block_table.shape[0]), ("context_lens", context_lens.shape[0])):
+        check(
+            cache.dtype == query.dtype,
+            op,
+            name,
+            f"dtype {cache.dtype} must equal query's {query.dtype}",
+        )
+        check(
+            cache.shape[2] == kv_heads,
+            op,
+            name,
+            f"shape {tuple(cache.shape)} must hold {kv_heads} heads",
+        )
+    for name, count in (
+        ("block_table", block_table.shape[0]),
+        ("context_lens", context_lens.shape[0]),
+    ):
         check(count >= query.shape[0], op, name, f"{count} rows for {query.shape[0]} sequences")
-    keys, values = (PagedKeys(op, cache, block_table, kv_heads) for cache in (key_cache, value_cache))
+    keys, values = (
+        PagedKeys(op, cache, block_table, kv_heads) for cache in (key_cache, value_cache)
+    )
     for sequence, length in enumerate(context_lens[: query.shape[0]].tolist()):
-        check(length >= 0, op, "context_lens", f"{length} of sequence {sequence} must not be negative")
-        rows, _ = attend(query[sequence : sequence + 1], keys.of(sequence, length), values.of(sequence, length), scale_value, None)
+        check(
+            length >= 0, op, "context_lens", f"{length} of sequence {sequence} must not be negative"
+        )
+        rows, _ = attend(
+            query[sequence : sequence + 1],
+            keys.of(sequence, length),
+            values.of(sequence, length),
+            scale_value,
+            None,
+        )
         out[sequence] = rows[0].to(out.dtype)
 
 

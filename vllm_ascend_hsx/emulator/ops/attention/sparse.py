@@ -13,7 +13,14 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops.attention.definition import PagedKeys
 from vllm_ascend_hsx.emulator.ops.attention.latent import ROPE_DIM
-from vllm_ascend_hsx.emulator.ops.checks import check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_blocks,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 
 ALL_TOKENS = 9223372036854775807  # pre_tokens and next_tokens, which take no other value
@@ -21,7 +28,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 _LATENT_DIM = 512
 _INDEX_DIM = 128
 _INDEX_HEADS_AT_MOST = 64
-_COUNT_AT_MOST, _COUNT_STEP = 2048, 1024  # a larger sparse_count must be a multiple of the step (tiling.cpp:183)
+_COUNT_AT_MOST, _COUNT_STEP = (
+    2048,
+    1024,
+)  # a larger sparse_count must be a multiple of the step (tiling.cpp:183)
 _LARGEST_COUNT = 8192
 
 
@@ -52,51 +62,107 @@ class SparseBatch(NamedTuple):
     block_table: torch.Tensor | None
     sparse_mode: int
 
-    def check_options(self, query_layout: str, key_layout: str, pre_tokens: int, next_tokens: int) -> None:
+    def check_options(
+        self, query_layout: str, key_layout: str, pre_tokens: int, next_tokens: int
+    ) -> None:
         """Check everything that does not depend on the operator."""
         op = self.op
         key_option = self.k_lengths_name.replace("actual_seq_lengths", "layout")
-        check(query_layout in ("BSND", "TND"), op, "layout_query", f"{query_layout!r} is not one of BSND, TND")
-        check(key_layout in ("PA_BSND", query_layout), op, key_option, f"{key_layout!r} is neither PA_BSND nor layout_query")
+        check(
+            query_layout in ("BSND", "TND"),
+            op,
+            "layout_query",
+            f"{query_layout!r} is not one of BSND, TND",
+        )
+        check(
+            key_layout in ("PA_BSND", query_layout),
+            op,
+            key_option,
+            f"{key_layout!r} is neither PA_BSND nor layout_query",
+        )
         if query_layout != "TND":
             raise unsupported(op, "layout_query", query_layout)
         if key_layout != "PA_BSND":
             raise unsupported(op, key_option, key_layout)
-        check(self.sparse_mode in (0, 3), op, "sparse_mode", f"{self.sparse_mode} is not one of 0, 3")
+        check(
+            self.sparse_mode in (0, 3), op, "sparse_mode", f"{self.sparse_mode} is not one of 0, 3"
+        )
         for name, tokens in (("pre_tokens", pre_tokens), ("next_tokens", next_tokens)):
             check(tokens == ALL_TOKENS, op, name, f"{tokens} must be {ALL_TOKENS}")
-        for name, lengths in (("actual_seq_lengths_query", self.q_lengths), (self.k_lengths_name, self.k_lengths)):
+        for name, lengths in (
+            ("actual_seq_lengths_query", self.q_lengths),
+            (self.k_lengths_name, self.k_lengths),
+        ):
             check(lengths is not None, op, name, "must be given")
             assert lengths is not None
             check_dtype(op, name, lengths, (torch.int32,))
             check(lengths.numel() > 0, op, name, "must not be empty")
         check(self.block_table is not None, op, "block_table", "must be given")
-        assert self.block_table is not None and self.q_lengths is not None and self.k_lengths is not None
+        assert (
+            self.block_table is not None
+            and self.q_lengths is not None
+            and self.k_lengths is not None
+        )
         check_dtype(op, "block_table", self.block_table, (torch.int32,))
         check_rank(op, "block_table", self.block_table, 2)
-        check(self.block_table.shape[1] > 0, op, "block_table", f"shape {tuple(self.block_table.shape)} must not be empty")
+        check(
+            self.block_table.shape[1] > 0,
+            op,
+            "block_table",
+            f"shape {tuple(self.block_table.shape)} must not be empty",
+        )
         count = self.q_lengths.numel()
-        for name, actual in ((self.k_lengths_name, self.k_lengths.numel()), ("block_table", self.block_table.shape[0])):
-            check(actual == count, op, name, f"{actual} sequences; actual_seq_lengths_query has {count}")
+        for name, actual in (
+            (self.k_lengths_name, self.k_lengths.numel()),
+            ("block_table", self.block_table.shape[0]),
+        ):
+            check(
+                actual == count,
+                op,
+                name,
+                f"{actual} sequences; actual_seq_lengths_query has {count}",
+            )
 
     def sequences(self, rows: int) -> Iterator[SparseSequence]:
         """Yield the sequences; their queries may end before the last of ``rows``."""
         assert self.q_lengths is not None and self.k_lengths is not None
         ends, counts, first = self.q_lengths.tolist(), self.k_lengths.tolist(), 0
-        check(ends[-1] <= rows, self.op, "actual_seq_lengths_query", f"the last running total {ends[-1]} exceeds the {rows} rows of query")
+        check(
+            ends[-1] <= rows,
+            self.op,
+            "actual_seq_lengths_query",
+            f"the last running total {ends[-1]} exceeds the {rows} rows of query",
+        )
         for index, (end, keys) in enumerate(zip(ends, counts, strict=True)):
-            check(end >= first, self.op, "actual_seq_lengths_query", f"running totals {ends} fall at index {index}")
-            check(keys >= 0, self.op, self.k_lengths_name, f"{keys} of sequence {index} must not be negative")
+            check(
+                end >= first,
+                self.op,
+                "actual_seq_lengths_query",
+                f"running totals {ends} fall at index {index}",
+            )
+            check(
+                keys >= 0,
+                self.op,
+                self.k_lengths_name,
+                f"{keys} of sequence {index} must not be negative",
+            )
             visible = torch.full((end - first,), keys)
             if self.sparse_mode == 3:  # the last query sees the last key
                 visible = torch.arange(keys - (end - first) + 1, keys + 1)
-            yield SparseSequence(index, first, end, keys, visible.clamp(min=0).to(self.q_lengths.device))
+            yield SparseSequence(
+                index, first, end, keys, visible.clamp(min=0).to(self.q_lengths.device)
+            )
             first = end
 
 
 def check_block_size(op: str, cache: torch.Tensor) -> None:
     size = cache.shape[1]
-    check(0 < size <= 1024 and size % 16 == 0, op, "key", f"blocks of {size} rows must have a multiple of 16 up to 1024")
+    check(
+        0 < size <= 1024 and size % 16 == 0,
+        op,
+        "key",
+        f"blocks of {size} rows must have a multiple of 16 up to 1024",
+    )
 
 
 def npu_lightning_indexer(
@@ -135,19 +201,43 @@ def npu_lightning_indexer(
         int32 [T, 1, sparse_count], and an empty tensor. Rows after the last sequence are undefined.
     """
     op = "npu_lightning_indexer"
-    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_key, "actual_seq_lengths_key", block_table, sparse_mode)
+    batch = SparseBatch(
+        op,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        "actual_seq_lengths_key",
+        block_table,
+        sparse_mode,
+    )
     batch.check_options(layout_query, layout_key, pre_tokens, next_tokens)
     refuse_options(op, return_value=return_value)
     beyond = sparse_count % _COUNT_STEP == 0 and sparse_count <= _LARGEST_COUNT
-    check(sparse_count > 0 and (sparse_count <= _COUNT_AT_MOST or beyond), op, "sparse_count",
-          f"{sparse_count} must be 1 to {_COUNT_AT_MOST}, or a multiple of {_COUNT_STEP} up to {_LARGEST_COUNT}")
+    check(
+        sparse_count > 0 and (sparse_count <= _COUNT_AT_MOST or beyond),
+        op,
+        "sparse_count",
+        (
+            f"{sparse_count} must be 1 to {_COUNT_AT_MOST}, or a multiple of {_COUNT_STEP} up to "
+            f"{_LARGEST_COUNT}"
+        ),
+    )
     _check_indexer(op, query, key, weights)
     assert block_table is not None
     pages = PagedKeys(op, key, block_table, 1)
-    chosen = torch.full((query.shape[0], 1, sparse_count), torch.iinfo(torch.int32).max, dtype=torch.int32, device=query.device)
+    chosen = torch.full(
+        (query.shape[0], 1, sparse_count),
+        torch.iinfo(torch.int32).max,
+        dtype=torch.int32,
+        device=query.device,
+    )
     for sequence in batch.sequences(query.shape[0]):
-        rows, keys = slice(sequence.first, sequence.end), pages.of(sequence.number, sequence.keys)[:, 0].float()
-        scores = (torch.relu(query[rows].float() @ keys.t()) * weights[rows].float().unsqueeze(-1)).sum(1)
+        rows, keys = (
+            slice(sequence.first, sequence.end),
+            pages.of(sequence.number, sequence.keys)[:, 0].float(),
+        )
+        scores = (
+            torch.relu(query[rows].float() @ keys.t()) * weights[rows].float().unsqueeze(-1)
+        ).sum(1)
         chosen[rows, 0] = best_keys(scores, sequence, sparse_count)
     return chosen, query.new_empty(0)
 
@@ -156,7 +246,11 @@ def best_keys(scores: torch.Tensor, sequence: SparseSequence, count: int) -> tor
     """Return int32 [queries, count]: keys of the highest ``scores`` [queries, keys], then -1."""
     place = torch.arange(sequence.keys, device=scores.device)
     visible = sequence.visible.unsqueeze(-1)
-    order = scores.masked_fill(place >= visible, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    order = (
+        scores.masked_fill(place >= visible, float("-inf"))
+        .sort(dim=-1, descending=True, stable=True)
+        .indices[:, :count]
+    )
     best = torch.full((scores.shape[0], count), -1, dtype=torch.int32, device=scores.device)
     best[:, : order.shape[1]] = order.masked_fill(place[: order.shape[1]] >= visible, -1).int()
     return best
@@ -168,13 +262,30 @@ def _check_indexer(op: str, query: torch.Tensor, key: torch.Tensor, weights: tor
     for name, tensor in (("query", query), ("key", key), ("weights", weights)):
         check(tensor.numel() > 0, op, name, f"shape {tuple(tensor.shape)} must not be empty")
     check_dtype(op, "query", query, _HALVES)
-    check(key.dtype == query.dtype, op, "key", f"dtype {key.dtype} must equal query's {query.dtype}")
+    check(
+        key.dtype == query.dtype, op, "key", f"dtype {key.dtype} must equal query's {query.dtype}"
+    )
     check_dtype(op, "weights", weights, (query.dtype, torch.float32))
     rows, heads, width = query.shape
     check(width == _INDEX_DIM, op, "query", f"heads of {width} elements must have {_INDEX_DIM}")
-    check(heads <= _INDEX_HEADS_AT_MOST, op, "query", f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}")
-    check(tuple(weights.shape) == (rows, heads), op, "weights", f"shape {tuple(weights.shape)} must be ({rows}, {heads})")
-    check(tuple(key.shape[2:]) == (1, width), op, "key", f"shape {tuple(key.shape)} must end in (1, {width})")
+    check(
+        heads <= _INDEX_HEADS_AT_MOST,
+        op,
+        "query",
+        f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}",
+    )
+    check(
+        tuple(weights.shape) == (rows, heads),
+        op,
+        "weights",
+        f"shape {tuple(weights.shape)} must be ({rows}, {heads})",
+    )
+    check(
+        tuple(key.shape[2:]) == (1, width),
+        op,
+        "key",
+        f"shape {tuple(key.shape)} must end in (1, {width})",
+    )
     check_block_size(op, key)
     check_blocks(op, "key", key)
 
@@ -221,36 +332,66 @@ def npu_sparse_flash_attention(
         [T, heads, 512], and two empty tensors. Rows after the last sequence are undefined.
     """
     op = "npu_sparse_flash_attention"
-    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_kv, "actual_seq_lengths_kv", block_table, sparse_mode)
+    batch = SparseBatch(
+        op,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        "actual_seq_lengths_kv",
+        block_table,
+        sparse_mode,
+    )
     batch.check_options(layout_query, layout_kv, pre_tokens, next_tokens)
     refuse_options(op, return_softmax_lse=return_softmax_lse)
     check(attention_mode == 2, op, "attention_mode", f"{attention_mode} must be 2")
     power = sparse_block_size > 0 and sparse_block_size & (sparse_block_size - 1) == 0
-    check(power and sparse_block_size <= 128, op, "sparse_block_size", f"{sparse_block_size} must be a power of 2 up to 128")
+    check(
+        power and sparse_block_size <= 128,
+        op,
+        "sparse_block_size",
+        f"{sparse_block_size} must be a power of 2 up to 128",
+    )
     if sparse_block_size != 1:
         raise unsupported(op, "sparse_block_size", sparse_block_size)
-    check((query_rope is None) == (key_rope is None), op, "query_rope, key_rope", "must be given together")
+    check(
+        (query_rope is None) == (key_rope is None),
+        op,
+        "query_rope, key_rope",
+        "must be given together",
+    )
     if query_rope is None or key_rope is None:
         raise unsupported(op, "query_rope", query_rope)
     _check_attention(op, query, key, value, query_rope, key_rope)
     check_dtype(op, "sparse_indices", sparse_indices, (torch.int32,))
     check_rank(op, "sparse_indices", sparse_indices, 3)
-    check(tuple(sparse_indices.shape[:2]) == (query.shape[0], 1) and sparse_indices.shape[2] > 0, op, "sparse_indices",
-          f"shape {tuple(sparse_indices.shape)} must be [{query.shape[0]}, 1, n]")
+    check(
+        tuple(sparse_indices.shape[:2]) == (query.shape[0], 1) and sparse_indices.shape[2] > 0,
+        op,
+        "sparse_indices",
+        f"shape {tuple(sparse_indices.shape)} must be [{query.shape[0]}, 1, n]",
+    )
     assert block_table is not None
-    latents, ropes, values = (PagedKeys(op, cache, block_table, 1) for cache in (key, key_rope, value))
+    latents, ropes, values = (
+        PagedKeys(op, cache, block_table, 1) for cache in (key, key_rope, value)
+    )
     out = poisoned(tuple(query.shape), query)
     whole = torch.cat((query, query_rope), -1)
     for sequence in batch.sequences(query.shape[0]):
         rows, number, count = slice(sequence.first, sequence.end), sequence.number, sequence.keys
         keys = torch.cat((latents.of(number, count), ropes.of(number, count)), -1)[:, 0].float()
         times = times_chosen(sparse_indices[rows, 0], sequence)
-        out[rows] = attend_chosen(whole[rows], keys, values.of(number, count)[:, 0].float(), scale_value, times).to(out.dtype)
+        out[rows] = attend_chosen(
+            whole[rows], keys, values.of(number, count)[:, 0].float(), scale_value, times
+        ).to(out.dtype)
     return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
 def _check_attention(
-    op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_rope: torch.Tensor, key_rope: torch.Tensor
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_rope: torch.Tensor,
+    key_rope: torch.Tensor,
 ) -> None:
     check_rank(op, "query", query, 3)
     check_rank(op, "key", key, 4)
@@ -267,8 +408,15 @@ def _check_attention(
         "key_rope": (key_rope, (*blocks, 1, ROPE_DIM)),
     }
     for name, (tensor, wanted) in shapes.items():
-        check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
-        check(tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}")
+        check(
+            tensor.dtype == query.dtype,
+            op,
+            name,
+            f"dtype {tensor.dtype} must equal query's {query.dtype}",
+        )
+        check(
+            tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}"
+        )
     check(blocks[0] > 0, op, "key", "must have blocks")
     check_block_size(op, key)
     for name, cache in (("key", key), ("value", value), ("key_rope", key_rope)):
@@ -281,10 +429,16 @@ def times_chosen(indices: torch.Tensor, sequence: SparseSequence) -> torch.Tenso
     place = torch.arange(indices.shape[1], device=indices.device)
     read = (indices >= 0).cumprod(-1).bool() & (place < visible) & (indices < visible)
     times = torch.zeros(indices.shape[0], sequence.keys, device=indices.device)
-    return times.scatter_add_(1, indices.long().where(read, 0), read.float()) if sequence.keys else times
+    return (
+        times.scatter_add_(1, indices.long().where(read, 0), read.float())
+        if sequence.keys
+        else times
+    )
 
 
-def attend_chosen(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, times: torch.Tensor) -> torch.Tensor:
+def attend_chosen(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, times: torch.Tensor
+) -> torch.Tensor:
     """Return the output [queries, heads, V].
 
     Args:

@@ -9,8 +9,22 @@ Supported are queries in TND and keys in PA_BSND, the layouts of vllm-ascend.
 import torch
 
 from vllm_ascend_hsx.emulator.ops.attention.definition import PagedKeys
-from vllm_ascend_hsx.emulator.ops.attention.sparse import ALL_TOKENS, SparseBatch, attend_chosen, best_keys, check_block_size, times_chosen
-from vllm_ascend_hsx.emulator.ops.checks import check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.attention.sparse import (
+    ALL_TOKENS,
+    SparseBatch,
+    attend_chosen,
+    best_keys,
+    check_block_size,
+    times_chosen,
+)
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_blocks,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -23,7 +37,9 @@ _ROPE_BYTES, _SCALE_BYTES = 2 * _ROPE, 4 * _SCALES
 _KEY_BYTES = _LATENT + _ROPE_BYTES + _SCALE_BYTES
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SPARSE_BLOCKS = (1, 2, 4, 8, 16)
-_PRODUCT_SCALE = 2.0**-10  # of the products, which the kernel rounds to float16 (service_cube.h:546)
+_PRODUCT_SCALE = (
+    2.0**-10
+)  # of the products, which the kernel rounds to float16 (service_cube.h:546)
 
 
 def npu_lightning_indexer_quant(
@@ -62,28 +78,62 @@ def npu_lightning_indexer_quant(
         int32 [T, 1, sparse_count]. Rows after the last sequence are undefined.
     """
     op = "npu_lightning_indexer_quant"
-    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_key, "actual_seq_lengths_key", block_table, sparse_mode)
+    batch = SparseBatch(
+        op,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        "actual_seq_lengths_key",
+        block_table,
+        sparse_mode,
+    )
     batch.check_options(layout_query, layout_key, ALL_TOKENS, ALL_TOKENS)
-    check(0 < sparse_count <= _COUNT_AT_MOST, op, "sparse_count", f"{sparse_count} must be 1 to {_COUNT_AT_MOST}")
+    check(
+        0 < sparse_count <= _COUNT_AT_MOST,
+        op,
+        "sparse_count",
+        f"{sparse_count} must be 1 to {_COUNT_AT_MOST}",
+    )
     for name, mode in (("query_quant_mode", query_quant_mode), ("key_quant_mode", key_quant_mode)):
         check(mode == 0, op, name, f"{mode} must be 0")
     _check_indexer(op, query, key, weights, query_dequant_scale, key_dequant_scale)
     assert block_table is not None
-    keys, scales = PagedKeys(op, key, block_table, 1), PagedKeys(op, key_dequant_scale, block_table, 1)
-    chosen = torch.full((query.shape[0], 1, sparse_count), torch.iinfo(torch.int32).max, dtype=torch.int32, device=query.device)
+    keys, scales = (
+        PagedKeys(op, key, block_table, 1),
+        PagedKeys(op, key_dequant_scale, block_table, 1),
+    )
+    chosen = torch.full(
+        (query.shape[0], 1, sparse_count),
+        torch.iinfo(torch.int32).max,
+        dtype=torch.int32,
+        device=query.device,
+    )
     for sequence in batch.sequences(query.shape[0]):
         rows, number, count = slice(sequence.first, sequence.end), sequence.number, sequence.keys
         shares = (weights[rows].float() * query_dequant_scale[rows].float()).half()
-        check(bool(shares.isfinite().all()), op, "weights", "are not finite in float16 once they are multiplied by query_dequant_scale")
-        products = query[rows].float() @ keys.of(number, count)[:, 0].float().t()  # float32 holds each sum: none exceeds 2^21
+        check(
+            bool(shares.isfinite().all()),
+            op,
+            "weights",
+            "are not finite in float16 once they are multiplied by query_dequant_scale",
+        )
+        products = (
+            query[rows].float() @ keys.of(number, count)[:, 0].float().t()
+        )  # float32 holds each sum: none exceeds 2^21
         rounded = (products.relu() * _PRODUCT_SCALE).half().float()
-        scores = (rounded * shares.float().unsqueeze(-1)).sum(1) * scales.of(number, count)[:, 0, 0].float()
+        scores = (rounded * shares.float().unsqueeze(-1)).sum(1) * scales.of(number, count)[
+            :, 0, 0
+        ].float()
         chosen[rows, 0] = best_keys(scores, sequence, sparse_count)
     return chosen
 
 
 def _check_indexer(
-    op: str, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, query_scale: torch.Tensor, key_scale: torch.Tensor
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    query_scale: torch.Tensor,
+    key_scale: torch.Tensor,
 ) -> None:
     check_rank(op, "query", query, 3)
     check_rank(op, "key", key, 4)
@@ -92,8 +142,18 @@ def _check_indexer(
         check_dtype(op, name, tensor, (torch.int8,))
     rows, heads, width = query.shape
     check(width == _INDEX_DIM, op, "query", f"heads of {width} elements must have {_INDEX_DIM}")
-    check(heads <= _INDEX_HEADS_AT_MOST, op, "query", f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}")
-    check(tuple(key.shape[2:]) == (1, width), op, "key", f"shape {tuple(key.shape)} must end in (1, {width})")
+    check(
+        heads <= _INDEX_HEADS_AT_MOST,
+        op,
+        "query",
+        f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}",
+    )
+    check(
+        tuple(key.shape[2:]) == (1, width),
+        op,
+        "key",
+        f"shape {tuple(key.shape)} must end in (1, {width})",
+    )
     shapes = {
         "weights": (weights, (rows, heads)),
         "query_dequant_scale": (query_scale, (rows, heads)),
@@ -101,7 +161,9 @@ def _check_indexer(
     }
     for name, (tensor, wanted) in shapes.items():
         check_dtype(op, name, tensor, (torch.float16,))
-        check(tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}")
+        check(
+            tuple(tensor.shape) == wanted, op, name, f"shape {tuple(tensor.shape)} must be {wanted}"
+        )
     check_block_size(op, key)
     check_blocks(op, "key", key)
     check_blocks(op, "key_dequant_scale", key_scale)
@@ -151,10 +213,20 @@ def npu_kv_quant_sparse_flash_attention(
         [T, heads, 512], and two empty tensors. Rows after the last sequence are undefined.
     """
     op = "npu_kv_quant_sparse_flash_attention"
-    batch = SparseBatch(op, actual_seq_lengths_query, actual_seq_lengths_kv, "actual_seq_lengths_kv", block_table, sparse_mode)
+    batch = SparseBatch(
+        op,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        "actual_seq_lengths_kv",
+        block_table,
+        sparse_mode,
+    )
     batch.check_options(layout_query, layout_kv, pre_tokens, next_tokens)
     refuse_options(op, return_softmax_lse=return_softmax_lse)
-    for name, scale in (("key_dequant_scale", key_dequant_scale), ("value_dequant_scale", value_dequant_scale)):
+    for name, scale in (
+        ("key_dequant_scale", key_dequant_scale),
+        ("value_dequant_scale", value_dequant_scale),
+    ):
         check(scale is None, op, name, "must not be given: each key has its scales")
     for name, given, wanted in (
         ("attention_mode", attention_mode, 2),
@@ -165,7 +237,12 @@ def npu_kv_quant_sparse_flash_attention(
         ("rope_head_dim", rope_head_dim, _ROPE),
     ):
         check(given == wanted, op, name, f"{given} must be {wanted}")
-    check(sparse_block_size in _SPARSE_BLOCKS, op, "sparse_block_size", f"{sparse_block_size} is not one of {_SPARSE_BLOCKS}")
+    check(
+        sparse_block_size in _SPARSE_BLOCKS,
+        op,
+        "sparse_block_size",
+        f"{sparse_block_size} is not one of {_SPARSE_BLOCKS}",
+    )
     if sparse_block_size != 1:
         raise unsupported(op, "sparse_block_size", sparse_block_size)
     _check_attention(op, query, key, value, sparse_indices)
@@ -176,11 +253,19 @@ def npu_kv_quant_sparse_flash_attention(
         rows = slice(sequence.first, sequence.end)
         latents, ropes = _dequantised(pages.of(sequence.number, sequence.keys)[:, 0], query.dtype)
         times = times_chosen(sparse_indices[rows, 0], sequence)
-        out[rows] = attend_chosen(query[rows], torch.cat((latents, ropes), -1), latents, scale_value, times).to(out.dtype)
+        out[rows] = attend_chosen(
+            query[rows], torch.cat((latents, ropes), -1), latents, scale_value, times
+        ).to(out.dtype)
     return out, query.new_empty(0, dtype=torch.float32), query.new_empty(0, dtype=torch.float32)
 
 
-def _check_attention(op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse_indices: torch.Tensor) -> None:
+def _check_attention(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sparse_indices: torch.Tensor,
+) -> None:
     check_rank(op, "query", query, 3)
     check_rank(op, "key", key, 4)
     check_dtype(op, "query", query, _HALVES)
@@ -192,13 +277,19 @@ def _check_attention(op: str, query: torch.Tensor, key: torch.Tensor, value: tor
     wanted = (*key.shape[:2], 1, _KEY_BYTES)
     for name, cache in (("key", key), ("value", value)):
         check_dtype(op, name, cache, (torch.int8,))
-        check(tuple(cache.shape) == wanted, op, name, f"shape {tuple(cache.shape)} must be {wanted}")
+        check(
+            tuple(cache.shape) == wanted, op, name, f"shape {tuple(cache.shape)} must be {wanted}"
+        )
         check_blocks(op, name, cache)
     check_block_size(op, key)
     check_dtype(op, "sparse_indices", sparse_indices, (torch.int32,))
     check_rank(op, "sparse_indices", sparse_indices, 3)
-    check(tuple(sparse_indices.shape[:2]) == (rows, 1) and sparse_indices.shape[2] > 0, op, "sparse_indices",
-          f"shape {tuple(sparse_indices.shape)} must be [{rows}, 1, n]")
+    check(
+        tuple(sparse_indices.shape[:2]) == (rows, 1) and sparse_indices.shape[2] > 0,
+        op,
+        "sparse_indices",
+        f"shape {tuple(sparse_indices.shape)} must be [{rows}, 1, n]",
+    )
 
 
 def _dequantised(keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,12 @@ def store_kv_block_metadata(
         check_dtype(op, name, tensor, (torch.int32,))
         check_rank(op, name, tensor, 1)
         check(tensor.numel() > 0, op, name, "must not be empty")
-        check(tensor.shape == group_len.shape or tensor is slot_mapping_npu, op, name, f"shape {tuple(tensor.shape)} must be group_len's")
+        check(
+            tensor.shape == group_len.shape or tensor is slot_mapping_npu,
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must be group_len's",
+        )
     runs: list[list[int]] = []
     before = None
     for row, slot in enumerate(slot_mapping_npu.tolist()):
@@ -51,7 +56,12 @@ def store_kv_block_metadata(
         elif slot >= 0:
             runs.append([1, row, slot])
         before = slot if slot >= 0 else None
-    check(len(runs) <= group_len.shape[0], op, "group_len", f"{group_len.shape[0]} entries are less than the {len(runs)} runs")
+    check(
+        len(runs) <= group_len.shape[0],
+        op,
+        "group_len",
+        f"{group_len.shape[0]} entries are less than the {len(runs)} runs",
+    )
     filled = torch.tensor(runs + [[0, 0, 0]] * (group_len.shape[0] - len(runs)), dtype=torch.int32)
     for column, tensor in enumerate((group_len, group_key_idx, group_key_cache_idx)):
         tensor.copy_(filled[:, column])
@@ -79,19 +89,65 @@ def store_kv_block(
     for name, tensor in (("key_in", key_in), ("key_cache_in", key_cache_in)):
         check_dtype(op, name, tensor, _STORED)
         check_rank(op, name, tensor, *_RANKS)
-    check(key_in.dtype == key_cache_in.dtype, op, "key_in", f"dtype {key_in.dtype} must equal the cache's {key_cache_in.dtype}")
-    check(key_cache_in.is_contiguous(), op, "key_cache_in", f"strides {key_cache_in.stride()} must be contiguous")
+    check(
+        key_in.dtype == key_cache_in.dtype,
+        op,
+        "key_in",
+        f"dtype {key_in.dtype} must equal the cache's {key_cache_in.dtype}",
+    )
+    check(
+        key_cache_in.is_contiguous(),
+        op,
+        "key_cache_in",
+        f"strides {key_cache_in.stride()} must be contiguous",
+    )
     size = key_in[0].numel()
-    check(key_cache_in[0, 0].numel() == size, op, "key_cache_in", f"shape {tuple(key_cache_in.shape)} must have rows of {size} elements")
-    check(block_size * size <= _ELEMENTS_AT_MOST, op, "block_size", f"{block_size} rows of {size} elements exceed {_ELEMENTS_AT_MOST}")
-    for name, group in (("group_len", group_len), ("group_key_idx", group_key_idx), ("group_key_cache_idx", group_key_cache_idx)):
+    check(
+        key_cache_in[0, 0].numel() == size,
+        op,
+        "key_cache_in",
+        f"shape {tuple(key_cache_in.shape)} must have rows of {size} elements",
+    )
+    check(
+        block_size * size <= _ELEMENTS_AT_MOST,
+        op,
+        "block_size",
+        f"{block_size} rows of {size} elements exceed {_ELEMENTS_AT_MOST}",
+    )
+    for name, group in (
+        ("group_len", group_len),
+        ("group_key_idx", group_key_idx),
+        ("group_key_cache_idx", group_key_cache_idx),
+    ):
         check_dtype(op, name, group, (torch.int32,))
-        check(group.shape == group_len.shape, op, name, f"shape {tuple(group.shape)} must be group_len's")
+        check(
+            group.shape == group_len.shape,
+            op,
+            name,
+            f"shape {tuple(group.shape)} must be group_len's",
+        )
     rows, cache = key_in.reshape(-1, size), key_cache_in.view(-1, size)
-    for length, first, slot in zip(group_len.tolist(), group_key_idx.tolist(), group_key_cache_idx.tolist(), strict=True):
+    for length, first, slot in zip(
+        group_len.tolist(), group_key_idx.tolist(), group_key_cache_idx.tolist(), strict=True
+    ):
         if length <= 0 or first < 0 or slot < 0:
             continue
-        check(length <= block_size, op, "group_len", f"a run of {length} rows is longer than a block of {block_size}")
-        check(first + length <= len(rows), op, "group_key_idx", f"a run of {length} rows from {first} exceeds the {len(rows)} rows")
-        check(slot + length <= len(cache), op, "group_key_cache_idx", f"a run of {length} rows to {slot} exceeds the {len(cache)} slots")
+        check(
+            length <= block_size,
+            op,
+            "group_len",
+            f"a run of {length} rows is longer than a block of {block_size}",
+        )
+        check(
+            first + length <= len(rows),
+            op,
+            "group_key_idx",
+            f"a run of {length} rows from {first} exceeds the {len(rows)} rows",
+        )
+        check(
+            slot + length <= len(cache),
+            op,
+            "group_key_cache_idx",
+            f"a run of {length} rows to {slot} exceeds the {len(cache)} slots",
+        )
         cache[slot : slot + length] = rows[first : first + length]

@@ -32,7 +32,14 @@ class Exchange:
         self, op: str, expert_ids: torch.Tensor, hidden: int, x_active_mask: torch.Tensor | None, group: Any, experts: int,
         ids: str = "expert_ids", **agreed: object,
     ) -> None:  # fmt: skip
-        self.op, self.ids, self.group, self.size, self.rank, self.experts = op, ids, group, group.size(), group.rank(), experts
+        self.op, self.ids, self.group, self.size, self.rank, self.experts = (
+            op,
+            ids,
+            group,
+            group.size(),
+            group.rank(),
+            experts,
+        )
         (self.tokens, self.top_k), self.hidden = expert_ids.shape, hidden
         self.local = experts // self.size
         self.capacity = self.tokens * self.size * min(self.local, self.top_k)
@@ -44,7 +51,12 @@ class Exchange:
                 raise unsupported(op, "x_active_mask", x_active_mask)
             check_dtype(op, "x_active_mask", x_active_mask, (torch.bool,))
             given = tuple(x_active_mask.shape)
-            check(given == (self.tokens,), op, "x_active_mask", f"shape {given} must be ({self.tokens},)")
+            check(
+                given == (self.tokens,),
+                op,
+                "x_active_mask",
+                f"shape {given} must be ({self.tokens},)",
+            )
             self.active = x_active_mask
         if not self.captured(expert_ids):
             self._check_values(expert_ids)
@@ -54,10 +66,19 @@ class Exchange:
         return tensor.is_meta or bool(core.recordings() and core.recording(tensor.device.index))
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
-        for token, (chosen, active) in enumerate(zip(expert_ids.tolist(), self.active.tolist(), strict=True)):
-            right = all(0 <= expert < self.experts for expert in chosen) and len(set(chosen)) == len(chosen)
+        for token, (chosen, active) in enumerate(
+            zip(expert_ids.tolist(), self.active.tolist(), strict=True)
+        ):
+            right = all(0 <= expert < self.experts for expert in chosen) and len(
+                set(chosen)
+            ) == len(chosen)
             right = right or not active
-            check(right, self.op, self.ids, f"{chosen} of token {token} are not different experts of 0..{self.experts - 1}")
+            check(
+                right,
+                self.op,
+                self.ids,
+                f"{chosen} of token {token} are not different experts of 0..{self.experts - 1}",
+            )
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         return gather(self.group, self.op, self.text, mine)
@@ -71,7 +92,9 @@ class Exchange:
         """
         chosen = self.gather(torch.where(self.active[:, None], expert_ids, self.experts)).flatten()
         own = chosen - self.rank * self.local
-        own = torch.where((own >= 0) & (own < self.local), own, self.local)  # other ranks' copies come after all of ours
+        own = torch.where(
+            (own >= 0) & (own < self.local), own, self.local
+        )  # other ranks' copies come after all of ours
         copies = torch.sort(own, stable=True).indices[: self.capacity]
         every = torch.arange(self.local, device=own.device).view(1, self.local, 1)
         counts = (own.view(self.size, 1, -1) == every).sum(-1).t()
@@ -80,9 +103,13 @@ class Exchange:
     def origins(self, copies: torch.Tensor) -> torch.Tensor:
         """Return rank, token and place among its experts of each copy, int32 [capacity, 3]."""
         source = copies // self.top_k
-        return torch.stack([source // self.tokens, source % self.tokens, copies % self.top_k], 1).int()
+        return torch.stack(
+            [source // self.tokens, source % self.tokens, copies % self.top_k], 1
+        ).int()
 
-    def bring_back(self, made: torch.Tensor, live: torch.Tensor, origins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def bring_back(
+        self, made: torch.Tensor, live: torch.Tensor, origins: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what all ranks made of this rank's copies, and where each rank's rows belong.
 
         Args:
@@ -95,7 +122,9 @@ class Exchange:
         """
         rows, origins = self.gather(made), self.gather(torch.where(live[:, None], origins, -1))
         beyond = self.tokens * self.top_k  # for rows of other ranks
-        place = torch.where(origins[:, 0] == self.rank, origins[:, 1] * self.top_k + origins[:, 2], beyond).long()
+        place = torch.where(
+            origins[:, 0] == self.rank, origins[:, 1] * self.top_k + origins[:, 2], beyond
+        ).long()
         returned = poisoned((beyond + 1, self.hidden), made)
         returned[place] = rows
         return returned[:-1].view(self.tokens, self.top_k, self.hidden), place

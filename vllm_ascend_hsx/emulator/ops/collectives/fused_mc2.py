@@ -8,11 +8,21 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.collectives.exchange import Exchange
 from vllm_ascend_hsx.emulator.ops.collectives.groups import buffer_size, group_called
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
-from vllm_ascend_hsx.emulator.ops.quantization.linear import int8_product, matrix_unit_scale, rows_to_int8
+from vllm_ascend_hsx.emulator.ops.quantization.linear import (
+    int8_product,
+    matrix_unit_scale,
+    rows_to_int8,
+)
 
 _OP = "dispatch_ffn_combine"
 _RESERVED = 10 << 20  # bytes of the buffer that are not for rows
@@ -68,7 +78,12 @@ def dispatch_ffn_combine(
         ``out`` and ``expert_token_nums``.
     """
     refuse_options(_OP, more=more, **others)  # world_size, from 0.30 on
-    for name, tensors in (("weight1", weight1), ("weight2", weight2), ("scale1", scale1), ("scale2", scale2)):
+    for name, tensors in (
+        ("weight1", weight1),
+        ("weight2", weight2),
+        ("scale1", scale1),
+        ("scale2", scale2),
+    ):
         if len(tensors) != 1:
             raise unsupported(_OP, name, f"{len(tensors)} tensors")
     (up, down), scales = (weight1[0], weight2[0]), (scale1[0], scale2[0])
@@ -78,8 +93,15 @@ def dispatch_ffn_combine(
     check_rank(_OP, "weight1", up, 3)
     check_rank(_OP, "expert_idx", expert_idx, 2)
     (tokens, hidden), (local, _, outer), top_k = x.shape, up.shape, expert_idx.shape[1]
-    check(outer % 2 == 0 and outer <= hidden, _OP, "weight1", f"last dimension {outer} must be even, and not exceed {hidden} of x")
-    check(hidden % _ALIGNMENT == 0, _OP, "x", f"{hidden} columns must be a multiple of {_ALIGNMENT}")
+    check(
+        outer % 2 == 0 and outer <= hidden,
+        _OP,
+        "weight1",
+        f"last dimension {outer} must be even, and not exceed {hidden} of x",
+    )
+    check(
+        hidden % _ALIGNMENT == 0, _OP, "x", f"{hidden} columns must be a multiple of {_ALIGNMENT}"
+    )
     expected = {
         "weight1": (up, torch.int8, (local, hidden, outer)),
         "weight2": (down, torch.int8, (local, outer // 2, hidden)),
@@ -92,12 +114,25 @@ def dispatch_ffn_combine(
     }
     for name, (tensor, dtype, shape) in expected.items():
         check_dtype(_OP, name, tensor, (dtype,))
-        check(tuple(tensor.shape) == shape, _OP, name, f"shape {tuple(tensor.shape)} must be {shape}")
+        check(
+            tuple(tensor.shape) == shape, _OP, name, f"shape {tuple(tensor.shape)} must be {shape}"
+        )
     needed, buffer = 3 * tokens * top_k * hidden + _RESERVED, buffer_size()
-    check(needed <= buffer, _OP, "x", f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}")
+    check(
+        needed <= buffer,
+        _OP,
+        "x",
+        f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}",
+    )
     ranks = group_called(_OP, "group", group)
-    agreed = {"moe_expert_num": local * ranks.size(), "max_output_size": max_output_size, "swiglu_limit": swiglu_limit}
-    call = Exchange(_OP, expert_idx, hidden, x_active_mask, ranks, local * ranks.size(), "expert_idx", **agreed)
+    agreed = {
+        "moe_expert_num": local * ranks.size(),
+        "max_output_size": max_output_size,
+        "swiglu_limit": swiglu_limit,
+    }
+    call = Exchange(
+        _OP, expert_idx, hidden, x_active_mask, ranks, local * ranks.size(), "expert_idx", **agreed
+    )
 
     rows, row_scales = rows_to_int8(x)
     rows, row_scales = call.gather(rows), call.gather(row_scales)
@@ -120,7 +155,9 @@ def dispatch_ffn_combine(
     return out, expert_token_nums
 
 
-def _product(rows: torch.Tensor, matrices: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def _product(
+    rows: torch.Tensor, matrices: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
     """Return each row times its expert's matrix, scaled, rounded to float16, as float32."""
     factors = matrix_unit_scale(scales.reshape(matrices.shape[0], 1, -1))
     result = poisoned((rows.shape[0], matrices.shape[2]), rows, torch.float32)

@@ -19,7 +19,12 @@ def group_called(op: str, argument: str, hcom: str, world_size: int | None = Non
     for group in dist.distributed_c10d._world.pg_map:
         backend: Any = group._get_backend(npu) if npu in group._device_types else None
         if backend is not None and hcom == backend.get_hccl_comm_name(group.rank()):
-            check(world_size in (None, group.size()), op, "world_size", f"{world_size} is not the size {group.size()} of {hcom}")
+            check(
+                world_size in (None, group.size()),
+                op,
+                "world_size",
+                f"{world_size} is not the size {group.size()} of {hcom}",
+            )
             return group
     raise ValueError(f"{op}: {argument}: there is no hccl group called {hcom!r} in this process")
 
@@ -30,7 +35,9 @@ def gather(group: Any, op: str, call: str, mine: torch.Tensor) -> torch.Tensor:
     It is launched like a collective. Every rank must call it for the same operator with a tensor of
     the same shape and type, and with the same ``call``: the arguments in which ranks must agree.
     """
-    everyones = torch.empty((group.size() * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
+    everyones = torch.empty(
+        (group.size() * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype, device=mine.device
+    )
     group._get_backend(mine.device).gather_for_kernel(op, call, everyones, mine.contiguous())
     return everyones
 

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.devices import soc
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.collectives.exchange import Exchange
 from vllm_ascend_hsx.emulator.ops.collectives.groups import buffer_size, group_called
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
@@ -39,33 +45,78 @@ class _Call(Exchange):
         check_dtype(op, "expert_ids", expert_ids, (torch.int32,))
         tokens, top_k = expert_ids.shape
         chip = soc()
-        check(ep_world_size in _EP_SIZES[chip], op, "ep_world_size", f"{ep_world_size} is no size that an {chip.upper()} has")
-        check(0 < moe_expert_num <= _MOST_EXPERTS[chip], op, "moe_expert_num", f"{moe_expert_num} must lie in 1..{_MOST_EXPERTS[chip]}")
-        check(moe_expert_num % ep_world_size == 0, op, "moe_expert_num", f"{moe_expert_num} must be a multiple of {ep_world_size} ranks")
-        check(0 < tokens <= _MOST_ROWS[chip], op, "x", f"{tokens} rows must lie in 1..{_MOST_ROWS[chip]}")
-        check(0 < hidden <= _WIDEST[chip], op, "x", f"{hidden} columns must lie in 1..{_WIDEST[chip]}")
+        check(
+            ep_world_size in _EP_SIZES[chip],
+            op,
+            "ep_world_size",
+            f"{ep_world_size} is no size that an {chip.upper()} has",
+        )
+        check(
+            0 < moe_expert_num <= _MOST_EXPERTS[chip],
+            op,
+            "moe_expert_num",
+            f"{moe_expert_num} must lie in 1..{_MOST_EXPERTS[chip]}",
+        )
+        check(
+            moe_expert_num % ep_world_size == 0,
+            op,
+            "moe_expert_num",
+            f"{moe_expert_num} must be a multiple of {ep_world_size} ranks",
+        )
+        check(
+            0 < tokens <= _MOST_ROWS[chip],
+            op,
+            "x",
+            f"{tokens} rows must lie in 1..{_MOST_ROWS[chip]}",
+        )
+        check(
+            0 < hidden <= _WIDEST[chip], op, "x", f"{hidden} columns must lie in 1..{_WIDEST[chip]}"
+        )
         most = min(_MOST_CHOSEN, moe_expert_num)
-        check(0 < top_k <= most, op, "expert_ids", f"{top_k} experts per token must lie in 1..{most}")
+        check(
+            0 < top_k <= most, op, "expert_ids", f"{top_k} experts per token must lie in 1..{most}"
+        )
         if tp_world_size > 1:
             raise unsupported(op, "tp_world_size", tp_world_size)
         check(tp_rank_id == 0, op, "tp_rank_id", f"{tp_rank_id} must be 0 without a TP domain")
         if chip == "a2":
-            check((group_tp, tp_world_size) == ("", 0), op, "group_tp", "an A2 has no TP domain: give '' and tp_world_size=0")
+            check(
+                (group_tp, tp_world_size) == ("", 0),
+                op,
+                "group_tp",
+                "an A2 has no TP domain: give '' and tp_world_size=0",
+            )
         if global_bs not in (0, tokens * ep_world_size):
             raise unsupported(op, "global_bs", global_bs)  # ranks with different numbers of rows
-        _check_window(op, chip, tokens, top_k, hidden, ep_world_size, moe_expert_num // ep_world_size)
+        _check_window(
+            op, chip, tokens, top_k, hidden, ep_world_size, moe_expert_num // ep_world_size
+        )
         group = group_called(op, "group_ep", group_ep, ep_world_size)
-        check(ep_rank_id == group.rank(), op, "ep_rank_id", f"{ep_rank_id} is rank {group.rank()} of {group_ep}")
+        check(
+            ep_rank_id == group.rank(),
+            op,
+            "ep_rank_id",
+            f"{ep_rank_id} is rank {group.rank()} of {group_ep}",
+        )
         agreed = {"moe_expert_num": moe_expert_num, "global_bs": global_bs, **agreed}
-        super().__init__(op, expert_ids, hidden, x_active_mask, group, moe_expert_num, "expert_ids", **agreed)
+        super().__init__(
+            op, expert_ids, hidden, x_active_mask, group, moe_expert_num, "expert_ids", **agreed
+        )
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
         active = self.active.tolist()
-        check(all(active[: sum(active)]), self.op, "x_active_mask", f"true must precede false, not {active}")
+        check(
+            all(active[: sum(active)]),
+            self.op,
+            "x_active_mask",
+            f"true must precede false, not {active}",
+        )
         super()._check_values(expert_ids)
 
 
-def _check_window(op: str, chip: str, tokens: int, top_k: int, hidden: int, size: int, local: int) -> None:
+def _check_window(
+    op: str, chip: str, tokens: int, top_k: int, hidden: int, size: int, local: int
+) -> None:
     """Refuse rows that exceed the group's buffer, of which two halves take turns."""
     row = 2 * hidden
     if chip == "a2":
@@ -74,7 +125,12 @@ def _check_window(op: str, chip: str, tokens: int, top_k: int, hidden: int, size
         arriving = local * tokens * size * _aligned(_aligned(row, 32) + 64, 512)
         needed = 2 * (arriving + top_k * tokens * _aligned(row, 512))
     buffer = buffer_size()
-    check(needed <= buffer, op, "x", f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}")
+    check(
+        needed <= buffer,
+        op,
+        "x",
+        f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}",
+    )
 
 
 def _aligned(number: int, to: int) -> int:
@@ -131,10 +187,20 @@ def npu_moe_distribute_dispatch_v2(
     if quant_mode not in (_UNQUANTISED, _DYNAMIC):
         raise unsupported(op, "quant_mode", quant_mode)
     counting = expert_token_nums_type
-    check(counting in (_RUNNING_TOTALS, _COUNTS), op, "expert_token_nums_type", f"{counting} is not one of 0, 1")
+    check(
+        counting in (_RUNNING_TOTALS, _COUNTS),
+        op,
+        "expert_token_nums_type",
+        f"{counting} is not one of 0, 1",
+    )
     check_rank(op, "x", x, 2)
     check_dtype(op, "x", x, (torch.float16, torch.bfloat16))
-    check(x.shape[0] == expert_ids.shape[0], op, "expert_ids", f"{expert_ids.shape[0]} rows for {x.shape[0]} rows of x")
+    check(
+        x.shape[0] == expert_ids.shape[0],
+        op,
+        "expert_ids",
+        f"{expert_ids.shape[0]} rows for {x.shape[0]} rows of x",
+    )
     call = _Call(
         op, expert_ids, x.shape[1], x_active_mask, group_ep, ep_world_size, ep_rank_id, moe_expert_num, global_bs, group_tp,
         tp_world_size, tp_rank_id, quant_mode=quant_mode,
@@ -150,11 +216,21 @@ def npu_moe_distribute_dispatch_v2(
     if everyones_scales is not None:
         scale = torch.where(live, everyones_scales[source], scale)
     info = poisoned((max(call.tokens * call.top_k, capacity * _INFO),), x, torch.int32)
-    info[: capacity * _INFO].view(capacity, _INFO)[:, :3] = torch.where(live[:, None], call.origins(copies), poisoned((), x, torch.int32))
+    info[: capacity * _INFO].view(capacity, _INFO)[:, :3] = torch.where(
+        live[:, None], call.origins(copies), poisoned((), x, torch.int32)
+    )
     per_expert = counts.sum(1)
     totals = counts.flatten().cumsum(0).int()
     numbers = per_expert if counting == _COUNTS else per_expert.cumsum(0)
-    return expanded, scale, info, numbers, totals, poisoned((tp_world_size,), x, torch.int32), poisoned((capacity,), x, torch.float32)
+    return (
+        expanded,
+        scale,
+        info,
+        numbers,
+        totals,
+        poisoned((tp_world_size,), x, torch.int32),
+        poisoned((capacity,), x, torch.float32),
+    )
 
 
 def npu_moe_distribute_combine_v2(
@@ -192,7 +268,12 @@ def npu_moe_distribute_combine_v2(
         expert_scales: float32 [BS, K].
     """
     op = "npu_moe_distribute_combine_v2"
-    refuse_options(op, expert_shard_type=expert_shard_type, shared_expert_rank_num=shared_expert_rank_num, **others)
+    refuse_options(
+        op,
+        expert_shard_type=expert_shard_type,
+        shared_expert_rank_num=shared_expert_rank_num,
+        **others,
+    )
     check_rank(op, "expand_x", expand_x, 2)
     check_dtype(op, "expand_x", expand_x, (torch.float16, torch.bfloat16))
     call = _Call(
@@ -202,17 +283,30 @@ def npu_moe_distribute_combine_v2(
     tokens, top_k, capacity = call.tokens, call.top_k, call.capacity
     expected: dict[str, tuple[Any, torch.Tensor, torch.dtype]] = {
         "expand_x": ((capacity, call.hidden), expand_x, expand_x.dtype),
-        "assist_info_for_combine": ((max(tokens * top_k, capacity * _INFO),), assist_info_for_combine, torch.int32),
+        "assist_info_for_combine": (
+            (max(tokens * top_k, capacity * _INFO),),
+            assist_info_for_combine,
+            torch.int32,
+        ),
         "ep_send_counts": ((call.local * ep_world_size,), ep_send_counts, torch.int32),
         "expert_scales": ((tokens, top_k), expert_scales, torch.float32),
     }
     for name, (shape, tensor, dtype) in expected.items():
         check_dtype(op, name, tensor, (dtype,))
-        check(tuple(tensor.shape) == shape, op, name, f"shape {tuple(tensor.shape)} must be {shape}")
+        check(
+            tuple(tensor.shape) == shape, op, name, f"shape {tuple(tensor.shape)} must be {shape}"
+        )
     live = torch.arange(capacity, device=expand_x.device) < ep_send_counts[-1]
     origin = assist_info_for_combine[: capacity * _INFO].view(capacity, _INFO)[:, :3]
     returned, place = call.bring_back(expand_x, live, origin)
     if not call.captured(expand_x):
-        arrived = torch.bincount(place, minlength=tokens * top_k + 1)[:-1].view(tokens, top_k)[call.active]
-        check(bool((arrived == 1).all()), op, "assist_info_for_combine", f"of the rows of each token came back {arrived.tolist()}")
+        arrived = torch.bincount(place, minlength=tokens * top_k + 1)[:-1].view(tokens, top_k)[
+            call.active
+        ]
+        check(
+            bool((arrived == 1).all()),
+            op,
+            "assist_info_for_combine",
+            f"of the rows of each token came back {arrived.tolist()}",
+        )
     return call.add(returned, expert_scales)

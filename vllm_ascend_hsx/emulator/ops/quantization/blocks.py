@@ -2,7 +2,13 @@
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.quantization.linear import dtype_of, to_int8
 
 _BLOCK = 128
@@ -38,7 +44,10 @@ def npu_dynamic_block_quant(
     check(dtype_of(dst_type) is torch.int8, op, "dst_type", f"{dst_type} must be 1, int8")
     check(round_mode == "rint", op, "round_mode", f"{round_mode!r} must be 'rint'")
     check(min_scale >= 0, op, "min_scale", f"{min_scale} must not be negative")
-    for name, given, wanted in (("row_block_size", row_block_size, 1), ("col_block_size", col_block_size, _BLOCK)):
+    for name, given, wanted in (
+        ("row_block_size", row_block_size, 1),
+        ("col_block_size", col_block_size, _BLOCK),
+    ):
         check(given == wanted, op, name, f"{given} must be {wanted}")
     check(dst_type_max == 0, op, "dst_type_max", f"{dst_type_max} must be 0")
     refuse_options(op, min_scale=min_scale)

@@ -18,9 +18,21 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, row_groups, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    row_groups,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
-from vllm_ascend_hsx.emulator.ops.quantization.linear import dtype_of, int8_product, matrix_unit_scale, to_int8
+from vllm_ascend_hsx.emulator.ops.quantization.linear import (
+    dtype_of,
+    int8_product,
+    matrix_unit_scale,
+    to_int8,
+)
 
 _IN_INT32 = 8  # int4 numbers
 _MULTIPLE = 64  # of both dimensions of a matrix: int4 numbers in 32 bytes
@@ -45,8 +57,15 @@ def _scaled_product(rows: torch.Tensor, matrix: torch.Tensor, scales: torch.Tens
     """
 
     def of_half(numbers: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(numbers.shape[0], matrix.shape[1], dtype=torch.float16, device=matrix.device)
-        parts = zip(numbers.chunk(len(scales), 1), matrix.chunk(len(scales), 0), matrix_unit_scale(scales), strict=True)
+        total = torch.zeros(
+            numbers.shape[0], matrix.shape[1], dtype=torch.float16, device=matrix.device
+        )
+        parts = zip(
+            numbers.chunk(len(scales), 1),
+            matrix.chunk(len(scales), 0),
+            matrix_unit_scale(scales),
+            strict=True,
+        )
         for left, right, factor in parts:
             total = total + (int8_product(left, right).float() * factor).half()
         return total.float()
@@ -62,17 +81,26 @@ def _one(op: str, name: str, tensors: Sequence[torch.Tensor] | None) -> torch.Te
     return tensors[0]
 
 
-def _check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check_tensor(
+    op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     check_dtype(op, name, tensor, (dtype,))
     check(tuple(tensor.shape) == shape, op, name, f"shape {tuple(tensor.shape)} must be {shape}")
 
 
-def _check_factors(op: str, rows: torch.Tensor, matrices: torch.Tensor, longest: int) -> tuple[int, int, int]:
+def _check_factors(
+    op: str, rows: torch.Tensor, matrices: torch.Tensor, longest: int
+) -> tuple[int, int, int]:
     """Check int8 rows [M, K] and packed matrices [groups, K, N / 8]; return groups, K and N."""
     check_rank(op, "x", rows, 2)
     check_rank(op, "weight", matrices, 3)
     count, inner, outer = matrices.shape[0], matrices.shape[1], matrices.shape[2] * _IN_INT32
-    check(rows.shape[1] == inner, op, "weight", f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}")
+    check(
+        rows.shape[1] == inner,
+        op,
+        "weight",
+        f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}",
+    )
     for name, size in (("x", inner), ("weight", outer)):
         check(size % _MULTIPLE == 0, op, name, f"{size} columns must be a multiple of {_MULTIPLE}")
     check(inner <= longest, op, "x", f"last dimension {inner} must not exceed {longest}")
@@ -109,10 +137,19 @@ def int4_grouped_matmul(
     count, inner, outer = _check_factors(op, rows, matrices, _LONGEST_GROUPED)
     if dtype_of(output_dtype) is not torch.bfloat16:
         raise unsupported(op, "output_dtype", output_dtype)
-    summand, scales, tokens = _one(op, "bias", bias), _one(op, "scale", scale), _one(op, "per_token_scale", per_token_scale)
+    summand, scales, tokens = (
+        _one(op, "bias", bias),
+        _one(op, "scale", scale),
+        _one(op, "per_token_scale", per_token_scale),
+    )
     check_rank(op, "scale", scales, 3)
     parts = scales.shape[1]
-    check(parts in (1, inner / _PART), op, "scale", f"{parts} parts of {inner} rows; must be 1, or parts of {_PART}")
+    check(
+        parts in (1, inner / _PART),
+        op,
+        "scale",
+        f"{parts} parts of {inner} rows; must be 1, or parts of {_PART}",
+    )
     _check_tensor(op, "scale", scales, torch.int64, (count, parts, outer))
     _check_tensor(op, "bias", summand, torch.float32, (count, outer))
     _check_tensor(op, "per_token_scale", tokens, torch.float32, (rows.shape[0],))
@@ -179,14 +216,20 @@ def grouped_matmul_swiglu_quant_v2(
         raise unsupported(op, "weight", matrices)
     check_dtype(op, "weight", matrices, (torch.int32,))
     count, _, outer = _check_factors(op, x, matrices, _LONGEST_INNER)
-    check(outer <= _LONGEST_OUTER, op, "weight", f"{outer} columns must not exceed {_LONGEST_OUTER}")
+    check(
+        outer <= _LONGEST_OUTER, op, "weight", f"{outer} columns must not exceed {_LONGEST_OUTER}"
+    )
     _check_tensor(op, "weight_scale", scales, torch.int64, (count, outer))
     _check_tensor(op, "weight_assist_matrix", summand, torch.float32, (count, outer))
     _check_tensor(op, "x_scale", x_scale, torch.float32, (x.shape[0],))
     y, y_scale = poisoned((x.shape[0], outer // 2), x), poisoned((x.shape[0],), x, torch.float32)
-    for group, (start, end) in enumerate(row_groups(op, group_list, count, x.shape[0], group_list_type == 0)):
+    for group, (start, end) in enumerate(
+        row_groups(op, group_list, count, x.shape[0], group_list_type == 0)
+    ):
         if start < end:
-            product = _scaled_product(x[start:end], unpack_int4(matrices[group]), scales[group : group + 1])
+            product = _scaled_product(
+                x[start:end], unpack_int4(matrices[group]), scales[group : group + 1]
+            )
             gate, up = ((product + summand[group]) * x_scale[start:end, None]).chunk(2, 1)
             if swiglu_limit > 0:
                 gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)

@@ -2,13 +2,29 @@
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    FLOATS,
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 
 # What torch passes for a dtype where the schema says int (c10/core/ScalarType.h).
-_DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 12: torch.qint8, 15: torch.bfloat16}
+_DTYPES = {
+    1: torch.int8,
+    3: torch.int32,
+    5: torch.float16,
+    6: torch.float32,
+    12: torch.qint8,
+    15: torch.bfloat16,
+}
 _LARGEST = 127  # what a row's largest magnitude becomes
 _LONGEST = 65535  # of the last dimensions of a product's factors (aclnnQuantMatmulV4, constraints)
-_SCALE_BITS = 0xFFFFE000  # what the matrix unit reads of a scale's float32: aclnnTransQuantParamV2 of CANN
+_SCALE_BITS = (
+    0xFFFFE000  # what the matrix unit reads of a scale's float32: aclnnTransQuantParamV2 of CANN
+)
 
 
 def dtype_of(code: int | torch.dtype | None) -> torch.dtype | None:
@@ -53,7 +69,12 @@ def matrix_unit_scale(scales: torch.Tensor) -> torch.Tensor:
 
 
 def npu_quantize(
-    input: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
 ) -> torch.Tensor:
     """Return round(input * scales + zero_points) as int8, computed in float32 and saturated.
 
@@ -71,15 +92,30 @@ def npu_quantize(
         raise unsupported(op, "dtype", dtype)
     check_rank(op, "input", input, *range(1, 9))
     check_dtype(op, "input", input, FLOATS)
-    check(axis in (-1, -2, input.dim() - 1, input.dim() - 2), op, "axis", f"{axis} is not one of the last two dimensions")
+    check(
+        axis in (-1, -2, input.dim() - 1, input.dim() - 2),
+        op,
+        "axis",
+        f"{axis} is not one of the last two dimensions",
+    )
     if axis not in (-1, input.dim() - 1):
         raise unsupported(op, "axis", axis)
     for name, tensor in (("scales", scales), ("zero_points", zero_points)):
         if tensor is not None:
             check_rank(op, name, tensor, 1)
-            check(tensor.dtype == input.dtype, op, name, f"dtype {tensor.dtype} must equal input's {input.dtype}")
+            check(
+                tensor.dtype == input.dtype,
+                op,
+                name,
+                f"dtype {tensor.dtype} must equal input's {input.dtype}",
+            )
             sizes = (1, input.shape[-1])
-            check(tensor.shape[0] in sizes, op, name, f"shape {tuple(tensor.shape)} is not one of {[(size,) for size in sizes]}")
+            check(
+                tensor.shape[0] in sizes,
+                op,
+                name,
+                f"shape {tuple(tensor.shape)} is not one of {[(size,) for size in sizes]}",
+            )
     scaled = input.float() * scales.float()
     if zero_points is not None:
         same = f"shape {tuple(zero_points.shape)} must equal scales' {tuple(scales.shape)}"
@@ -103,12 +139,16 @@ def npu_dynamic_quant(
     aclnnDynamicQuant of CANN for the definition. Supported: int8, ``quant_mode`` "pertoken".
     """
     op = "npu_dynamic_quant"
-    refuse_options(op, smooth_scales=smooth_scales, group_index=group_index, dst_type_max=dst_type_max)
+    refuse_options(
+        op, smooth_scales=smooth_scales, group_index=group_index, dst_type_max=dst_type_max
+    )
     if dst_type is not None and dtype_of(dst_type) is not torch.int8:
         raise unsupported(op, "dst_type", dst_type)
     if quant_mode != "pertoken":
         raise unsupported(op, "quant_mode", quant_mode)
-    check(input.dim() >= 2, op, "input", f"shape {tuple(input.shape)} must have at least 2 dimensions")
+    check(
+        input.dim() >= 2, op, "input", f"shape {tuple(input.shape)} must have at least 2 dimensions"
+    )
     check_dtype(op, "input", input, (torch.float16, torch.bfloat16))
     return rows_to_int8(input)
 
@@ -148,18 +188,44 @@ def npu_quant_matmul(
     for name, tensor in (("x1", x1), ("x2", x2)):
         check_dtype(op, name, tensor, (torch.int8,))
         check_rank(op, name, tensor, 2)
-        check(tensor.shape[1] <= _LONGEST, op, name, f"last dimension {tensor.shape[1]} must not exceed {_LONGEST}")
+        check(
+            tensor.shape[1] <= _LONGEST,
+            op,
+            name,
+            f"last dimension {tensor.shape[1]} must not exceed {_LONGEST}",
+        )
     (rows, inner), columns = x1.shape, x2.shape[1]
-    check(x2.shape[0] == inner, op, "x2", f"shape {tuple(x2.shape)} does not fit x1 {tuple(x1.shape)}")
+    check(
+        x2.shape[0] == inner, op, "x2", f"shape {tuple(x2.shape)} does not fit x1 {tuple(x1.shape)}"
+    )
     check_dtype(op, "scale", scale, (torch.float32, torch.bfloat16))
-    check(tuple(scale.shape) in ((columns,), (1,)), op, "scale", f"shape {tuple(scale.shape)} must be ({columns},) or (1,)")
+    check(
+        tuple(scale.shape) in ((columns,), (1,)),
+        op,
+        "scale",
+        f"shape {tuple(scale.shape)} must be ({columns},) or (1,)",
+    )
     sums = int8_product(x1, x2)
     if bias is not None:
-        check_dtype(op, "bias", bias, (torch.int32,) if wanted is torch.int32 else (torch.int32, torch.bfloat16, torch.float32))
-        check(tuple(bias.shape) == (columns,), op, "bias", f"shape {tuple(bias.shape)} must be ({columns},)")
+        check_dtype(
+            op,
+            "bias",
+            bias,
+            (torch.int32,)
+            if wanted is torch.int32
+            else (torch.int32, torch.bfloat16, torch.float32),
+        )
+        check(
+            tuple(bias.shape) == (columns,),
+            op,
+            "bias",
+            f"shape {tuple(bias.shape)} must be ({columns},)",
+        )
         sums = sums + bias if bias.dtype == torch.int32 else sums
     if wanted is torch.int32:
-        check(pertoken_scale is None, op, "pertoken_scale", "must not be given for a result of int32")
+        check(
+            pertoken_scale is None, op, "pertoken_scale", "must not be given for a result of int32"
+        )
         return sums
     y = sums.float() * scale.float()
     if pertoken_scale is not None:

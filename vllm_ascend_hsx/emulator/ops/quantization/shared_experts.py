@@ -4,12 +4,22 @@ import math
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, row_groups, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    row_groups,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 from vllm_ascend_hsx.emulator.ops.quantization.linear import to_int8
 
 _MULTIPLE = 64  # of the last dimension: two halves, each of 32 bytes as int8
-_LONGEST = {0: 10496, 1: 9280}  # the last dimension that 192 KiB of a core's memory hold, by swiglu_mode
+_LONGEST = {
+    0: 10496,
+    1: 9280,
+}  # the last dimension that 192 KiB of a core's memory hold, by swiglu_mode
 _OF_LARGEST = torch.tensor(1 / 127)  # the kernel multiplies by this float32
 
 
@@ -62,16 +72,26 @@ def npu_dequant_swiglu_quant(
         raise unsupported(op, "group_index", None)
     sums = _sums(op, x, _LONGEST[swiglu_mode])
     rows, width = sums.shape
-    columns = _weight_scales(op, weight_scale, 1 if group_index is None else group_index.shape[0], width)
+    columns = _weight_scales(
+        op, weight_scale, 1 if group_index is None else group_index.shape[0], width
+    )
     scales = _row_scales(op, activation_scale, rows)
-    groups = [(0, rows)] if group_index is None else row_groups(op, group_index, len(columns), rows, cumulative=False)
+    groups = (
+        [(0, rows)]
+        if group_index is None
+        else row_groups(op, group_index, len(columns), rows, cumulative=False)
+    )
     y, y_scale = poisoned((rows, width // 2), x, torch.int8), poisoned((rows,), x, torch.float32)
-    limit, alpha, shift = (clamp_limit or math.inf, glu_alpha, glu_bias) if swiglu_mode == 1 else (math.inf, 1.0, 0.0)
+    limit, alpha, shift = (
+        (clamp_limit or math.inf, glu_alpha, glu_bias) if swiglu_mode == 1 else (math.inf, 1.0, 0.0)
+    )
     for column, (start, end) in zip(columns, groups, strict=True):
         if start < end:
             gate, up = (sums[start:end].float() * column * scales[start:end]).chunk(2, 1)
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + shift
-            y[start:end], y_scale[start:end] = _rows_to_int8(up * (gate / ((-alpha * gate).exp() + 1)))
+            y[start:end], y_scale[start:end] = _rows_to_int8(
+                up * (gate / ((-alpha * gate).exp() + 1))
+            )
     return y.view(*x.shape[:-1], width // 2), y_scale.view(x.shape[:-1])
 
 
@@ -82,16 +102,30 @@ def _sums(op: str, x: torch.Tensor, longest: int) -> torch.Tensor:
         raise unsupported(op, "x", x)
     check_dtype(op, "x", x, (torch.int32,))
     width = x.shape[-1]
-    check(width % _MULTIPLE == 0, op, "x", f"last dimension {width} must be a multiple of {_MULTIPLE}")
+    check(
+        width % _MULTIPLE == 0, op, "x", f"last dimension {width} must be a multiple of {_MULTIPLE}"
+    )
     check(width <= longest, op, "x", f"last dimension {width} must not exceed {longest}")
     check(x.numel() > 0, op, "x", f"shape {tuple(x.shape)} has no rows")
     return x.reshape(-1, width)
 
 
-def _check_options(op: str, quant_mode: int, swiglu_mode: int, clamp_limit: float, glu_alpha: float, glu_bias: float) -> None:
+def _check_options(
+    op: str,
+    quant_mode: int,
+    swiglu_mode: int,
+    clamp_limit: float,
+    glu_alpha: float,
+    glu_bias: float,
+) -> None:
     for name, mode in (("quant_mode", quant_mode), ("swiglu_mode", swiglu_mode)):
         check(mode in (0, 1), op, name, f"{mode} is not one of 0, 1")
-    check(math.isfinite(clamp_limit) and clamp_limit >= 0, op, "clamp_limit", f"{clamp_limit} must be finite and not negative")
+    check(
+        math.isfinite(clamp_limit) and clamp_limit >= 0,
+        op,
+        "clamp_limit",
+        f"{clamp_limit} must be finite and not negative",
+    )
     for name, number in (("glu_alpha", glu_alpha), ("glu_bias", glu_bias)):
         check(math.isfinite(number), op, name, f"{number} must be finite")
 
@@ -102,7 +136,12 @@ def _weight_scales(op: str, scale: torch.Tensor | None, groups: int, width: int)
     assert scale is not None
     check_dtype(op, "weight_scale", scale, (torch.float32,))
     allowed = ((groups, width), (width,)) if groups == 1 else ((groups, width),)
-    check(tuple(scale.shape) in allowed, op, "weight_scale", f"shape {tuple(scale.shape)} must be {' or '.join(map(str, allowed))}")
+    check(
+        tuple(scale.shape) in allowed,
+        op,
+        "weight_scale",
+        f"shape {tuple(scale.shape)} must be {' or '.join(map(str, allowed))}",
+    )
     return scale.view(groups, width)
 
 
@@ -111,7 +150,12 @@ def _row_scales(op: str, scale: torch.Tensor | None, rows: int) -> torch.Tensor:
     if scale is None:
         return torch.ones(rows, 1)
     check_dtype(op, "activation_scale", scale, (torch.float32,))
-    check(scale.numel() == rows, op, "activation_scale", f"shape {tuple(scale.shape)} must have {rows} elements")
+    check(
+        scale.numel() == rows,
+        op,
+        "activation_scale",
+        f"shape {tuple(scale.shape)} must have {rows} elements",
+    )
     return scale.reshape(rows, 1)
 
 

@@ -11,9 +11,20 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 from vllm_ascend_hsx.emulator.ops.recurrent.causal_conv1d import convolve
-from vllm_ascend_hsx.emulator.ops.recurrent.gated_delta_rule import CHUNK, chunk_fwd_o, chunk_gated_delta_rule_fwd_h, recur
+from vllm_ascend_hsx.emulator.ops.recurrent.gated_delta_rule import (
+    CHUNK,
+    chunk_fwd_o,
+    chunk_gated_delta_rule_fwd_h,
+    recur,
+)
 
 _MOST_TOKENS = 8  # of one sequence that the recurrent kernel takes
 _PREFILL, _UPDATE = 0, 1
@@ -107,7 +118,10 @@ def chunk_gated_delta_rule_fwd(
     check_dtype(op, "g", g, (torch.float32,))
     heads = v.shape[1]
     keys, values = k[0].float().repeat_interleave(heads // k.shape[1], 0), v[0].float()
-    summed, w, u = torch.empty_like(g[0].t()), *(torch.empty_like(v, dtype=torch.bfloat16) for _ in "wu")
+    summed, w, u = (
+        torch.empty_like(g[0].t()),
+        *(torch.empty_like(v, dtype=torch.bfloat16) for _ in "wu"),
+    )
     for sequence, number in zip(chunk_indices[::2], chunk_indices[1::2], strict=True):
         start = cu_seqlens[sequence] + number * CHUNK
         chunk = slice(start, min(start + CHUNK, cu_seqlens[sequence + 1]))
@@ -115,21 +129,49 @@ def chunk_gated_delta_rule_fwd(
         between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0).exp()
         lower = (rate * (keys[:, chunk] @ keys[:, chunk].transpose(1, 2)) * between).tril(-1)
         identity = torch.eye(lower.shape[-1], device=lower.device).expand_as(lower)
-        inverse = torch.linalg.solve_triangular(identity + lower, identity, upper=False, unitriangular=True).bfloat16().float()
+        inverse = (
+            torch.linalg.solve_triangular(
+                identity + lower, identity, upper=False, unitriangular=True
+            )
+            .bfloat16()
+            .float()
+        )
         summed[:, chunk] = decay
         w[0, :, chunk] = (inverse @ (rate * decay.exp().unsqueeze(-1) * keys[:, chunk])).bfloat16()
         u[0, :, chunk] = (inverse @ (rate * values[:, chunk])).bfloat16()
     gates = summed.unsqueeze(0)
     h, v_new, last = chunk_gated_delta_rule_fwd_h(
-        k, w, u, gates, initial_state=initial_state, output_final_state=True, chunk_size=CHUNK, cu_seqlens=cu_seqlens
+        k,
+        w,
+        u,
+        gates,
+        initial_state=initial_state,
+        output_final_state=True,
+        chunk_size=CHUNK,
+        cu_seqlens=cu_seqlens,
     )
-    out = chunk_fwd_o(q, k, v_new, h, scale, g=gates, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, chunk_size=CHUNK)
+    out = chunk_fwd_o(
+        q,
+        k,
+        v_new,
+        h,
+        scale,
+        g=gates,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+        chunk_size=CHUNK,
+    )
     return out.transpose(1, 2).contiguous(), last
 
 
 def _check_rows(op: str, name: str, states: torch.Tensor, rank: int) -> None:
     check_rank(op, name, states, rank)
-    check(states[:1].is_contiguous(), op, name, f"strides {states.stride()}: only rows may have gaps between them")
+    check(
+        states[:1].is_contiguous(),
+        op,
+        name,
+        f"strides {states.stride()}: only rows may have gaps between them",
+    )
 
 
 # ---- what vllm-ascend calls ----
@@ -146,19 +188,42 @@ def _conv1d(
     **metadata: torch.Tensor | None,
 ) -> None:
     """Refuse what both functions refuse, and what has no reference."""
-    check(activation in _ACTIVATIONS, op, "activation", f"{activation!r} is not None, 'silu' or 'swish'")
+    check(
+        activation in _ACTIVATIONS,
+        op,
+        "activation",
+        f"{activation!r} is not None, 'silu' or 'swish'",
+    )
     if x.dim() != 2:
         raise unsupported(op, "x", x)
-    for name, given in (("conv_states", states), ("query_start_loc", query_start_loc), ("cache_indices", rows)):
+    for name, given in (
+        ("conv_states", states),
+        ("query_start_loc", query_start_loc),
+        ("cache_indices", rows),
+    ):
         if given is None:
             raise unsupported(op, name, None)
     assert query_start_loc is not None and rows is not None
-    for name, tensor in {"query_start_loc": query_start_loc, "cache_indices": rows, **metadata}.items():
+    for name, tensor in {
+        "query_start_loc": query_start_loc,
+        "cache_indices": rows,
+        **metadata,
+    }.items():
         if tensor is not None:
             check_rank(op, name, tensor, 1)
-            check_dtype(op, name, tensor, (torch.int32, torch.bool) if name == "has_initial_state" else (torch.int32,))
+            check_dtype(
+                op,
+                name,
+                tensor,
+                (torch.int32, torch.bool) if name == "has_initial_state" else (torch.int32,),
+            )
             count = query_start_loc.shape[0] - (name != "query_start_loc")
-            check(tensor.shape[0] == count, op, name, f"{tensor.shape[0]} entries, the sequences need {count}")
+            check(
+                tensor.shape[0] == count,
+                op,
+                name,
+                f"{tensor.shape[0]} entries, the sequences need {count}",
+            )
 
 
 def causal_conv1d_fn(
@@ -177,7 +242,16 @@ def causal_conv1d_fn(
     """Convolve prompts, and keep each one's last inputs in `conv_states`."""
     op = "causal_conv1d_fn"
     refuse_options(op, **others)
-    _conv1d(op, x, weight, conv_states, query_start_loc, cache_indices, activation, has_initial_state=has_initial_state)
+    _conv1d(
+        op,
+        x,
+        weight,
+        conv_states,
+        query_start_loc,
+        cache_indices,
+        activation,
+        has_initial_state=has_initial_state,
+    )
     null = _NO_PAD if null_block_id is None else null_block_id
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ops.fla_npu.causal_conv1d(
@@ -205,8 +279,22 @@ def causal_conv1d_update(
     """Convolve decodes, and advance `conv_state`; return `out`, or else `x`, which is written."""
     op = "causal_conv1d_update"
     refuse_options(op, **others)
-    _conv1d(op, x, weight, conv_state, query_start_loc, conv_state_indices, activation, num_accepted_tokens=num_accepted_tokens)
-    check(max_query_len >= 0, op, "max_query_len", f"{max_query_len} is negative, and there is query_start_loc")
+    _conv1d(
+        op,
+        x,
+        weight,
+        conv_state,
+        query_start_loc,
+        conv_state_indices,
+        activation,
+        num_accepted_tokens=num_accepted_tokens,
+    )
+    check(
+        max_query_len >= 0,
+        op,
+        "max_query_len",
+        f"{max_query_len} is negative, and there is query_start_loc",
+    )
     null = _NO_PAD if null_block_id is None else null_block_id
     made = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ops.fla_npu.causal_conv1d(
@@ -214,7 +302,12 @@ def causal_conv1d_update(
         _NO_PAD, null, _UPDATE,
     )  # fmt: skip
     target = x if out is None else out
-    check(target.shape == x.shape and target.dtype == x.dtype, op, "out", f"must have x's shape {tuple(x.shape)} and dtype {x.dtype}")
+    check(
+        target.shape == x.shape and target.dtype == x.dtype,
+        op,
+        "out",
+        f"must have x's shape {tuple(x.shape)} and dtype {x.dtype}",
+    )
     return target.copy_(made)
 
 
@@ -263,7 +356,11 @@ def _chunked(
     """
     op = "chunk_gated_delta_rule_fwd"
     refuse_options(op, **others)
-    wanted = (("layout", layout, "BNSD"), ("chunk_size", chunk_size, CHUNK), ("output_final_state", output_final_state, True))
+    wanted = (
+        ("layout", layout, "BNSD"),
+        ("chunk_size", chunk_size, CHUNK),
+        ("output_final_state", output_final_state, True),
+    )
     for name, value, taken in wanted:
         if value != taken:
             raise unsupported(op, name, value)
@@ -273,20 +370,53 @@ def _chunked(
         check_rank(op, name, tensor, 4)
     batch, tokens, heads = v.shape[0], v.shape[2], v.shape[1]
     check(q.shape == k.shape, op, "k", f"shape {tuple(k.shape)} must equal q's {tuple(q.shape)}")
-    check(batch == 1 and q.shape[0] == 1 and q.shape[2] == tokens, op, "v", f"shape {tuple(v.shape)} does not fit q's {tuple(q.shape)}")
-    check(heads % q.shape[1] == 0, op, "v", f"{heads} heads are not a multiple of the keys' {q.shape[1]}")
+    check(
+        batch == 1 and q.shape[0] == 1 and q.shape[2] == tokens,
+        op,
+        "v",
+        f"shape {tuple(v.shape)} does not fit q's {tuple(q.shape)}",
+    )
+    check(
+        heads % q.shape[1] == 0,
+        op,
+        "v",
+        f"{heads} heads are not a multiple of the keys' {q.shape[1]}",
+    )
     for name, tensor in (("g", g), ("beta", beta)):
-        check(tensor.shape == (1, tokens, heads), op, name, f"shape {tuple(tensor.shape)} must be [1, {tokens}, {heads}]")
+        check(
+            tensor.shape == (1, tokens, heads),
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must be [1, {tokens}, {heads}]",
+        )
     bounds = [int(bound) for bound in cu_seqlens]
     fits = len(bounds) > 1 and bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, tokens)
     check(fits, op, "cu_seqlens", f"{bounds} do not divide {tokens} tokens")
     lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
-    expected = [part for at, length in enumerate(lengths) for number in range(-(-length // CHUNK)) for part in (at, number)]
-    check(list(chunk_indices) == expected, op, "chunk_indices", f"{list(chunk_indices)} must be {expected}")
+    expected = [
+        part
+        for at, length in enumerate(lengths)
+        for number in range(-(-length // CHUNK))
+        for part in (at, number)
+    ]
+    check(
+        list(chunk_indices) == expected,
+        op,
+        "chunk_indices",
+        f"{list(chunk_indices)} must be {expected}",
+    )
     if min(lengths) == 0:
         raise unsupported(op, "cu_seqlens", bounds)
     out, last = torch.ops.fla_npu.chunk_gated_delta_rule_fwd(
-        q, k, v, g, beta, initial_state, bounds, expected, q.shape[-1] ** -0.5 if scale is None else scale
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        bounds,
+        expected,
+        q.shape[-1] ** -0.5 if scale is None else scale,
     )
     return out, last, *[None] * 8
 

@@ -11,7 +11,14 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import (
+    FLOATS,
+    check,
+    check_dtype,
+    check_rank,
+    refuse_options,
+    unsupported,
+)
 
 CHUNK = 64
 _HEAD_SIZE = 128  # tile size of the chunk kernels, which skip smaller tiles
@@ -19,7 +26,12 @@ _MOST_TOKENS = 16  # of one sequence that the recurrent kernel takes
 
 
 def npu_fused_gdn_gating(
-    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, beta: float = 1.0, threshold: float = 20.0
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return g = -exp(A_log) softplus(a + dt_bias), float32, and sigmoid(b) in b's dtype.
 
@@ -29,10 +41,25 @@ def npu_fused_gdn_gating(
     op = "npu_fused_gdn_gating"
     check_rank(op, "a", a, 2)
     check_dtype(op, "a", a, FLOATS)
-    check(b.shape == a.shape and b.dtype == a.dtype, op, "b", f"must have a's shape {tuple(a.shape)} and dtype {a.dtype}")
+    check(
+        b.shape == a.shape and b.dtype == a.dtype,
+        op,
+        "b",
+        f"must have a's shape {tuple(a.shape)} and dtype {a.dtype}",
+    )
     for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        check(tensor.shape == a.shape[1:], op, name, f"shape {tuple(tensor.shape)} must be one number for each of {a.shape[1]} heads")
-    check(A_log.dtype == dt_bias.dtype, op, "dt_bias", f"dtype {dt_bias.dtype} must equal A_log's {A_log.dtype}")
+        check(
+            tensor.shape == a.shape[1:],
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must be one number for each of {a.shape[1]} heads",
+        )
+    check(
+        A_log.dtype == dt_bias.dtype,
+        op,
+        "dt_bias",
+        f"dtype {dt_bias.dtype} must equal A_log's {A_log.dtype}",
+    )
     g = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float(), beta, threshold)
     return g.unsqueeze(0), torch.sigmoid(b.float()).to(b.dtype).unsqueeze(0)
 
@@ -71,7 +98,12 @@ def npu_recurrent_gated_delta_rule(
     """
     op = "npu_recurrent_gated_delta_rule"
     check_rank(op, "state", state, 4)
-    check(state.is_contiguous(), op, "state", f"strides {state.stride()} must be contiguous: it is written in place")
+    check(
+        state.is_contiguous(),
+        op,
+        "state",
+        f"strides {state.stride()} must be contiguous: it is written in place",
+    )
     return recur(
         op, _MOST_TOKENS, query, key, value, state, beta=beta, scale=scale, actual_seq_lengths=actual_seq_lengths,
         ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens, g=g, gk=gk,
@@ -112,21 +144,50 @@ def recur(
         check(tensor is not None, op, name, "is needed")
         assert tensor is not None
         check_dtype(op, name, tensor, dtypes)
-    assert beta is not None and g is not None and actual_seq_lengths is not None and ssm_state_indices is not None
+    assert (
+        beta is not None
+        and g is not None
+        and actual_seq_lengths is not None
+        and ssm_state_indices is not None
+    )
     check(scale is not None, op, "scale", "is needed")
     assert scale is not None
     check_rank(op, "state", state, 4)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_rank(op, name, tensor, 3)
     (tokens, key_heads, key_size), (_, heads, value_size) = query.shape, value.shape
-    check(key.shape == query.shape, op, "key", f"shape {tuple(key.shape)} must equal query's {tuple(query.shape)}")
+    check(
+        key.shape == query.shape,
+        op,
+        "key",
+        f"shape {tuple(key.shape)} must equal query's {tuple(query.shape)}",
+    )
     check(value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens, query has {tokens}")
-    check(heads % key_heads == 0, op, "value", f"{heads} heads are not a multiple of the keys' {key_heads}")
-    check(state.shape[1:] == (heads, value_size, key_size), op, "state",
-          f"shape {tuple(state.shape)} must be [rows, {heads}, {value_size}, {key_size}]")
+    check(
+        heads % key_heads == 0,
+        op,
+        "value",
+        f"{heads} heads are not a multiple of the keys' {key_heads}",
+    )
+    check(
+        state.shape[1:] == (heads, value_size, key_size),
+        op,
+        "state",
+        f"shape {tuple(state.shape)} must be [rows, {heads}, {value_size}, {key_size}]",
+    )
     for name, tensor in (("beta", beta), ("g", g)):
-        check(tensor.shape == (tokens, heads), op, name, f"shape {tuple(tensor.shape)} must be [{tokens}, {heads}]")
-    check(ssm_state_indices.dim() == 1, op, "ssm_state_indices", f"shape {tuple(ssm_state_indices.shape)} must have one dimension")
+        check(
+            tensor.shape == (tokens, heads),
+            op,
+            name,
+            f"shape {tuple(tensor.shape)} must be [{tokens}, {heads}]",
+        )
+    check(
+        ssm_state_indices.dim() == 1,
+        op,
+        "ssm_state_indices",
+        f"shape {tuple(ssm_state_indices.shape)} must have one dimension",
+    )
     out = torch.empty_like(value)
     sequences = actual_seq_lengths.shape[0] - 1
     if sequences == 0 or tokens == 0:
@@ -137,7 +198,10 @@ def recur(
 
         ``before`` is their state, float32 [sequences, heads, V, K].
         """
-        k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
+        k, q = (
+            part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2)
+            for part in (key, query)
+        )
         forgotten = before * g[token].exp()[..., None, None]
         delta = (value[token].float() - (forgotten * k).sum(-1)) * beta[token].float().unsqueeze(-1)
         after = forgotten + delta.unsqueeze(-1) * k
@@ -150,27 +214,42 @@ def recur(
         stored = state[ssm_state_indices.long()]
         attended, after = advance(stored.float(), token)
         out.copy_(torch.where(active.view(-1, 1, 1), attended, out))
-        source = torch.where(active, token, active.int().argmax())  # padding repeats the first token's write
-        state[ssm_state_indices[source].long()] = torch.where(active.view(-1, 1, 1, 1), after.to(state.dtype), stored)[source]
+        source = torch.where(
+            active, token, active.int().argmax()
+        )  # padding repeats the first token's write
+        state[ssm_state_indices[source].long()] = torch.where(
+            active.view(-1, 1, 1, 1), after.to(state.dtype), stored
+        )[source]
         return out
     first, *lengths = actual_seq_lengths.tolist()
     firsts = [first + sum(lengths[:index]) for index in range(sequences)]
-    check(max(lengths) <= most_tokens, op, "actual_seq_lengths", f"{max(lengths)} tokens of one sequence; the kernel takes {most_tokens}")
+    check(
+        max(lengths) <= most_tokens,
+        op,
+        "actual_seq_lengths",
+        f"{max(lengths)} tokens of one sequence; the kernel takes {most_tokens}",
+    )
     rows, accepted = ssm_state_indices.tolist(), [1] * sequences
     if num_accepted_tokens is not None:
         check_dtype(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32,))
         accepted = num_accepted_tokens.tolist()
         # The kernel stops here without an error.
-        fits = all(1 <= count <= length for count, length in zip(accepted, lengths, strict=False) if length)
+        fits = all(
+            1 <= count <= length for count, length in zip(accepted, lengths, strict=False) if length
+        )
         check(fits, op, "num_accepted_tokens", f"{accepted} must be from 1 to {lengths}")
-    begins = [rows[min(firsts[index] + accepted[index] - 1, tokens - 1)] for index in range(sequences)]
+    begins = [
+        rows[min(firsts[index] + accepted[index] - 1, tokens - 1)] for index in range(sequences)
+    ]
     running = state[torch.tensor(begins, device=state.device)].float()
     for step in range(max(lengths)):
         chosen = [index for index in range(sequences) if lengths[index] > step]
         places = [firsts[index] + step for index in chosen]
         token, which = (torch.tensor(each, device=state.device) for each in (places, chosen))
         out[token], running[which] = advance(running[which], token)
-        state[torch.tensor([rows[place] for place in places], device=state.device)] = running[which].to(state.dtype)
+        state[torch.tensor([rows[place] for place in places], device=state.device)] = running[
+            which
+        ].to(state.dtype)
     return out
 
 
@@ -182,7 +261,9 @@ def _sequences(op: str, cu_seqlens: Sequence[int] | None, tokens: int) -> list[t
     return [(first, last) for first, last in pairwise(bounds) if last > first]
 
 
-def _check_chunk_inputs(op: str, chunk_size: int | None, g: torch.Tensor | None, **heads_first: torch.Tensor) -> None:
+def _check_chunk_inputs(
+    op: str, chunk_size: int | None, g: torch.Tensor | None, **heads_first: torch.Tensor
+) -> None:
     check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} is not {CHUNK}")
     if g is None:
         raise unsupported(op, "g", g)
@@ -190,8 +271,18 @@ def _check_chunk_inputs(op: str, chunk_size: int | None, g: torch.Tensor | None,
     for name, tensor in heads_first.items():
         check_rank(op, name, tensor, 4)
         check_dtype(op, name, tensor, (torch.bfloat16,))
-        check(tensor.shape[0] == 1, op, name, "sequences are given by cu_seqlens: the first dimension is 1")
-        check(tensor.shape[-1] == _HEAD_SIZE, op, name, f"head size {tensor.shape[-1]} is not {_HEAD_SIZE}")
+        check(
+            tensor.shape[0] == 1,
+            op,
+            name,
+            "sequences are given by cu_seqlens: the first dimension is 1",
+        )
+        check(
+            tensor.shape[-1] == _HEAD_SIZE,
+            op,
+            name,
+            f"head size {tensor.shape[-1]} is not {_HEAD_SIZE}",
+        )
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -232,14 +323,24 @@ def chunk_gated_delta_rule_fwd_h(
     assert g is not None
     if initial_state is None:
         raise unsupported(op, "initial_state", None)
-    for option, value in (("output_final_state", output_final_state), ("save_new_value", save_new_value)):
+    for option, value in (
+        ("output_final_state", output_final_state),
+        ("save_new_value", save_new_value),
+    ):
         if not value:
             raise unsupported(op, option, value)
     check_dtype(op, "initial_state", initial_state, (torch.float32, torch.bfloat16))
     sequences = _sequences(op, cu_seqlens, k.shape[2])
     heads = u.shape[1]
-    check(initial_state.shape == (len(sequences), heads, _HEAD_SIZE, _HEAD_SIZE), op, "initial_state",
-          f"shape {tuple(initial_state.shape)} must be [{len(sequences)}, {heads}, {_HEAD_SIZE}, {_HEAD_SIZE}]")
+    check(
+        initial_state.shape == (len(sequences), heads, _HEAD_SIZE, _HEAD_SIZE),
+        op,
+        "initial_state",
+        (
+            f"shape {tuple(initial_state.shape)} must be [{len(sequences)}, {heads}, {_HEAD_SIZE}, "
+            f"{_HEAD_SIZE}]"
+        ),
+    )
     keys = k[0].repeat_interleave(heads // k.shape[1], 0)
     states, new_values, final_state = [], torch.empty_like(u), torch.empty_like(initial_state)
     for sequence, (first, last) in enumerate(sequences):
@@ -251,7 +352,10 @@ def chunk_gated_delta_rule_fwd_h(
             new_values[0, :, chunk] = fresh.bfloat16()
             decay = g[0, :, chunk]
             left = (fresh * (decay[:, -1:] - decay).exp().unsqueeze(-1)).bfloat16()
-            after = state.float() * decay[:, -1].exp()[:, None, None] + keys[:, chunk].float().transpose(1, 2) @ left.float()
+            after = (
+                state.float() * decay[:, -1].exp()[:, None, None]
+                + keys[:, chunk].float().transpose(1, 2) @ left.float()
+            )
             state = after.bfloat16()
         final_state[sequence] = after.to(final_state.dtype)
     h = torch.stack(states, 1) if states else k.new_empty(heads, 0, _HEAD_SIZE, _HEAD_SIZE)
@@ -292,13 +396,19 @@ def chunk_fwd_o(
     heads, out = v.shape[1], torch.empty_like(v)
     fitting = (1, heads, len(chunk_indices) // 2, _HEAD_SIZE, _HEAD_SIZE)
     check(h.shape == fitting, op, "h", f"shape {tuple(h.shape)} must be {fitting}")
-    queries, keys = (part[0].repeat_interleave(heads // part.shape[1], 0).float() for part in (q, k))
-    for index, (sequence, number) in enumerate(zip(chunk_indices[::2], chunk_indices[1::2], strict=True)):
+    queries, keys = (
+        part[0].repeat_interleave(heads // part.shape[1], 0).float() for part in (q, k)
+    )
+    for index, (sequence, number) in enumerate(
+        zip(chunk_indices[::2], chunk_indices[1::2], strict=True)
+    ):
         start = cu_seqlens[sequence] + number * CHUNK
         chunk = slice(start, min(start + CHUNK, cu_seqlens[sequence + 1]))
         decay = g[0, :, chunk]
         reach = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0).exp().tril()
         attention = (queries[:, chunk] @ keys[:, chunk].transpose(1, 2) * reach).bfloat16()
         earlier = (queries[:, chunk] @ h[0, :, index].float()) * decay.exp().unsqueeze(-1)
-        out[0, :, chunk] = ((earlier + attention.float() @ v[0, :, chunk].float()) * scale).to(out.dtype)
+        out[0, :, chunk] = ((earlier + attention.float() @ v[0, :, chunk].float()) * scale).to(
+            out.dtype
+        )
     return out

@@ -26,7 +26,16 @@ from vllm_ascend_hsx.emulator.ops.triton.pointers import PROGRAM, Pointer
 
 Arguments = dict[str, Any]
 # Launch options that change only the compiled code (triton-ascend adds the last two).
-_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "multibuffer", "has_auto_blockify_blacklist_op"})
+_LAUNCH_OPTIONS = frozenset(
+    {
+        "num_warps",
+        "num_stages",
+        "num_ctas",
+        "maxnreg",
+        "multibuffer",
+        "has_auto_blockify_blacklist_op",
+    }
+)
 REFERENCES: dict[str, Callable[[tuple[int, ...], Arguments], None]] = {}
 
 
@@ -57,7 +66,11 @@ class Kernel:
 
         Raises TypeError for an unknown name.
         """
-        passed = {name: value for name, value in named.items() if name in self.signature.parameters or name not in _LAUNCH_OPTIONS}
+        passed = {
+            name: value
+            for name, value in named.items()
+            if name in self.signature.parameters or name not in _LAUNCH_OPTIONS
+        }
         bound = self.signature.bind_partial(*arguments, **{**self.configuration, **passed})
         for name, value in self.heuristics.items():
             bound.arguments[name] = value(dict(bound.arguments))
@@ -67,14 +80,19 @@ class Kernel:
 
     def _launch(self, grid: Any, *arguments: Any, **named: Any) -> None:
         if torch.compiler.is_compiling():
-            raise NotImplementedError(f"Triton kernel {self.name} in torch.compile is not implemented by the emulated NPU")
+            raise NotImplementedError(
+                f"Triton kernel {self.name} in torch.compile is not implemented by the emulated NPU"
+            )
         bound = self.bind(*arguments, **named)
         sizes = grid(bound) if callable(grid) else grid
         sizes = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
         if not 1 <= len(sizes) <= 3 or any(size < 0 for size in sizes):
             raise ValueError(f"Triton kernel {self.name}: grid {sizes} must be one to three sizes")
         if any(size > 65535 for size in sizes):
-            raise ValueError(f"Triton kernel {self.name}: grid {sizes} exceeds the 65535 programs that the device launches at once")
+            raise ValueError(
+                f"Triton kernel {self.name}: grid {sizes} exceeds the 65535 programs that the "
+                "device launches at once"
+            )
         run = REFERENCES.get(self.name, self.interpret)
         if not record_launch(self.name, sizes, bound, run):
             run(sizes, bound)
@@ -82,7 +100,9 @@ class Kernel:
     def interpret(self, grid: tuple[int, ...], bound: Arguments) -> None:
         """Run the kernel's own source for every program of ``grid``."""
         inside = {
-            name: Pointer(value, name) if isinstance(value, torch.Tensor) else self._scalar(name, value)
+            name: Pointer(value, name)
+            if isinstance(value, torch.Tensor)
+            else self._scalar(name, value)
             for name, value in bound.items()
         }
         width, height, depth = (*grid, 1, 1)[:3]
@@ -103,7 +123,9 @@ class Kernel:
         if constant or self.fn.__annotations__.get(name) == tl.constexpr or isinstance(value, bool):
             return value
         if isinstance(value, int):
-            return torch.tensor(value, dtype=torch.int32 if -(2**31) <= value < 2**31 else torch.int64)
+            return torch.tensor(
+                value, dtype=torch.int32 if -(2**31) <= value < 2**31 else torch.int64
+            )
         if isinstance(value, float):
             return torch.tensor(value, dtype=torch.float32)
         return value

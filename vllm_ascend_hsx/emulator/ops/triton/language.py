@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.ops.triton import random as triton_random
-from vllm_ascend_hsx.emulator.ops.triton.pointers import PROGRAM, AddressPointer, Pointer, PointerType, Value
+from vllm_ascend_hsx.emulator.ops.triton.pointers import (
+    PROGRAM,
+    AddressPointer,
+    Pointer,
+    PointerType,
+    Value,
+)
 
 
 class _PropagateNan(enum.Enum):
@@ -27,7 +33,12 @@ class _PropagateNan(enum.Enum):
 class _Language:
     """The namespace ``tl``."""
 
-    bfloat16, float16, float32, float64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    bfloat16, float16, float32, float64 = (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    )
     int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
     uint8, uint16, uint32, uint64 = torch.uint8, torch.uint16, torch.uint32, torch.uint64
     dtype = torch.dtype
@@ -92,7 +103,9 @@ class _Language:
 
     @staticmethod
     def full(shape: Sequence[int], value: Value, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(tuple(shape), float(value) if dtype.is_floating_point else int(value), dtype=dtype)
+        return torch.full(
+            tuple(shape), float(value) if dtype.is_floating_point else int(value), dtype=dtype
+        )
 
     @staticmethod
     def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -111,11 +124,15 @@ class _Language:
         return torch.where(torch.as_tensor(condition).bool(), x, y)
 
     @staticmethod
-    def maximum(x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE) -> torch.Tensor:
+    def maximum(
+        x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE
+    ) -> torch.Tensor:
         return (torch.maximum if propagate_nan is _PropagateNan.ALL else torch.fmax)(*_alike(x, y))
 
     @staticmethod
-    def minimum(x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE) -> torch.Tensor:
+    def minimum(
+        x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE
+    ) -> torch.Tensor:
         return (torch.minimum if propagate_nan is _PropagateNan.ALL else torch.fmin)(*_alike(x, y))
 
     exp = staticmethod(torch.exp)
@@ -147,7 +164,10 @@ class _Language:
         if not return_indices:
             return input.amax() if axis is None else input.amax(axis, keepdim=keep_dims)
         if axis is None or keep_dims or not return_indices_tie_break_left:
-            raise NotImplementedError(f"tl.max with these options is not part of the emulated Triton (kernel {PROGRAM.kernel})")
+            raise NotImplementedError(
+                "tl.max with these options is not part of the emulated Triton (kernel "
+                f"{PROGRAM.kernel})"
+            )
         return input.amax(axis), _Language.argmax(input, axis)
 
     @staticmethod
@@ -196,12 +216,18 @@ class _Language:
         return src[tuple(int(index) for index in indice)]
 
     @staticmethod
-    def extract_slice(ful: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    def extract_slice(
+        ful: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
         return ful[_window(offsets, sizes, strides)].clone()
 
     @staticmethod
     def insert_slice(
-        ful: torch.Tensor, sub: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
+        ful: torch.Tensor,
+        sub: torch.Tensor,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
     ) -> torch.Tensor:
         whole = ful.clone()
         whole[_window(offsets, sizes, strides)] = sub
@@ -232,7 +258,10 @@ class _Unknown:
         return _Unknown(f"{self._name}.{name}")
 
     def __call__(self, *_: object, **__: object) -> Any:
-        raise NotImplementedError(f"{self._name} is not part of the emulated Triton (kernel {PROGRAM.kernel or 'not running'})")
+        raise NotImplementedError(
+            f"{self._name} is not part of the emulated Triton (kernel "
+            f"{PROGRAM.kernel or 'not running'})"
+        )
 
 
 def _alike(x: Value, y: Value) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +270,9 @@ def _alike(x: Value, y: Value) -> tuple[torch.Tensor, torch.Tensor]:
     return first.to(common), second.to(common)
 
 
-def _window(offsets: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> tuple[slice, ...]:
+def _window(
+    offsets: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
+) -> tuple[slice, ...]:
     return tuple(
         slice(int(offset), int(offset) + int(size) * int(stride), int(stride))
         for offset, size, stride in zip(offsets, sizes, strides, strict=True)

@@ -44,7 +44,11 @@ class Address(torch.Tensor):
     """
 
     def to(self, dtype: Any, **options: Any) -> Any:  # type: ignore[override]
-        return AddressPointer(int(self), dtype) if isinstance(dtype, PointerType) else super().to(dtype, **options)
+        return (
+            AddressPointer(int(self), dtype)
+            if isinstance(dtype, PointerType)
+            else super().to(dtype, **options)
+        )
 
 
 class Pointer:
@@ -70,7 +74,9 @@ class Pointer:
     def __sub__(self, offsets: Value) -> "Pointer":
         return self + (-offsets)
 
-    def _places(self, mask: Value, what: str, margin: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _places(
+        self, mask: Value, what: str, margin: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return offsets, mask and whether they are inside, all of one shape.
 
         Raises IndexError for an active offset more than ``margin`` elements outside the tensor.
@@ -81,7 +87,8 @@ class Pointer:
         far = offsets[active & ((offsets < -margin) | (offsets >= size + margin))]
         if far.numel():
             raise IndexError(
-                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} at {far.tolist()[:8]}, "
+                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} "
+                f"at {far.tolist()[:8]}, "
                 f"which lies outside its {size} elements"
             )
         return offsets, active, (offsets >= 0) & (offsets < size)
@@ -94,7 +101,9 @@ class Pointer:
         found = torch.as_tensor(POISON).to(dtype).expand(offsets.shape).clone()
         there = active & inside
         if bool(there.any()):
-            found[there] = self._memory.index_select(0, offsets[there].to(self._memory.device)).cpu()
+            found[there] = self._memory.index_select(
+                0, offsets[there].to(self._memory.device)
+            ).cpu()
         block = torch.where(active, found, filler)
         return block.as_subclass(Address) if dtype == torch.int64 and not block.dim() else block
 
@@ -105,20 +114,32 @@ class Pointer:
         offsets, active, block = offsets.expand(shape), active.expand(shape), block.expand(shape)
         if bool(active.any()):
             device = self._memory.device
-            places, values = offsets[active].to(device), block[active].to(self.dtype.element_ty).to(device)
+            places, values = (
+                offsets[active].to(device),
+                block[active].to(self.dtype.element_ty).to(device),
+            )
             self._memory.index_put_((places,), values, accumulate=accumulate)
 
     def write_or(self, value: Value, mask: Value) -> None:
         """Set the bits of ``value``, also where several elements of the block meet in a place."""
-        offsets, active, block = torch.broadcast_tensors(*self._places(mask, "writes", 0)[:2], torch.as_tensor(value))
+        offsets, active, block = torch.broadcast_tensors(
+            *self._places(mask, "writes", 0)[:2], torch.as_tensor(value)
+        )
         places, which = offsets[active].unique(return_inverse=True)
         if not places.numel():
             return
         shifts = torch.arange(8 * self.dtype.element_ty.itemsize)
         bits = (block[active].long().unsqueeze(1) >> shifts) & 1
-        found = torch.zeros(places.shape[0], shifts.shape[0], dtype=torch.int64).index_add_(0, which, bits)
-        total, places = (found.clamp(max=1) << shifts).sum(1).to(self.dtype.element_ty), places.to(self._memory.device)
-        self._memory.index_put_((places,), self._memory.index_select(0, places) | total.to(self._memory.device))
+        found = torch.zeros(places.shape[0], shifts.shape[0], dtype=torch.int64).index_add_(
+            0, which, bits
+        )
+        total, places = (
+            (found.clamp(max=1) << shifts).sum(1).to(self.dtype.element_ty),
+            places.to(self._memory.device),
+        )
+        self._memory.index_put_(
+            (places,), self._memory.index_select(0, places) | total.to(self._memory.device)
+        )
 
 
 class AddressPointer(Pointer):
@@ -138,14 +159,21 @@ class AddressPointer(Pointer):
 
     __radd__ = __add__
 
-    def _places(self, mask: Value, what: str, margin: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _places(
+        self, mask: Value, what: str, margin: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         active = torch.as_tensor(True if mask is None else mask, dtype=torch.bool)
         offsets, active = torch.broadcast_tensors(self._offsets.long(), active)
         if bool((offsets[active] < 0).any()):
-            raise IndexError(f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} before address {self._name}")
+            raise IndexError(
+                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} before address "
+                f"{self._name}"
+            )
         count = int(offsets[active].max()) + 1 if bool(active.any()) else 0
         device = torch.device("npu", current_device())
-        self._memory = memory_at(self._address, count * self.dtype.element_ty.itemsize, device).view(self.dtype.element_ty)
+        self._memory = memory_at(
+            self._address, count * self.dtype.element_ty.itemsize, device
+        ).view(self.dtype.element_ty)
         return offsets, active, torch.ones_like(active)
 
 

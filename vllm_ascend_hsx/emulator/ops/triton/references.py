@@ -17,6 +17,7 @@ from vllm_ascend_hsx.emulator.ops.triton.kernels import REFERENCES, Arguments
 
 def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated function as the reference of ``kernel`` (module and name)."""
+
     def put(reference: Callable[..., None]) -> Callable[..., None]:
         REFERENCES[kernel] = reference
         return reference
@@ -37,12 +38,21 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
     """
     op = "_compute_slot_mapping_kernel"
     requests = grid[0] - 1
-    slots, table, stride = arguments["slot_mapping_ptr"], arguments["block_table_ptr"], int(arguments["block_table_stride"])
-    ranks, turn = int(arguments["TOTAL_CP_WORLD_SIZE"]), int(arguments["CP_KV_CACHE_INTERLEAVE_SIZE"])
+    slots, table, stride = (
+        arguments["slot_mapping_ptr"],
+        arguments["block_table_ptr"],
+        int(arguments["block_table_stride"]),
+    )
+    ranks, turn = (
+        int(arguments["TOTAL_CP_WORLD_SIZE"]),
+        int(arguments["CP_KV_CACHE_INTERLEAVE_SIZE"]),
+    )
     size = int(arguments["block_size"])
     whole = int(arguments.get("KV_CACHE_BLOCK_SIZE", size)) if ranks > 1 else size
     starts = arguments["query_start_loc_ptr"][: requests + 1].tolist()
-    numbers = table.as_strided((table.untyped_storage().nbytes() // table.element_size() - table.storage_offset(),), (1,))
+    numbers = table.as_strided(
+        (table.untyped_storage().nbytes() // table.element_size() - table.storage_offset(),), (1,)
+    )
     for request, (first, last) in enumerate(pairwise(starts)):
         if first >= last:
             continue
@@ -51,11 +61,18 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
         place = positions - block * (whole * ranks)
         local = place // (ranks * turn) * turn + place % turn
         where = request * stride + block * (whole // size) + local // size
-        check(int(where.max()) < numbers.numel(), op, "positions", f"request {request} points past its block table")
+        check(
+            int(where.max()) < numbers.numel(),
+            op,
+            "positions",
+            f"request {request} points past its block table",
+        )
         mine = (place // turn) % ranks == int(arguments["TOTAL_CP_RANK"])
         found = numbers.index_select(0, where).long() * size + local % size
         slots[first:last] = torch.where(mine, found, int(arguments["PAD_ID"])).to(slots.dtype)
-    slots[int(arguments["num_tokens"]) : int(arguments["max_num_tokens"])] = int(arguments["PAD_ID"])
+    slots[int(arguments["num_tokens"]) : int(arguments["max_num_tokens"])] = int(
+        arguments["PAD_ID"]
+    )
 
 
 @refers_to("vllm_ascend.ops.triton.rope._triton_rope")
@@ -69,13 +86,28 @@ def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
         chosen = arguments["cos_sin_ptr"].index_select(0, arguments["pos_ptr"][:tokens])
         # The kernel reads sin at the padded half: the real half only if rope_dim is a power of two.
         pad = int(arguments["pad_rope_dim"]) // 2
-        check(pad + width // 2 <= chosen.shape[1], "_triton_rope", "rope_dim", f"{width} is not a power of two: sin would be misread")
+        check(
+            pad + width // 2 <= chosen.shape[1],
+            "_triton_rope",
+            "rope_dim",
+            f"{width} is not a power of two: sin would be misread",
+        )
         cos, sin = chosen[:, : width // 2], chosen[:, pad : pad + width // 2]
     else:
-        cos, sin = arguments["cos_ptr"][:tokens, : width // 2], arguments["sin_ptr"][:tokens, : width // 2]
+        cos, sin = (
+            arguments["cos_ptr"][:tokens, : width // 2],
+            arguments["sin_ptr"][:tokens, : width // 2],
+        )
     for name, heads in (("q_ptr", "n_qh"), ("k_ptr", "n_kh")):
-        part = arguments[name].view(tokens, int(arguments[heads]), int(arguments["hd"]))[..., :width]
-        turned = rotate(part, cos.float().unsqueeze(1), sin.float().unsqueeze(1), bool(arguments["IS_NEOX_STYLE"]))
+        part = arguments[name].view(tokens, int(arguments[heads]), int(arguments["hd"]))[
+            ..., :width
+        ]
+        turned = rotate(
+            part,
+            cos.float().unsqueeze(1),
+            sin.float().unsqueeze(1),
+            bool(arguments["IS_NEOX_STYLE"]),
+        )
         part.copy_(turned.to(part.dtype))
 
 
@@ -106,13 +138,19 @@ def normalise_and_rotate(grid: tuple[int, ...], arguments: Arguments) -> None:
     (split_qkv_tp_rmsnorm_rope.py:113)
     """
     tokens, half = int(arguments["num_tokens"]), int(arguments["HALF"])
-    cos, sin = (arguments[name][:tokens, :half].float().unsqueeze(1) for name in ("cos_ptr", "sin_ptr"))
+    cos, sin = (
+        arguments[name][:tokens, :half].float().unsqueeze(1) for name in ("cos_ptr", "sin_ptr")
+    )
     for column, side in enumerate("qk"):
         target = arguments[f"{side}_ptr"]
         heads, width = int(arguments[f"{side}_num_heads"]), int(arguments["head_dim"])
-        mean_square = arguments["qk_global_var_ptr"][:tokens, column].float() * arguments["inv_tp_world"]
+        mean_square = (
+            arguments["qk_global_var_ptr"][:tokens, column].float() * arguments["inv_tp_world"]
+        )
         scale = 1.0 / torch.sqrt(mean_square + arguments["eps"])
-        values = target[:tokens].float() * scale.unsqueeze(1) * arguments[f"{side}_weight_ptr"].float()
+        values = (
+            target[:tokens].float() * scale.unsqueeze(1) * arguments[f"{side}_weight_ptr"].float()
+        )
         values = values.view(tokens, heads, width)
         values[..., : 2 * half] = rotate(values[..., : 2 * half], cos, sin, neox=True)
         target[:tokens] = values.view(tokens, -1).to(target.dtype)

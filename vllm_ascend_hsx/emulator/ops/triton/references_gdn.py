@@ -55,14 +55,21 @@ def chunk_scaled_dot_kkt(grid: tuple[int, ...], arguments: Arguments) -> None:
     _one_batch("chunk_scaled_dot_kkt_fwd_kernel", arguments)
     heads, width, target = int(arguments["H"]), int(arguments["BT"]), arguments["A"]
     for chunk in _chunks(arguments, width):
-        keys = arguments["k"][0, chunk].float().transpose(0, 1).repeat_interleave(heads // int(arguments["Hg"]), 0)
+        keys = (
+            arguments["k"][0, chunk]
+            .float()
+            .transpose(0, 1)
+            .repeat_interleave(heads // int(arguments["Hg"]), 0)
+        )
         product = keys @ keys.transpose(1, 2)
         if arguments["USE_G"]:
             g = arguments["g_cumsum"][:, 0, chunk].float()
             difference = g.unsqueeze(-1) - g.unsqueeze(-2)
             product = product * torch.where(difference <= 0, difference, -torch.inf).exp()
         product = (product * arguments["beta"][:, 0, chunk].float().unsqueeze(-1)).tril(-1)
-        target[0, chunk] = functional.pad(product, (0, width - product.shape[-1])).transpose(0, 1).to(target.dtype)
+        target[0, chunk] = (
+            functional.pad(product, (0, width - product.shape[-1])).transpose(0, 1).to(target.dtype)
+        )
 
 
 @refers_to(f"{_FLA}.solve_tril.solve_tril_16x16_kernel")
@@ -77,11 +84,18 @@ def invert_diagonal(grid: tuple[int, ...], arguments: Arguments) -> None:
         for column, start in enumerate(range(chunk.start, chunk.stop, _DIAGONAL)):
             rows = slice(start, min(start + _DIAGONAL, chunk.stop))
             size = rows.stop - rows.start
-            block = source[0, rows, :, column * _DIAGONAL : column * _DIAGONAL + size].float().transpose(0, 1).tril(-1)
+            block = (
+                source[0, rows, :, column * _DIAGONAL : column * _DIAGONAL + size]
+                .float()
+                .transpose(0, 1)
+                .tril(-1)
+            )
             inverse = torch.eye(size, device=block.device).repeat(block.shape[0], 1, 1)
             for row in range(1, size):
                 inverse[:, row] -= (block[:, row, :row].unsqueeze(-1) * inverse[:, :row]).sum(1)
-            target[0, rows] = functional.pad(inverse, (0, _DIAGONAL - size)).transpose(0, 1).to(target.dtype)
+            target[0, rows] = (
+                functional.pad(inverse, (0, _DIAGONAL - size)).transpose(0, 1).to(target.dtype)
+            )
 
 
 @refers_to(f"{_FLA}.solve_tril.merge_16x16_to_64x64_inverse_kernel")
@@ -93,7 +107,9 @@ def merge_inverse(grid: tuple[int, ...], arguments: Arguments) -> None:
     _one_batch("merge_16x16_to_64x64_inverse_kernel", arguments)
     width, target = int(arguments["BT"]), arguments["Ai"]
     for chunk in _chunks(arguments, width):
-        lower, diagonal = (arguments[name][0, chunk].float().transpose(0, 1) for name in ("A", "Ad"))
+        lower, diagonal = (
+            arguments[name][0, chunk].float().transpose(0, 1) for name in ("A", "Ad")
+        )
         length = chunk.stop - chunk.start
         inverse = lower.new_zeros(lower.shape[0], length, length)
         for start in range(0, length, _DIAGONAL):
@@ -101,7 +117,9 @@ def merge_inverse(grid: tuple[int, ...], arguments: Arguments) -> None:
             own = diagonal[:, rows, : rows.stop - start]
             inverse[:, rows, :start] = -own @ (lower[:, rows, :start] @ inverse[:, :start, :start])
             inverse[:, rows, rows] = own
-        target[0, chunk] = functional.pad(inverse, (0, width - length)).transpose(0, 1).to(target.dtype)
+        target[0, chunk] = (
+            functional.pad(inverse, (0, width - length)).transpose(0, 1).to(target.dtype)
+        )
 
 
 @refers_to(f"{_FLA}.wy_fast.recompute_w_u_fwd_kernel")
@@ -116,7 +134,12 @@ def recompute_w_u(grid: tuple[int, ...], arguments: Arguments) -> None:
     for chunk in _chunks(arguments, int(arguments["BT"])):
         inverse = arguments["A"][0, chunk].float().transpose(0, 1)[..., : chunk.stop - chunk.start]
         beta, decay = (arguments[name][0, :, chunk].float().unsqueeze(-1) for name in ("beta", "g"))
-        keys = arguments["k"][0, chunk].float().transpose(0, 1).repeat_interleave(heads // int(arguments["Hg"]), 0)
+        keys = (
+            arguments["k"][0, chunk]
+            .float()
+            .transpose(0, 1)
+            .repeat_interleave(heads // int(arguments["Hg"]), 0)
+        )
         values = arguments["v"][0, chunk].float().transpose(0, 1)
         for name, factor in (("u", values * beta), ("w", keys * beta * decay.exp())):
             target = arguments[name]
@@ -127,7 +150,11 @@ def recompute_w_u(grid: tuple[int, ...], arguments: Arguments) -> None:
 def l2norm(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Write Y = X / sqrt(sum(X^2) + eps) for each row, computed in float32. (fla/l2norm.py:19)"""
     rows, target = arguments["X"].float(), arguments["Y"]
-    target.copy_((rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + arguments["eps"])).to(target.dtype))
+    target.copy_(
+        (rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + arguments["eps"])).to(
+            target.dtype
+        )
+    )
 
 
 @refers_to(f"{_FLA}.utils._clear_ssm_states_kernel")
@@ -150,7 +177,9 @@ def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
     key_heads, heads = int(arguments["NUM_HEADS_QK"]), int(arguments["NUM_HEADS_V"])
     key_size, value_size = int(arguments["HEAD_QK"]), int(arguments["HEAD_V"])
     ratio, tokens = heads // key_heads, mixed.shape[0]
-    parts = mixed.view(tokens, key_heads, -1).split([key_size, key_size, ratio * value_size, ratio * value_size], -1)
+    parts = mixed.view(tokens, key_heads, -1).split(
+        [key_size, key_size, ratio * value_size, ratio * value_size], -1
+    )
     q, k, v, z = (part.reshape(tokens, -1) for part in parts)
     arguments["mixed_qkv"].copy_(torch.cat((q, k, v), -1))
     arguments["z"].copy_(z.view_as(arguments["z"]))
@@ -158,7 +187,9 @@ def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
         arguments[name].copy_(part.reshape(tokens, heads))
 
 
-@refers_to("vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.split_qkv_rmsnorm_mrope_kernel")
+@refers_to(
+    "vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.split_qkv_rmsnorm_mrope_kernel"
+)
 def split_qkv_rmsnorm_mrope(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Split rows into q with its gates, k and v; normalise and rotate q and k.
 
@@ -169,10 +200,17 @@ def split_qkv_rmsnorm_mrope(grid: tuple[int, ...], arguments: Arguments) -> None
     if arguments["has_bias"]:
         raise unsupported("split_qkv_rmsnorm_mrope_kernel", "has_bias", True)
     size, half = int(arguments["head_size"]), int(arguments["half_rope_dim"])
-    q_size, kv_size, gate_size = (int(arguments[name]) for name in ("q_size", "kv_size", "gate_size"))
+    q_size, kv_size, gate_size = (
+        int(arguments[name]) for name in ("q_size", "kv_size", "gate_size")
+    )
     rows = arguments["in_qkv_ptr"]
     tokens = rows.shape[0]
-    check(rows.shape[1] == q_size + gate_size + 2 * kv_size, "split_qkv_rmsnorm_mrope_kernel", "in_qkv", f"{rows.shape[1]} columns")
+    check(
+        rows.shape[1] == q_size + gate_size + 2 * kv_size,
+        "split_qkv_rmsnorm_mrope_kernel",
+        "in_qkv",
+        f"{rows.shape[1]} columns",
+    )
     q, k, v = rows.split([q_size + gate_size, kv_size, kv_size], -1)
     q = q.reshape(tokens, int(arguments["num_q_heads"]), -1)
     arguments["out_v_ptr"].copy_(v)
@@ -181,13 +219,17 @@ def split_qkv_rmsnorm_mrope(grid: tuple[int, ...], arguments: Arguments) -> None
     number = torch.arange(half, device=rows.device)
     time, height, width = (int(arguments[f"mrope_section_{axis}"]) for axis in "thw")
     if arguments["is_interleaved"]:
-        is_height, is_width = (number % 3 == 1) & (number <= 3 * height), (number % 3 == 2) & (number <= 3 * width)
+        is_height, is_width = (
+            (number % 3 == 1) & (number <= 3 * height),
+            (number % 3 == 2) & (number <= 3 * width),
+        )
     else:
         is_height = (number >= time) & (number < time + height)
         is_width = (number >= time + height) & (number < time + height + width)
     angles = arguments["cos_sin_ptr"].float()
     cos, sin = (
-        torch.where(is_height, part[1], torch.where(is_width, part[2], part[0])).unsqueeze(1) for part in angles.split(half, -1)
+        torch.where(is_height, part[1], torch.where(is_width, part[2], part[0])).unsqueeze(1)
+        for part in angles.split(half, -1)
     )
     for name, part in (("q", q[..., :size]), ("k", k.reshape(tokens, -1, size))):
         exact = part.float()

@@ -9,8 +9,19 @@ import json
 import os
 
 from hsx_test_instruments.replacements import another_method, importable_mooncake, unfixed_proposer
-from hsx_test_instruments.traces import trace_collectives, trace_contexts, trace_experts, trace_files, trace_graph_mode
-from hsx_test_instruments.writes import die_in_a_copy, gated_writes, held_writers, storage_that_answers_late
+from hsx_test_instruments.traces import (
+    trace_collectives,
+    trace_contexts,
+    trace_experts,
+    trace_files,
+    trace_graph_mode,
+)
+from hsx_test_instruments.writes import (
+    die_in_a_copy,
+    gated_writes,
+    held_writers,
+    storage_that_answers_late,
+)
 
 VARIABLE = "HSX_TEST_INSTRUMENTS"
 INSTRUMENTS = {

@@ -47,7 +47,10 @@ def unfixed_proposer(how: str) -> None:
     def swap(proposer_module: Any) -> None:
         from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
-        methods = {"coordinate": ExtractHiddenStatesProposer._determine_batch_execution_and_padding, "unpadded": unpadded}
+        methods = {
+            "coordinate": ExtractHiddenStatesProposer._determine_batch_execution_and_padding,
+            "unpadded": unpadded,
+        }
         proposer_module.HsxProposer._determine_batch_execution_and_padding = methods[how]
         proposer_module.HsxProposer.dummy_run = lambda self, *args, **kwargs: None
 

@@ -44,9 +44,13 @@ def trace_collectives(directory: str) -> None:
         def all_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             # Groups are made, and tested with a collective, before the DP group is.
             dp = parallel_state._DP
-            traced = group is not None and dp is not None and group in (dp.cpu_group, dp.device_group)
+            traced = (
+                group is not None and dp is not None and group in (dp.cpu_group, dp.device_group)
+            )
             if traced:
-                trace.write(collective="all_reduce", shape=list(tensor.shape), dtype=str(tensor.dtype))
+                trace.write(
+                    collective="all_reduce", shape=list(tensor.shape), dtype=str(tensor.dtype)
+                )
             work = original_reduce(tensor, *args, group=group, **kwargs)
             if traced:
                 trace.write(completed=True)
@@ -61,8 +65,14 @@ def trace_collectives(directory: str) -> None:
             @functools.wraps(method)
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 # An idle batch of model runner V2 runs through execute_model, too.
-                if kind == "idle" or (args[0].total_num_scheduled_tokens and not kwargs.get("dummy_run")):
-                    trace.write(batch=kind, dp_rank=get_dp_group().rank_in_group, tp_rank=get_tensor_model_parallel_rank())
+                if kind == "idle" or (
+                    args[0].total_num_scheduled_tokens and not kwargs.get("dummy_run")
+                ):
+                    trace.write(
+                        batch=kind,
+                        dp_rank=get_dp_group().rank_in_group,
+                        tp_rank=get_tensor_model_parallel_rank(),
+                    )
                 return method(self, *args, **kwargs)
 
             return call
@@ -72,7 +82,10 @@ def trace_collectives(directory: str) -> None:
         runner._dummy_run = marked(runner._dummy_run, "idle")
 
     after_import("vllm_ascend.worker.worker", trace_reductions)
-    for runner_module in ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner"):
+    for runner_module in (
+        "vllm_ascend.worker.model_runner_v1",
+        "vllm_ascend.worker.v2.model_runner",
+    ):
         after_import(runner_module, mark_batches)
 
 
@@ -119,7 +132,10 @@ def trace_experts(directory: str) -> None:
         def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = dispatch(self, *args, **kwargs)
             counts = output.group_list_type == 1  # otherwise running totals
-            trace.write(dispatched=name, received=int(output.group_list.sum() if counts else output.group_list[-1]))
+            trace.write(
+                dispatched=name,
+                received=int(output.group_list.sum() if counts else output.group_list[-1]),
+            )
             return output
 
         def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +163,12 @@ def trace_experts(directory: str) -> None:
             return dummy(self, *args, **kwargs)
 
         def write(kind: str, scheduled: int) -> None:
-            trace.write(batch=kind, scheduled=scheduled, dp_rank=get_dp_group().rank_in_group, tp_rank=get_tensor_model_parallel_rank())
+            trace.write(
+                batch=kind,
+                scheduled=scheduled,
+                dp_rank=get_dp_group().rank_in_group,
+                tp_rank=get_tensor_model_parallel_rank(),
+            )
 
         runner.execute_model, runner._dummy_run = execute_model, dummy_run
 
@@ -179,7 +200,9 @@ def trace_files(directory: str) -> None:
         connector_module.save_file = save_file
 
     after_import("vllm_ascend_hsx.sinks.file", ours)
-    after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", upstreams)
+    after_import(
+        "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", upstreams
+    )
 
 
 def trace_contexts(directory: str) -> None:
@@ -206,7 +229,9 @@ def trace_contexts(directory: str) -> None:
             event = {
                 "device": self.device.index,
                 "contexts": [dict(zip(names, each, strict=True)) for each in core.contexts()],
-                "processes": [core.processes_on(index) for index in range(torch.npu.device_count())],
+                "processes": [
+                    core.processes_on(index) for index in range(torch.npu.device_count())
+                ],
             }
             if event not in seen:
                 seen.append(event)
@@ -236,12 +261,21 @@ def trace_graph_mode(directory: str) -> None:
         def resolved(self: Any, *args: Any, **kwargs: Any) -> None:
             resolve(self, *args, **kwargs)
             config = self.compilation_config
-            captures = {mode.name: [each.num_tokens for each in descs] for mode, descs in self.cudagraph_dispatcher.get_capture_descs()}
-            trace.write(resolved=config.cudagraph_mode.name, capture_sizes=config.cudagraph_capture_sizes, captures=captures)
+            captures = {
+                mode.name: [each.num_tokens for each in descs]
+                for mode, descs in self.cudagraph_dispatcher.get_capture_descs()
+            }
+            trace.write(
+                resolved=config.cudagraph_mode.name,
+                capture_sizes=config.cudagraph_capture_sizes,
+                captures=captures,
+            )
 
         @functools.wraps(forward)
         def run(self: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            trace.write(forward=get_forward_context().cudagraph_runtime_mode.name, tokens=num_tokens)
+            trace.write(
+                forward=get_forward_context().cudagraph_runtime_mode.name, tokens=num_tokens
+            )
             return forward(self, num_tokens, *args, **kwargs)
 
         runner._check_and_update_cudagraph_mode, runner._model_forward = resolved, run
@@ -256,7 +290,10 @@ def trace_graph_mode(directory: str) -> None:
         @functools.wraps(choose)
         def chosen(self: Any) -> None:
             choose(self)
-            captures = {mode.name: [each.num_tokens for each in descs] for mode, descs in self._capture_descs.items()}
+            captures = {
+                mode.name: [each.num_tokens for each in descs]
+                for mode, descs in self._capture_descs.items()
+            }
             sizes = self.compilation_config.cudagraph_capture_sizes
             trace.write(resolved=self.cudagraph_mode.name, capture_sizes=sizes, captures=captures)
 
@@ -285,4 +322,6 @@ def trace_graph_mode(directory: str) -> None:
 
     after_import("vllm_ascend.worker.worker", wrap_graphs)
     after_import("vllm_ascend.worker.model_runner_v1", wrap)
-    after_import("vllm_ascend.patch.worker.patch_v2.patch_model_runner", wrap_v2)  # replaces that function, too
+    after_import(
+        "vllm_ascend.patch.worker.patch_v2.patch_model_runner", wrap_v2
+    )  # replaces that function, too

@@ -28,7 +28,9 @@ def held_writers(_: Any) -> None:
 
         connector._write_tensors = staticmethod(write_tensors)
 
-    after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", hold)
+    after_import(
+        "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", hold
+    )
 
 
 def gated_writes(gate: str) -> None:
