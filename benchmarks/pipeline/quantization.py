@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pipeline.quantization`: what float8 costs, for docs/quantization.md."""
+"""`python -m benchmarks.pipeline.quantization`: what float8 costs, for docs/file-format.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.sinks.encoder import Fp8PerToken
 from vllm_ascend_hsx.sinks.file import FileSink
 
-PAGE = ROOT / "docs" / "quantization.md"
+PAGE = ROOT / "docs" / "file-format.md"
 TOKENS = 512  # of the synthetic rows, and of the files whose size is taken
 HIDDEN = 4096
 OUTLIERS = 8  # channels
@@ -275,7 +275,7 @@ def table(head: Sequence[str], rows: Rows) -> str:
 
 
 def page(directory: Path, load: Load = LOAD) -> str:
-    """docs/quantization.md, measured.
+    """docs/file-format.md, measured.
 
     Args:
         directory: for files, in memory.
@@ -307,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
         help="on a tmpfs (default: %(default)s)",
     )
     parser.add_argument(
-        "--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/quantization.md)"
+        "--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/file-format.md)"
     )
     arguments = parser.parse_args(argv)
     arguments.output.write_text(page(arguments.memory))

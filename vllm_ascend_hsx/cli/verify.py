@@ -254,7 +254,7 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
         console.tell(
             (
                 f"warning: {some} have rows below 4.5e-10, of which fp8 keeps little or nothing: "
-                "docs/quantization.md"
+                "docs/file-format.md"
             ),
             "yellow",
         )

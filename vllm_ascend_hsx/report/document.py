@@ -114,7 +114,7 @@ def _figures(data: dict[str, dict[str, Any]]) -> list[str]:
 
 def _left_over() -> str:
     left = [row for row in range(1, CHECKLIST_ROWS + 1) if row not in rows_run()]
-    return f"Rows of docs/hardware-checklist.md that this command does not run: {_listed(left)}."
+    return f"Rows of docs/operations.md that this command does not run: {_listed(left)}."
 
 
 def _details(context: Context, results: Sequence[Result]) -> list[str]:

@@ -11,7 +11,7 @@ class Line(NamedTuple):
     Attributes:
         key: its name in the JSON file.
         what: what it is about, in words.
-        rows: of docs/hardware-checklist.md that it shows on NPUs.
+        rows: of docs/operations.md that it shows on NPUs.
     """
 
     key: str
@@ -218,5 +218,5 @@ STEPS = (
 
 
 def rows_run() -> dict[int, str]:
-    """Return the rows of docs/hardware-checklist.md that the command runs, with their steps."""
+    """Return the rows of docs/operations.md that the command runs, with their steps."""
     return {row: step.name for step in STEPS for line in step.lines for row in line.rows}

@@ -58,7 +58,7 @@ def served(
     form: Shown = request.param
     directory = tmp_path_factory.mktemp("tutorial")
     checkpoint = write_modelslim(tiny_minimax_m2, directory / "checkpoint", mixed, rotated=True)
-    shown = parse_serve(blocks("quick-start.md", f"serve minimax-m2.7-w8a8-{form.soc}")[0])
+    shown = parse_serve(blocks("serve.md", f"serve minimax-m2.7-w8a8-{form.soc}")[0])
     command = smaller(shown, checkpoint, directory / "hidden_states", LAYER_IDS, **form.sizes)
     port = free_port()
     environment = process_environment(npus=form.npus, soc=form.soc)

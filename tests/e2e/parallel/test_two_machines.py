@@ -54,7 +54,7 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         machines = stack.enter_context(two_machines())
         servers = []
         for machine, block in zip(
-            machines, blocks("quick-start.md", "serve minimax-m2-tp8-dp2"), strict=True
+            machines, blocks("serve.md", "serve minimax-m2-tp8-dp2"), strict=True
         ):
             words = smaller(
                 parse_serve(block),

@@ -99,7 +99,7 @@ def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_
 def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(
     float32_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = json.loads(blocks("quick-start.md", "kv-transfer prefill")[0])
+    config = json.loads(blocks("serve.md", "kv-transfer prefill")[0])
     mooncake, ours = config["kv_connector_extra_config"]["connectors"]
     assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # which needs NPUs
     mooncake |= {

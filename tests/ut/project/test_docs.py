@@ -149,11 +149,11 @@ def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
 
 NODES = {"minimax-m2-tp8-dp2": 2, "minimax-m2-tp4-dp4": 2, "qwen3.5-35b-a3b-tp4-dp2": 1}
 COMMANDS = {
-    name: [parse_serve(block) for block in blocks("quick-start.md", f"serve {name}")]
+    name: [parse_serve(block) for block in blocks("serve.md", f"serve {name}")]
     for name in NODES
 }
 QUANTISED = {
-    name: parse_serve(blocks("quick-start.md", f"serve {name}")[0])
+    name: parse_serve(blocks("serve.md", f"serve {name}")[0])
     for name in ("minimax-m2.7-w8a8-a2", "minimax-m2.7-w8a8-a3")
 }
 OTHERS = [
@@ -224,7 +224,7 @@ def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(
 
 
 def test_the_commands_of_hsx_are_ones_that_it_accepts() -> None:
-    plans = [shlex.split(command) for command in blocks("quick-start.md", "plan")]
+    plans = [shlex.split(command) for command in blocks("serve.md", "plan")]
     served = {
         **{name: COMMANDS[name][0] for name in NODES},
         "minimax-m2.7-w8a8-a2": QUANTISED["minimax-m2.7-w8a8-a2"],
@@ -243,14 +243,14 @@ def test_the_commands_of_hsx_are_ones_that_it_accepts() -> None:
             arguments.max_num_batched_tokens
         )
     assert not served
-    (command,) = blocks("quick-start.md", "generate")
+    (command,) = blocks("serve.md", "generate")
     assert shlex.split(command)[:2] == ["hsx", "generate"]
     assert generate.parse_arguments(shlex.split(command)[2:]).validate
 
 
 def test_hsx_serve_makes_the_command_that_the_page_shows(tmp_path: Path) -> None:
     shown = COMMANDS["minimax-m2-tp8-dp2"][0]
-    (block,) = blocks("quick-start.md", "hsx-serve")
+    (block,) = blocks("serve.md", "hsx-serve")
     words = shlex.split(block.replace("\\\n", " "))
     assert words[:3] == ["hsx", "serve", shown.model]
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["minimax-m2"].config))
@@ -266,8 +266,8 @@ def test_hsx_serve_makes_the_command_that_the_page_shows(tmp_path: Path) -> None
 
 
 def test_the_request_is_the_demos() -> None:
-    (code,) = blocks("quick-start.md", "request")
-    compile(code, "quick-start.md", "exec")
+    (code,) = blocks("serve.md", "request")
+    compile(code, "serve.md", "exec")
     assert f"extra_body={json.dumps(EXTRA_BODY).replace('true', 'True')}" in code
     assert all(hasattr(HiddenStates, name) for name in re.findall(r"states\.(\w+)", code))
 
@@ -275,12 +275,12 @@ def test_the_request_is_the_demos() -> None:
 def test_nobody_is_led_to_believe_that_it_ran_on_hardware() -> None:
     for name in (
         "index.md",
-        "quick-start.md",
+        "serve.md",
         "compatibility.md",
         "upstream/hidden_states_extraction.md",
     ):
         assert re.search(r"run\s+(it )?on\s+hardware\s+yet", page(name).replace("\n> ", "\n")), name
-        assert "(hardware-checklist.md)" in page(name) or name.startswith("upstream/")
+        assert "(operations.md)" in page(name) or name.startswith("upstream/")
 
 
 def test_the_options_of_vllms_connector_are_all_there_is_of_them() -> None:

@@ -1,4 +1,4 @@
-"""docs/quantization.md says what is measured, and what is claimed of float8 holds."""
+"""docs/file-format.md says what is measured, and what is claimed of float8 holds."""
 
 from __future__ import annotations
 

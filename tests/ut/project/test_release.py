@@ -44,7 +44,7 @@ def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
 
 
 def test_the_stable_names_are_those_that_the_package_exports() -> None:
-    table = {name: text for name, text in rows(page("stability.md"))}
+    table = {name: text for name, text in rows(page("migration.md"))}
     own = table["Python"].partition(" of `vllm_ascend_hsx`")[0]
     assert set(re.findall(r"`(\w+)`", own)) == set(vllm_ascend_hsx.__all__)
 
@@ -101,7 +101,7 @@ IMAGES = {"a2": ("vllm-ascend-hsx", "v0.23.0", 8), "a3": ("vllm-ascend-hsx:a3", 
 
 
 def words(label: str) -> list[str]:
-    (block,) = blocks("docker.md", label)
+    (block,) = blocks("serve.md", label)
     return shlex.split(block.replace("\\\n", " "))
 
 
@@ -125,7 +125,7 @@ def test_an_image_is_built_from_a_release_that_is_checked(name: str) -> None:
     assert (values(command, "--build-arg") or [f"TAG={default[0]}"]) == [f"TAG={tag}"]
     assert tag.removeprefix("v").removesuffix("-a3") in {pair.vllm_ascend for pair in CHECKED_PAIRS}
     assert f"#   {shlex.join(command)}\n" in text
-    assert "nobody has built" in text.splitlines()[0] and "not been built" in page("docker.md")
+    assert "nobody has built" in text.splitlines()[0] and "not been built" in page("serve.md")
 
 
 @pytest.mark.parametrize("name", IMAGES)

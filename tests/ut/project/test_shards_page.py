@@ -1,4 +1,4 @@
-"""docs/shards.md: its keys, code and commands do what they say."""
+"""docs/file-format.md: its keys, code and commands do what they say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.base import SinkFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
-PAGE_TEXT = (Path(__file__).parents[3] / "docs" / "shards.md").read_text()
+PAGE_TEXT = (Path(__file__).parents[3] / "docs" / "file-format.md").read_text()
 
 
 @pytest.fixture

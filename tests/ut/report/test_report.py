@@ -231,7 +231,7 @@ def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context)
 def test_the_checklist_names_the_step_that_runs_each_row() -> None:
     table = {
         int(row[0]): row[-1].strip("`")
-        for row in rows(page("hardware-checklist.md"))
+        for row in rows(page("operations.md"))
         if row[0].isdecimal()
     }
     assert {number: step for number, step in table.items() if step} == rows_run()
@@ -239,7 +239,7 @@ def test_the_checklist_names_the_step_that_runs_each_row() -> None:
 
 
 def test_every_report_command_of_the_checklist_names_the_step_of_its_row() -> None:
-    for row in rows(page("hardware-checklist.md")):
+    for row in rows(page("operations.md")):
         if row[0].isdecimal() and "hsx hardware-report" in row[1]:
             words = shlex.split(row[1].strip("`"))
             steps = hardware_report.parse_arguments(words[2:]).steps
@@ -247,11 +247,11 @@ def test_every_report_command_of_the_checklist_names_the_step_of_its_row() -> No
 
 
 def test_the_page_opens_with_the_command_and_has_every_step() -> None:
-    (command,) = blocks("hardware-checklist.md", "report")
+    (command,) = blocks("operations.md", "report")
     words = shlex.split(command)
     assert words[:2] == ["hsx", "hardware-report"]
     assert hardware_report.parse_arguments(words[2:]).steps == tuple(NAMES)
-    table = page("hardware-checklist.md").partition("| step |")[2].partition("\n\n")[0]
+    table = page("operations.md").partition("| step |")[2].partition("\n\n")[0]
     assert [
         name
         for line in table.splitlines()[2:]
