@@ -32,7 +32,7 @@ lint: setup
 
 # A test that hangs ends in minutes here, not after the hour that three of them take otherwise.
 ut: setup
-	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut
+	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut emulator/tests
 
 # `make matrix` reads the reports.
 REPORTS := build/e2e
@@ -54,7 +54,7 @@ test:
 
 # The emulator's own tests; `make ut` runs them only if emulator, tests or pins have changed since this passed.
 emulator: setup
-	$(PYTEST) tests/ut/emulator
+	$(PYTEST) emulator/tests
 	$(BIN)/python tests/depth.py
 
 # Mistakes planted one at a time, each of which a test must notice; a tenth of them, another one each day, in `make test-all`.

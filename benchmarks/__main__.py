@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
         "OMP_NUM_THREADS", "1"
     )  # as `make benchmark`: at its barriers OpenMP would wait for our writers
     if find_spec("torch_npu") is None:
-        from vllm_ascend_hsx.emulator.launch import emulate
+        from ascend_npu_emulator.launch import main as emulate
 
         return emulate(["--npus", "1", "--", sys.executable, "-m", "benchmarks", *argv])
     return run(arguments)

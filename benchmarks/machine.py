@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_ascend_hsx.emulator.launch import SITE
+from ascend_npu_emulator.launch import SITE
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _PACKAGES = ("torch", "vllm", "vllm-ascend", "safetensors")
@@ -48,5 +48,5 @@ def _npu() -> str:
     import torch_npu
 
     if SITE in Path(torch_npu.__file__).parents:
-        return "emulated (vllm_ascend_hsx.emulator)"
+        return "emulated (ascend_npu_emulator)"
     return f"torch_npu {torch_npu.__version__}"

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 VARIABLE = "HSX_TESTS_LONG"  # set by conftest.py where `--long` was given
-VERIFIED = Path(__file__).parent / "ut/emulator/verified.sha256"
 _ROOT = Path(__file__).parent.parent
-_EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements")
+VERIFIED = _ROOT / "emulator/tests/verified.sha256"
+_EMULATOR = ("emulator/ascend_npu_emulator", "emulator/tests", "requirements")
 
 
 def depth(full: int, share: int = 6) -> int:

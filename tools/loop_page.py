@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_ascend_hsx.demo.loop.results import Results, markdown
+from benchmarks.loop.results import Results, markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "loop.md"
 DATA = PAGE.with_suffix(".json")

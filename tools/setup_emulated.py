@@ -85,8 +85,9 @@ def releases() -> list[str]:
 def setup_key() -> str:
     """Hash all inputs of the environment; a different key means that it must be updated."""
     digest = hashlib.sha256()
-    version = ROOT / "vllm_ascend_hsx" / "_version.py"
-    for path in (*PIN_FILES, ROOT / "pyproject.toml", version, Path(__file__), MOONCAKE_LIBRARIES):
+    projects = [path for top in (ROOT, ROOT / "emulator") for path in top.glob("*/_version.py")]
+    projects += [ROOT / "pyproject.toml", ROOT / "emulator" / "pyproject.toml"]
+    for path in (*PIN_FILES, *projects, Path(__file__), MOONCAKE_LIBRARIES):
         digest.update(path.read_bytes())
     digest.update(f"{ROOT} {platform.python_version()} {platform.machine()}".encode())
     return digest.hexdigest()
@@ -286,7 +287,7 @@ def check_environment() -> list[str]:
         canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
     }
     problems = find_problems(installed, torch.version.cuda)
-    for module in ("transformers", "openai", "vllm_ascend_hsx"):
+    for module in ("transformers", "openai", "vllm_ascend_hsx", "ascend_npu_emulator"):
         try:
             __import__(module)
         except ImportError as error:
@@ -375,9 +376,10 @@ def build_sources(
             steps.done += 1
         else:
             steps.run(title, [*build, *options, f"{name}=={pins[name]}"], **environment)
+    editable = ("--editable", ROOT / "emulator", "--editable", ROOT)
     steps.run(
-        "vllm-ascend-hsx",
-        [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT],
+        "vllm-ascend-hsx and the emulator",
+        [*pip, "install", "--no-deps", "--no-build-isolation", *editable],
     )
     try:
         steps.run(

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
 COPIED = (
     "vllm_ascend_hsx",
+    "emulator",
     "tests",
     "benchmarks",
     "tools",
@@ -120,7 +121,7 @@ def run_tests(tests: list[str], copy: Path) -> str | None:
     ]  # ends the process: a test that hangs may hang its end, too
     environ = {
         **os.environ,
-        "PYTHONPATH": str(copy),
+        "PYTHONPATH": os.pathsep.join((str(copy), str(copy / "emulator"))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }

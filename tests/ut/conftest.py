@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,16 +21,9 @@ if TYPE_CHECKING:
     from vllm_ascend_hsx.sinks.file import FileSink
 
 if find_spec("torch_npu") is None:
-    from vllm_ascend_hsx.emulator.launch import SITE, environment
+    from ascend_npu_emulator.launch import activate
 
-    os.environ.update(
-        {
-            name: value
-            for name, value in environment(npus=8, late=True, queue=True).items()
-            if name.startswith("HSX_")
-        }
-    )
-    sys.path.insert(0, str(SITE))
+    activate(npus=8, late=True, queue=True)
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,7 @@ from rich.console import Console
 from vllm_ascend_hsx.cli.arguments import Parser, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, Output, ended_by_sigterm, flush, say
 from vllm_ascend_hsx.demo import DemoError
-from vllm_ascend_hsx.demo.loop import command
 from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembered
-from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
-QUANTIZED_TARGET = (
-    "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
-)
 NO_METRICS = "--disable-log-stats"
 
 
@@ -59,11 +54,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "directory of the model (default: a tiny MiniMax-M2 built here; needed with --device "
             "npu)"
         ),
-    )
-    add(
-        "--quantized",
-        action="store_true",
-        help="the tiny model in W8A8 and rotated (QuaRot), with MC2 on emulated A3 NPUs",
     )
     add(
         "--layers",
@@ -97,17 +87,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="with --serve: the server's port (default: a free one)",
     )
     add(
-        "--loop",
-        action="store_true",
-        help="train a target, extract rows, train drafts on them and serve them",
-    )
-    add(
-        "--seeds",
-        type=whole(1, 10),
-        metavar="N",
-        help="with --loop: drafts for each kind of rows; several: more kinds (default 1)",
-    )
-    add(
         "--late",
         action="store_true",
         help="emulated NPUs run work on other streams as late as allowed",
@@ -137,35 +116,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="-- VLLM_OPTION",
         help="more options for `vllm serve`, after --",
     )
-    parser.add_output(
-        "whether all is right; log, files and rows of each server, or with --loop the drafts"
-    )
+    parser.add_output("whether all is right; log, files and rows of each server")
     options = parser.parse_args(argv)
-    command.check(options, parser)
-    if options.serve and (options.long_steps or options.no_reference or options.loop):
+    if options.serve and (options.long_steps or options.no_reference):
         parser.error(
-            "--serve sends and compares nothing: leave out --long-steps, --no-reference and --loop"
+            "--serve sends and compares nothing: leave out --long-steps and --no-reference"
         )
     if options.port is not None and not options.serve:
         parser.error("--port is for --serve; leave it out")
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
-    if options.quantized and (
-        options.model is not None or options.device == "npu" or options.no_expert_parallel
-    ):
-        parser.error(
-            "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, "
-            "--device npu and --no-expert-parallel"
-        )
-    if options.quantized and options.long_steps:
-        parser.error(
-            "--long-steps runs graphs, which no test has seen with --quantized: leave out one of "
-            "them"
-        )
-    dp, tp = options.data_parallel_size, options.tensor_parallel_size
-    if options.device == "emulated" and dp * tp > MAX_NPUS:
-        sizes = f"--data-parallel-size {dp} x --tensor-parallel-size {tp}"
-        parser.error(f"{sizes}: an emulated machine has at most {MAX_NPUS} NPUs")
     if options.late and options.device == "npu":
         parser.error("--late is a mode of the emulated NPU; leave it out with --device npu")
     return options
@@ -216,13 +176,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
-    if options.loop:
-        _compile_emulator(console)
-        return command.run(options, out.progress, out.give)
+    if options.device == "emulated":
+        _check_emulator(options)
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     model = _model_directory(options.model, console)
-    if options.quantized:
-        model = _quantised(model, work, console)
     config = text_config(read_config(str(model))[1])
     num_layers, vocab_size = (
         whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size")
@@ -234,7 +191,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     )
     if options.serve:
         return _serve_by_hand(options, out, work.absolute(), model, layers)
-    reference = None if options.no_reference else reference_for(model, options.quantized)
+    reference = None if options.no_reference else reference_for(model)
     check = _check(options, layers, reference)
     if options.device == "emulated":
         _compile_emulator(console)
@@ -332,14 +289,11 @@ def _long_steps(
 def _check(
     options: argparse.Namespace, layers: tuple[int, ...], reference: Reference | None
 ) -> Check:
-    from vllm_ascend_hsx.demo.compare import QUANTISED
     from vllm_ascend_hsx.demo.session import Check
 
     return Check(
         layers,
         remembered(reference) if reference and options.long_steps else reference,
-        QUANTISED if options.quantized else 1.0,
-        f" of {QUANTIZED_TARGET}" if options.quantized else "",
         _start_s(options),
         options.request_timeout,
         NO_METRICS not in options.serve_options,
@@ -376,12 +330,7 @@ def _server(
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
         sequence_parallel=not options.no_sequence_parallel,
-        mc2=options.quantized,
-        extra=(
-            *extra,
-            *(("--quantization", "ascend") if options.quantized else ()),
-            *options.serve_options,
-        ),
+        extra=(*extra, *options.serve_options),
         **sizes,
     )
     server = Server(
@@ -405,33 +354,52 @@ def _title(options: argparse.Namespace) -> str:
     return f"vllm serve, DP={dp} x TP={tp} on {_npus(options)}"
 
 
-def _soc(options: argparse.Namespace) -> str:
-    """Return the generation of the emulated NPUs. On A2, vllm-ascend has MC2 from 16 ranks on."""
-    return "a3" if options.quantized else Settings.soc
-
-
 def _npus(options: argparse.Namespace) -> str:
-    return f"emulated {_soc(options).upper()} NPUs" if options.device == "emulated" else "NPUs"
+    return "emulated NPUs" if options.device == "emulated" else "NPUs"
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables to add to the server's environment."""
     environment = {"PYTHONUNBUFFERED": "1"}
     if options.device == "emulated":
-        from vllm_ascend_hsx.emulator.launch import environment as emulated
+        from ascend_npu_emulator.launch import environment as emulated
 
-        npus = options.data_parallel_size * options.tensor_parallel_size
         # One thread per emulated NPU: all of them share the cores.
         environment |= {
             "OMP_NUM_THREADS": "1",
-            **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late, soc=_soc(options)),
+            **emulated(_number_of_npus(options), HBM_BYTES, options.late),
         }
     return environment
 
 
+def _number_of_npus(options: argparse.Namespace) -> int:
+    return int(options.data_parallel_size * options.tensor_parallel_size)
+
+
+def _check_emulator(options: argparse.Namespace) -> None:
+    """Check that the emulator is installed and supports the number of NPUs.
+
+    Raises DemoError or UserError.
+    """
+    if find_spec("ascend_npu_emulator") is None:
+        raise DemoError(
+            "the emulated NPUs are not installed here. Install vllm-ascend-hsx[demo], or use "
+            "--device npu --model PATH on a machine with NPUs"
+        )
+    from ascend_npu_emulator.settings import MAX_NPUS
+
+    if (npus := _number_of_npus(options)) > MAX_NPUS:
+        raise UserError(
+            "--data-parallel-size x --tensor-parallel-size",
+            npus,
+            f"is more than the {MAX_NPUS} NPUs of an emulated machine",
+            "Use smaller sizes.",
+        )
+
+
 def _compile_emulator(console: Console) -> None:
     """Compile the emulated NPU if it is not cached, so that this does not count as server start."""
-    from vllm_ascend_hsx.emulator.build import BuildError, library
+    from ascend_npu_emulator.build import BuildError, library
 
     with console.status("compiling the emulated NPU, once (about a minute)"):
         try:
@@ -457,13 +425,3 @@ def _model_directory(model: str | None, console: Console) -> Path:
 
     with console.status("building a tiny MiniMax-M2"):
         return cached_minimax_m2()
-
-
-def _quantised(source: Path, work: Path, console: Console) -> Path:
-    """Write the model as msmodelslim would: W8A8, and rotated."""
-    from vllm_ascend_hsx.demo.quantised.modelslim import write_modelslim
-
-    with console.status("quantising and rotating it"):
-        return write_modelslim(
-            source, tempfile.mkdtemp(prefix="tiny-minimax-m2-w8a8-", dir=work), rotated=True
-        )

@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": _command("doctor", _DOCTOR, "checking vllm, vllm-ascend and this machine"),
     "emulate": Command(
         "run a command with emulated Ascend NPUs on the CPU",
-        "vllm_ascend_hsx.emulator.launch:emulate",
+        "vllm_ascend_hsx.cli.emulate:main",
     ),
     "generate": _command("generate", _GENERATE, "reading the dataset and asking the servers"),
     "hardware-report": Command(

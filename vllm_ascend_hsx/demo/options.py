@@ -12,7 +12,6 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 # Of vllm-ascend's --additional-config.
 SEQUENCE_PARALLEL = {"enable_flashcomm1": True}
-MC2 = {"enable_prefill_mc2": True}  # on an A3: for steps of any size
 
 
 class ServeOptions(NamedTuple):
@@ -35,7 +34,6 @@ class ServeOptions(NamedTuple):
     tensor_parallel_size: int = 2
     expert_parallel: bool = True
     sequence_parallel: bool = False
-    mc2: bool = False
     max_model_len: int = 512
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
@@ -47,8 +45,7 @@ class ServeOptions(NamedTuple):
 
     def command(self) -> list[str]:
         """Return `vllm serve ...` with this interpreter."""
-        parallel = (SEQUENCE_PARALLEL if self.sequence_parallel else {}) | (MC2 if self.mc2 else {})
-        additional = parallel | dict(self.additional)
+        additional = {**(SEQUENCE_PARALLEL if self.sequence_parallel else {}), **self.additional}
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),

@@ -26,16 +26,12 @@ class Check:
     Attributes:
         layer_ids: that the server was given.
         reference: None to check shapes, token ids and finiteness only.
-        roundings: see compare.
-        target: the target in words, for the title of the table.
         start_s, request_s: seconds for the server's start, and for one request.
         counted: whether /metrics must count a published file for each answer.
     """
 
     layer_ids: Sequence[int]
     reference: Reference | None
-    roundings: float
-    target: str
     start_s: float
     request_s: float
     counted: bool
@@ -66,7 +62,7 @@ def serve_and_show(
     """
     console = consoles.result
     served = _serve(consoles.progress, server, title, prompts, check)
-    show_rows(console, served.rows, check.layer_ids, check.target)
+    show_rows(console, served.rows, check.layer_ids)
     published = len(served.answers)
     if served.metrics is not None:
         show_metrics(console, served.metrics)
@@ -96,10 +92,7 @@ def _serve(
             with console.status(f"sending {len(prompts)} prompts"):
                 answers = send_all(server.url, prompts, timeout=check.request_s)
             with console.status("comparing with transformers"):
-                rows = [
-                    verify(answer, check.layer_ids, check.reference, check.roundings)
-                    for answer in answers
-                ]
+                rows = [verify(answer, check.layer_ids, check.reference) for answer in answers]
             return Served(
                 answers, rows, collect(server.url, check.request_s) if check.counted else None
             )

@@ -21,13 +21,8 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(spread)))
 
 
-def reference_for(model: Path, quantised: bool = False) -> Reference:
+def reference_for(model: Path) -> Reference:
     """Return the function that computes expected states. Refuse a model that exceeds the memory."""
-    if quantised:
-        from vllm_ascend_hsx.demo.quantised.reference import rows_in_the_models_basis
-
-        return partial(rows_in_the_models_basis, model)
-
     import torch
 
     from vllm_ascend_hsx.demo.reference import reference_hidden_states

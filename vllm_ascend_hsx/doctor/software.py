@@ -14,10 +14,9 @@ from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, has_model_runner_v2
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.images import image_of, is_same_base
-from vllm_ascend_hsx.emulator.launch import SITE
-from vllm_ascend_hsx.emulator.settings import Settings
 
 TOPIC = "software"
+EMULATOR = "ascend_npu_emulator"
 PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_TARGET = "vllm_ascend_hsx.plugin:register"
 # CANN's default directories, newest first (hiascend.com, CANN 8.5.0 and 8.0.0, instg_0044).
@@ -64,8 +63,8 @@ def check_software(
         yield _torch(name, wanted[name], emulated, foreign)
     if emulated:
         found = (
-            f"{environ.get('HSX_EMULATOR_NPUS', Settings.npus)}, emulated on the CPU: CANN and "
-            "driver are not used"
+            f"{environ.get('NPU_EMULATOR_NPUS', 'some')}, emulated on the CPU: CANN and driver are "
+            "not used"
         )
         yield Finding(
             TOPIC, "NPUs", "note", found, "For real work use a machine with an Ascend NPU."
@@ -94,9 +93,9 @@ def installed_version(name: str) -> str | None:
 
 
 def npu_is_emulated() -> bool:
-    """Return True if torch_npu is the emulator's."""
+    """Return True if the metadata of torch_npu name the emulator."""
     try:
-        return Path(str(distribution("torch_npu").locate_file(""))).resolve() == SITE.resolve()
+        return EMULATOR in distribution("torch_npu").metadata["Summary"]
     except PackageNotFoundError:
         return False
 

@@ -85,7 +85,7 @@ def device_error(context: Context, tell: Teller) -> None:
     serve = serve_options(context, "device-error", context.least_sizes, own)
     queue = QUEUE
     if context.emulated:
-        queue = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(fault)}
+        queue = {"NPU_EMULATOR_QUEUE": "1", "NPU_EMULATOR_FAIL_FILE": str(fault)}
     with serving(context, "device-error", serve, **workers.ENVIRONMENT, **queue) as server:
         assert server.process is not None
         with in_flight(server, **WITH_OUTPUT) as others:

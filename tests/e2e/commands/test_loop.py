@@ -1,4 +1,4 @@
-"""From a target to drafts that vllm-ascend accepts, as docs/loop.md says."""
+"""From a target to drafts that vllm-ascend accepts, as benchmarks/loop/README.md says."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_hsx.cli import demo
-from vllm_ascend_hsx.demo.loop.drafts import EAGLE3
-from vllm_ascend_hsx.demo.loop.results import OURS, Kind, Results
-from vllm_ascend_hsx.demo.loop.run import KINDS
+from benchmarks.loop.__main__ import main
+from benchmarks.loop.drafts import EAGLE3
+from benchmarks.loop.results import OURS, Kind, Results
+from benchmarks.loop.run import KINDS
 
 
 @pytest.mark.long
 def test_our_rows_make_as_good_a_draft_as_those_of_transformers_and_wrong_rows_a_worse_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--loop", "--output", str(tmp_path / "loop")]) == 0
+    assert main(["--output", str(tmp_path / "loop")]) == 0
     results = Results.read(tmp_path / "loop" / "results.json")
     assert results.kinds == list(KINDS)
     ours = results.of(Kind(EAGLE3, OURS), 0)

@@ -11,11 +11,11 @@ import pytest
 from documents import blocks, parse_serve
 from harness import tokens
 from launch import START_SECONDS, ForkedServer, process_environment, smaller
+from quantised.modelslim import mixed, write_modelslim
+from quantised.reference import rows_in_the_models_basis
 from tiny_model_claims import TOLERANCE
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.quantised.modelslim import mixed, write_modelslim
-from vllm_ascend_hsx.demo.quantised.reference import rows_in_the_models_basis
 from vllm_ascend_hsx.demo.server import free_port
 
 LAYER_IDS = (2, 0, 4)

@@ -324,7 +324,7 @@ class Driver:
         """Return the free bytes of the NPU, and the operators that were launched there so far."""
         import torch
 
-        from vllm_ascend_hsx.emulator.native import core
+        from ascend_npu_emulator.native import core
 
         return {"free": torch.npu.mem_get_info()[0], "launched": core.first_launches()}
 

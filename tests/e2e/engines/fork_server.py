@@ -72,8 +72,8 @@ def enter(environ: dict[str, str], log_fd: int) -> None:
     gc.unfreeze = lambda: None  # what the parent has imported is not worth a search for garbage
     import hsx_test_instruments
 
-    from vllm_ascend_hsx.emulator.native import core, set_modes
-    from vllm_ascend_hsx.emulator.settings import Settings
+    from ascend_npu_emulator.native import core, set_modes
+    from ascend_npu_emulator.settings import Settings
 
     set_modes(core, Settings.from_environment())
     hsx_test_instruments.register()

@@ -16,9 +16,9 @@ from typing import Any
 
 from documents import Command
 
+from ascend_npu_emulator.launch import environment
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
-from vllm_ascend_hsx.emulator.launch import environment
 from vllm_ascend_hsx.serve.options import speculative_config
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ UPSTREAM_PLUGINS = (
 )
 # Forked processes share what was imported under these. All else is read later, but for the number
 # of NPUs: all have as many as the largest needs.
-IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "HSX_EMULATOR_HBM", "HSX_EMULATOR_SOC")
+IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "NPU_EMULATOR_HBM", "NPU_EMULATOR_SOC")
 MOST_NPUS = 4
 # Sequence parallelism.
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
@@ -112,7 +112,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "fork_server.py"), str(theirs.fileno())],
-                env={**environ, "HSX_EMULATOR_NPUS": str(MOST_NPUS), "HSX_TEST_INSTRUMENTS": "{}"},
+                env={**environ, "NPU_EMULATOR_NPUS": str(MOST_NPUS), "HSX_TEST_INSTRUMENTS": "{}"},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

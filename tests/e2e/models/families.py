@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from routing import widen_routing_margins
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -19,7 +20,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
     HEAD_DIM,

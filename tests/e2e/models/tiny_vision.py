@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from oracle import WIDER, Reference
 from PIL import Image
+from quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -28,7 +29,6 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, FLOAT, INDEX, WEIGHTS
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 from vllm_ascend_hsx.demo.tiny_models import (
     HIDDEN_SIZE,

@@ -20,12 +20,12 @@ import httpx
 import pytest
 from harness import read_trace, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
+from quantised.modelslim import write_modelslim
+from quantised.reference import rows_in_the_models_basis
 from releases import only_with
 
 from vllm_ascend_hsx import find, load
 from vllm_ascend_hsx.demo.compare import QUANTISED, compare
-from vllm_ascend_hsx.demo.quantised.modelslim import write_modelslim
-from vllm_ascend_hsx.demo.quantised.reference import rows_in_the_models_basis
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.demo.tiny_models import EXPERTS_PER_TOKEN

@@ -15,9 +15,9 @@ import torch
 from harness import names_in, tokens
 from launch import START_SECONDS, tiny_server
 from oracle import Oracle, Reference, Served
+from quantised.modelslim import plain, write_modelslim
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.demo.quantised.modelslim import plain, write_modelslim
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 
@@ -83,7 +83,7 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(
         model = write_modelslim(float32_qwen3, tmp_path / "rotated", plain, rotated=True)
         dtype, extra = torch.bfloat16, ("--dtype", "bfloat16", "--quantization", "ascend")
     armed = tmp_path / "fault"
-    environ = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(armed)}
+    environ = {"NPU_EMULATOR_QUEUE": "1", "NPU_EMULATOR_FAIL_FILE": str(armed)}
     options: dict[str, Any] = {
         "expert_parallel": False,
         "extra": extra,

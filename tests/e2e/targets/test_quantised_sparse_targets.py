@@ -20,14 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import Run, run_engine, tokens
-from releases import installed_is, only_on_v1
-from safetensors.torch import load_file, save_file
-from test_quantised_targets import LOST, LOST_TO_INT4, QUANTISED, errors
-from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, ON_RANKS, PARALLEL, REQUESTS, SCRIPT
-from tiny_model_claims import TOLERANCE
-from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sparse, load_sparse
-
-from vllm_ascend_hsx.demo.quantised.modelslim import (
+from quantised.modelslim import (
     DYNAMIC,
     FLOAT,
     WEIGHTS,
@@ -36,7 +29,14 @@ from vllm_ascend_hsx.demo.quantised.modelslim import (
     mixed,
     write_modelslim,
 )
-from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
+from quantised.reference import quantised_hidden_states, rotation_of
+from releases import installed_is, only_on_v1
+from safetensors.torch import load_file, save_file
+from test_quantised_targets import LOST, LOST_TO_INT4, QUANTISED, errors
+from test_sparse_targets import ENGINE, LAYER_IDS, LAYERS, ON_RANKS, PARALLEL, REQUESTS, SCRIPT
+from tiny_model_claims import TOLERANCE
+from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sparse, load_sparse
+
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
 LAST, FIRST = 0, 2  # places of layers 2 and 1

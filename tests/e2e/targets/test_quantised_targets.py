@@ -4,7 +4,7 @@ A rotated target computes X Q instead of X. Files have X, or X Q with `rotation:
 
 Rounding decides which int8 number an element becomes, so two right implementations of a quantised
 target differ by more than two of a target in bfloat16: rows are compared with the same integers
-(demo/quantised/reference.py) and twice the usual tolerance.
+(tests/e2e/models/quantised/reference.py) and twice the usual tolerance.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ import torch
 from families import KIMI_K25, dress_as_kimi_k25
 from harness import Run, run_engine, tokens
 from launch import FLASHCOMM
+from quantised.modelslim import (
+    DESCRIPTION,
+    ROTATION,
+    WEIGHTS,
+    Choose,
+    dynamic,
+    int4_experts,
+    mixed,
+    plain,
+    write_modelslim,
+)
+from quantised.reference import quantised_hidden_states, rotation_of
 from releases import only_with
 from safetensors.torch import load_file
 from session import WITH_OUTPUT
@@ -31,18 +43,6 @@ from tiny_vision import dress_as_qwen3_vl_moe
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.quantised.modelslim import (
-    DESCRIPTION,
-    ROTATION,
-    WEIGHTS,
-    Choose,
-    dynamic,
-    int4_experts,
-    mixed,
-    plain,
-    write_modelslim,
-)
-from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from harness import tokens
 from launch import START_SECONDS
+from quantised.modelslim import mixed, write_modelslim
+from quantised.reference import quantised_hidden_states, rotation_of
 from releases import installed_is, only_with
 from session import EngineError, EngineSession, Request
 from tiny_model_claims import TOLERANCE
@@ -22,8 +24,6 @@ from tiny_qwen3_moe import build_qwen3_moe
 
 from vllm_ascend_hsx import load
 from vllm_ascend_hsx.checkpoint import Checkpoint, find_checkpoint, fingerprint
-from vllm_ascend_hsx.demo.quantised.modelslim import mixed, write_modelslim
-from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 from vllm_ascend_hsx.protocol.weights import WeightVersion

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ascend_npu_emulator.settings import parse_npus, parse_size
 from vllm_ascend_hsx.cli import demo, generate, inspect, plan, verify
 from vllm_ascend_hsx.cli.main import main
-from vllm_ascend_hsx.emulator.settings import parse_npus, parse_size
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S

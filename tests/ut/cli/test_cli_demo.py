@@ -91,28 +91,6 @@ def test_a_wrong_server_gives_exit_code_one(
         assert "the weights are of another model" in output
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("fault", "matching"), [("none", 16), ("rotated", 0)])
-def test_a_quantized_target_is_compared_in_the_models_own_basis(
-    fault: str,
-    matching: int,
-    fake: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fake.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    fake.setenv("HSX_TEST_FAULT", fault)
-    assert demo.main(["--quantized", "--output", str(tmp_path / "out")]) == (fault != "none")
-    printed = capsys.readouterr()
-    output = " ".join((printed.out + printed.err).split())
-    assert (
-        "of a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
-        in output
-    )
-    assert "on emulated A3 NPUs" in output
-    assert f"{matching} of 16 requests match" in output
-
-
 def test_long_steps_are_compared_with_the_reference_and_with_each_other(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
@@ -139,13 +117,6 @@ def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
     output = capsys.readouterr().out
     assert output.count("8 of 8 requests are finite and complete (not compared)") == 2
     assert "request 1: rows 400-431 are" in output.replace("\n", " ")
-
-
-def test_the_quantized_target_is_served_with_mc2_at_every_size() -> None:
-    command = ServeOptions(
-        model="m", storage=Path("/files"), layer_ids=(1,), port=1, sequence_parallel=True, mc2=True
-    ).command()
-    assert '{"enable_flashcomm1": true, "enable_prefill_mc2": true}' in command
 
 
 def test_without_a_reference_the_rest_is_still_checked(
@@ -176,20 +147,7 @@ def test_without_a_reference_the_rest_is_still_checked(
             "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096",
         ),
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
-        (
-            ["--quantized", "--model", "m"],
-            "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model",
-        ),
-        (["--quantized", "--long-steps"], "leave out one of them"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
-        (
-            ["--loop", "--model", "m"],
-            "--loop trains and serves a target of its own: leave out --model",
-        ),
-        (["--loop", "--tensor-parallel-size", "4"], "leave out --tensor-parallel-size"),
-        (["--loop", "--", "--enforce-eager"], "leave out what is after --"),
-        (["--loop", "--seeds", "0"], "'0' is not a whole number from 1 to 10"),
-        (["--seeds", "3"], "--seeds is for --loop"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_remedy(

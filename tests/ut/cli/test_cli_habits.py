@@ -18,8 +18,6 @@ from written_files import rows_of, write
 from vllm_ascend_hsx.cli import demo, doctor, hardware_report
 from vllm_ascend_hsx.cli.main import COMMANDS, main
 from vllm_ascend_hsx.demo import hand
-from vllm_ascend_hsx.demo.loop.results import Results
-from vllm_ascend_hsx.demo.loop.run import Loop
 from vllm_ascend_hsx.demo.session import Served
 from vllm_ascend_hsx.demo.verify import Row
 from vllm_ascend_hsx.doctor import patch_points
@@ -196,15 +194,6 @@ def test_json_of_a_run_that_fails_has_the_reasons_and_stderr_has_them_too(
     out, err = capsys.readouterr()
     (failure,) = json.loads(out)["failures"]
     assert failure["row"] == 3 and failure["reason"] in err
-
-
-def test_json_of_the_loop_has_the_documented_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
-    monkeypatch.setattr(Loop, "run", lambda self: Results(0.5, []))
-    assert main(["demo", "--loop", "--output", str(tmp_path), "--json", "-q"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == keys_of("demo --loop")
 
 
 def test_json_of_a_demo_that_serves_has_the_documented_keys(

@@ -402,7 +402,7 @@ def test_a_container_without_driver_and_npus_is_told_what_to_mount(
 
 def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(software.SITE))
-    found = by_name(check_software({"HSX_EMULATOR_NPUS": "4"}, tmp_path))
+    found = by_name(check_software({"NPU_EMULATOR_NPUS": "4"}, tmp_path))
     assert found["NPUs"].verdict == "note" and found["NPUs"].found.startswith("4, emulated")
     assert "emulated" in found["torch-npu"].found
     assert {"CANN", "driver"}.isdisjoint(found)

@@ -47,7 +47,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "torch_npu", "vllm", "vllm_ascend"} or name.startswith("vllm_ascend_hsx.emulator"):
+        if name.split(".")[0] in {"torch", "torch_npu", "vllm", "vllm_ascend"} or name.startswith("ascend_npu_emulator"):
             raise ModuleNotFoundError(f"{name} is imported", name=name)
 
 sys.meta_path.insert(0, Refuse())

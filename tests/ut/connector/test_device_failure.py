@@ -13,9 +13,9 @@ import pytest
 import torch
 from worker_harness import HIDDEN, NOTHING, Engine, ended, failures, started
 
+from ascend_npu_emulator.native import core
 from vllm_ascend_hsx.connector import failure, worker
 from vllm_ascend_hsx.drafter.landing import DeviceError
-from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_ascend_hsx.emulator.launch import environment
+from ascend_npu_emulator.launch import environment
 
 HARNESS = Path(__file__).parents[1]
 PROGRAM = """
@@ -24,7 +24,7 @@ import torch
 import torch_npu
 import worker_harness as harness
 
-from vllm_ascend_hsx.emulator.native import core
+from ascend_npu_emulator.native import core
 
 harness.DEVICE = torch.device("npu:1")
 torch.npu.set_device(harness.DEVICE)

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ascend_npu_emulator.native import core
 from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing, Run
 from vllm_ascend_hsx.drafter.shapes import ring_shape
-from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.protocol.errors import UserError
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16

@@ -14,6 +14,7 @@ import torch_npu  # noqa: F401 - brings torch.npu
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
+from ascend_npu_emulator.native import core
 from vllm_ascend_hsx.drafter import self_test
 from vllm_ascend_hsx.drafter.drafter import Drafter
 from vllm_ascend_hsx.drafter.landing import HostChunk, Lander
@@ -22,7 +23,6 @@ from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.self_test import SelfTestError, run_self_test
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.drafter.staging import StagingCache
-from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.protocol.errors import UserError
 
 DEVICE = torch.device("npu:0")

@@ -21,10 +21,9 @@ if "dies" in sys.argv:  # before the imports that take seconds
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from vllm_ascend_hsx.connector.histogram import BUCKETS
-from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, ROTATION, ROTATION_KEY
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()
@@ -94,20 +93,7 @@ def extract(prompt: list[int], generated: list[int]) -> str:
 def rows_of(token_ids: list[int]) -> torch.Tensor:
     """Return rows in the model's own basis."""
     what = (arguments.model, token_ids, arguments.layer_ids)
-    if not (arguments.model / DESCRIPTION).exists():
-        return known(token_ids, lambda: reference_hidden_states(*what))
-
-    def quantised() -> torch.Tensor:
-        from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states
-
-        return quantised_hidden_states(*what).float()
-
-    rows = known(token_ids, quantised)
-    return (
-        rows
-        if arguments.fault == "rotated"
-        else rows @ load_file(arguments.model / ROTATION)[ROTATION_KEY].t()
-    )
+    return known(token_ids, lambda: reference_hidden_states(*what))
 
 
 def metrics() -> str:

@@ -8,11 +8,11 @@ import loop_page
 import pytest
 from documents import blocks, page
 
+from benchmarks.loop.drafts import EAGLE3, OPTIONS, OPTIONS_OF_TARGET
+from benchmarks.loop.results import OURS, Kind, Results
+from benchmarks.loop.run import Sizes, plan_of
+from benchmarks.loop.target import LAYERS
 from vllm_ascend_hsx.cli import demo
-from vllm_ascend_hsx.demo.loop.drafts import EAGLE3, OPTIONS, OPTIONS_OF_TARGET
-from vllm_ascend_hsx.demo.loop.results import OURS, Kind, Results
-from vllm_ascend_hsx.demo.loop.run import Sizes, plan_of
-from vllm_ascend_hsx.demo.loop.target import LAYERS
 
 TEXT = page("loop.md")
 

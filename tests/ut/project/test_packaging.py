@@ -125,9 +125,9 @@ def test_the_emulator_s_source_and_its_torch_npu_are_in_the_wheel(wheel: set[str
     assert [
         name
         for name in wheel
-        if name.startswith("vllm_ascend_hsx/emulator/") and name.endswith(".cpp")
+        if name.startswith("emulator/ascend_npu_emulator/") and name.endswith(".cpp")
     ]
-    assert "vllm_ascend_hsx/emulator/site/torch_npu/__init__.py" in wheel
+    assert "emulator/ascend_npu_emulator/site/torch_npu/__init__.py" in wheel
     assert "vllm_ascend_hsx/py.typed" in wheel
 
 

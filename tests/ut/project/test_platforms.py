@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from vllm_ascend_hsx.emulator import build
+from ascend_npu_emulator import build
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

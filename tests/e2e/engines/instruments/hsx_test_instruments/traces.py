@@ -216,7 +216,7 @@ def trace_contexts(directory: str) -> None:
     def wrap(worker_module: Any) -> None:
         import torch
 
-        from vllm_ascend_hsx.emulator.native import core
+        from ascend_npu_emulator.native import core
 
         worker = worker_module.NPUWorker
         execute = worker.execute_model

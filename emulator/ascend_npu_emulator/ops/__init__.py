@@ -1,0 +1,18 @@
+"""References, in plain torch, for the operators and Triton kernels that vllm-ascend calls.
+
+``register()`` declares the operators. ``patch_hooks()`` returns what to apply to which module after
+its import. ``find(name)`` returns the operator ``torch_npu.<name>``. An operator without a
+reference is declared too and raises NotImplementedError with its name when it is called.
+"""
+
+from ascend_npu_emulator.ops.hooks import patch_hooks, put_libraries, put_linear_attention
+from ascend_npu_emulator.ops.registration import declare, find
+
+__all__ = ["find", "patch_hooks", "register"]
+
+
+def register() -> None:
+    """Declare every operator with its real schema; idempotent."""
+    declare()
+    put_libraries()
+    put_linear_attention()

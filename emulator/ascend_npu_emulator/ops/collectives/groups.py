@@ -1,0 +1,47 @@
+"""The hccl group that a kernel names, and the exchange of tensors with the kernel of each rank."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ascend_npu_emulator.ops.checks import check
+
+
+def group_called(op: str, argument: str, hcom: str, world_size: int | None = None) -> Any:
+    """Return the process group whose communicator is called ``hcom``.
+
+    Raises ``ValueError`` naming operator and argument if there is none, or if it has another size
+    than ``world_size``, where one is given.
+    """
+    npu = torch.device("npu")
+    for group in dist.distributed_c10d._world.pg_map:
+        backend: Any = group._get_backend(npu) if npu in group._device_types else None
+        if backend is not None and hcom == backend.get_hccl_comm_name(group.rank()):
+            check(
+                world_size in (None, group.size()),
+                op,
+                "world_size",
+                f"{world_size} is not the size {group.size()} of {hcom}",
+            )
+            return group
+    raise ValueError(f"{op}: {argument}: there is no hccl group called {hcom!r} in this process")
+
+
+def gather(group: Any, op: str, call: str, mine: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all ranks, in rank order along the first dimension.
+
+    It is launched like a collective. Every rank must call it for the same operator with a tensor of
+    the same shape and type, and with the same ``call``: the arguments in which ranks must agree.
+    """
+    everyones = torch.empty(
+        (group.size() * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype, device=mine.device
+    )
+    group._get_backend(mine.device).gather_for_kernel(op, call, everyones, mine.contiguous())
+    return everyones
+
+
+def buffer_size() -> int:
+    """Return the bytes of each rank's buffer for a group."""
+    return int(os.environ.get("HCCL_BUFFSIZE", "200")) << 20

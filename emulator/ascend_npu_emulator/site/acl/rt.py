@@ -1,0 +1,8 @@
+"""acl.rt, as far as vllm-ascend imports it."""
+
+from ascend_npu_emulator.native import core
+
+
+def memcpy(dst, dest_max, src, count, kind):
+    """Copy `count` bytes between two addresses; kind 1: to the NPU, 2: to the host. Return 0."""
+    return core.memcpy(dst, dest_max, src, count, kind)
