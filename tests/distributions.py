@@ -1,4 +1,4 @@
-"""sdist and wheel of this checkout, as `make dist` builds them."""
+"""sdists and wheels of this checkout, as `make dist` builds them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,30 @@ SOURCES = (
     "CHANGELOG.md",
     "SECURITY.md",
 )
-OTHERS = ("Makefile", "docs", "requirements", "tools")
+OTHERS = ("Makefile", "docs", "emulator", "requirements", "tools")
 
 
-def build(work: Path) -> Path:
-    """Build both below the folder `work`, and return the folder that they are in.
+EMULATOR_SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 
-    They are built in a copy, so that the build leaves nothing here. The copy is a repository, since
-    setuptools-scm, where it is installed, adds every file of one to the sdist.
+
+def build(work: Path, *, emulator: bool = False) -> Path:
+    """Build sdist and wheel of the plugin, or of the emulator, and return their folder.
+
+    They are built in a copy below the folder `work`, so that the build leaves nothing here. The
+    copy is a repository, since setuptools-scm, where it is installed, adds every file of one to the
+    sdist.
     """
     source, output = work / "source", work / "dist"
     source.mkdir()
-    for name in (*SOURCES, *OTHERS, "vllm_ascend_hsx"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+    top = ROOT / "emulator" if emulator else ROOT
+    names = (
+        (*EMULATOR_SOURCES, "ascend_npu_emulator")
+        if emulator
+        else (*SOURCES, *OTHERS, "vllm_ascend_hsx")
+    )
+    for name in names:
+        copy = shutil.copytree if (top / name).is_dir() else shutil.copy
+        copy(top / name, source / name)
     (source / "tests").mkdir()
     shutil.copy(
         __file__, source / "tests" / "test_copied.py"

@@ -95,7 +95,7 @@ def installed_version(name: str) -> str | None:
 def npu_is_emulated() -> bool:
     """Return True if the metadata of torch_npu name the emulator."""
     try:
-        return EMULATOR in distribution("torch_npu").metadata["Summary"]
+        return EMULATOR in (distribution("torch_npu").metadata.get("Summary") or "")
     except PackageNotFoundError:
         return False
 

@@ -146,7 +146,8 @@ def test_help_is_printed_without_work_or_a_word_about_it(words: list[str]) -> No
         [sys.executable, "-c", IMMEDIATE, *words], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: hsx ")
+    program = "npu-emulate" if words[0] == "emulate" else "hsx"
+    assert done.stdout.startswith(f"usage: {program} ")
 
 
 def test_the_package_can_be_run_as_a_module() -> None:

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from releases import installed_is
 
+from ascend_npu_emulator.launch import SITE
 from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.doctor import software, storage
@@ -62,7 +63,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("torch-npu", "2.10.0.post4", ""),
     ):
         install(packages, name, version, rest)
-    others = [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()]
+    others = [each for each in sys.path if Path(each).resolve() != SITE.resolve()]
     # One change: what syspath_prepend undoes would be put back without the emulator.
     monkeypatch.setattr(sys, "path", [str(packages), *others])
     return packages
@@ -401,7 +402,7 @@ def test_a_container_without_driver_and_npus_is_told_what_to_mount(
 
 
 def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(software.SITE))
+    monkeypatch.syspath_prepend(str(SITE))
     found = by_name(check_software({"NPU_EMULATOR_NPUS": "4"}, tmp_path))
     assert found["NPUs"].verdict == "note" and found["NPUs"].found.startswith("4, emulated")
     assert "emulated" in found["torch-npu"].found

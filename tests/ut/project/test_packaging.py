@@ -14,6 +14,8 @@ from pathlib import Path
 import distributions
 import numpy as np
 import pytest
+import tomllib
+from packaging.requirements import Requirement
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.protocol.rows import RowFormat
@@ -77,6 +79,13 @@ def wheel(built: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
+def emulator_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = distributions.build(tmp_path_factory.mktemp("emulator"), emulator=True)
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
 def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the contents of the sdist, unpacked."""
     (path,) = built.glob("*.tar.gz")
@@ -121,26 +130,29 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: set[str]) -> None:
     assert files - wheel == set()
 
 
-def test_the_emulator_s_source_and_its_torch_npu_are_in_the_wheel(wheel: set[str]) -> None:
-    assert [
-        name
-        for name in wheel
-        if name.startswith("emulator/ascend_npu_emulator/") and name.endswith(".cpp")
-    ]
-    assert "emulator/ascend_npu_emulator/site/torch_npu/__init__.py" in wheel
+def test_the_wheel_has_no_emulator_no_cpp_and_no_test_fixtures(wheel: set[str]) -> None:
     assert "vllm_ascend_hsx/py.typed" in wheel
+    suffixes = {Path(name).suffix for name in wheel if not name.startswith("vllm_ascend_hsx-")}
+    assert suffixes == {".py", ".json", ".typed"}
+    folders = {name.split("/")[1] for name in wheel if name.count("/") > 1}
+    assert folders.isdisjoint({"emulator", "loop", "quantised", "licenses"})
+    named = {name for name in wheel if re.search("emulator|quantised|/loop/", name)}
+    assert named == set()
 
 
-def test_what_mypy_leaves_out_is_called_by_its_names() -> None:
-    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    comment = re.search(r'# Packages that stand in for (.*?):.*\nexclude = \["\^(.*?)"\]', project)
-    assert comment is not None
-    packages = {
-        path.name
-        for path in (Path(__file__).parents[3] / comment[2]).iterdir()
-        if (path / "__init__.py").is_file()
+def test_the_wheel_of_the_emulator_has_its_sources_and_torch_npu(emulator_wheel: Path) -> None:
+    names = set(zipfile.ZipFile(emulator_wheel).namelist())
+    package = ROOT / "emulator" / "ascend_npu_emulator"
+    files = {
+        str(path.relative_to(package.parent))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert set(comment[1].split(" and ")) == packages
+    assert files - names == set()
+    assert {name.split("/")[0] for name in names - files} == {
+        emulator_wheel.name.rpartition("-py3")[0] + ".dist-info"
+    }
+    assert "ascend_npu_emulator/site/torch_npu/__init__.py" in names
 
 
 def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
@@ -156,7 +168,6 @@ def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> No
     names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in always}
     assert names == {
         "awscrt",
-        "filelock",
         "httpx",
         "numpy",
         "openai",
@@ -272,6 +283,27 @@ def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(
     assert (code, "vllm-ascend-hsx[reader]" in printed.splitlines()[-1]) == (1, True)
 
 
+def test_the_emulator_is_installed_beside_the_plugin_and_not_with_it(
+    empty: Path, emulator_wheel: Path
+) -> None:
+    code, printed = run(empty / "hsx", "emulate", "--", "true")
+    assert (code, "install vllm-ascend-hsx[demo]" in printed) == (2, True), printed
+    pip = [empty / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, emulator_wheel], check=True)
+    for command in ("npu-emulate", "hsx emulate"):
+        name, *words = command.split()
+        code, printed = run(empty / name, *words, "--npus", "2", "--", "env")
+        assert (code, "NPU_EMULATOR_NPUS=2" in printed) == (0, True), printed
+    subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", "ascend-npu-emulator"], check=True)
+
+
+def test_the_extra_demo_names_the_emulator_of_this_checkout(emulator_wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = map(Requirement, project["optional-dependencies"]["demo"])
+    _, version, *_ = emulator_wheel.name.split("-")
+    assert wanted.name == "ascend-npu-emulator" and version in wanted.specifier
+
+
 def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_brings(
     empty: Path,
 ) -> None:
@@ -289,6 +321,7 @@ def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_bring
     }
     assert set(ast.literal_eval(lacking)) <= {
         *of_server,
+        "ascend_npu_emulator",
         "mooncake",
         "pyarrow",
         "ray",
