@@ -134,8 +134,6 @@ def test_the_wheel_has_no_emulator_no_cpp_and_no_test_fixtures(wheel: set[str]) 
     assert "vllm_ascend_hsx/py.typed" in wheel
     suffixes = {Path(name).suffix for name in wheel if not name.startswith("vllm_ascend_hsx-")}
     assert suffixes == {".py", ".json", ".typed"}
-    folders = {name.split("/")[1] for name in wheel if name.count("/") > 1}
-    assert folders.isdisjoint({"emulator", "loop", "quantised", "licenses"})
     named = {name for name in wheel if re.search("emulator|quantised|/loop/", name)}
     assert named == set()
 
