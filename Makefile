@@ -89,9 +89,10 @@ benchmark: setup
 docs: setup
 	@$(BIN)/python -m mkdocs build --strict
 
-# sdist, and the wheel that is built from it, into dist/.
+# sdist and wheel of both distributions, into dist/.
 dist: setup
 	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/python -m build --no-isolation --outdir dist emulator
 
 clean:
 	rm -rf .venv .venv-* .venv*.lock build dist site *.egg-info

@@ -20,8 +20,8 @@ class Command(NamedTuple):
 
 
 def page(name: str) -> str:
-    """The text of a page of docs/, or of a README."""
-    return ((ROOT if name.startswith("README") else DOCS) / name).read_text()
+    """The text of a page of docs/, or of a README by its path."""
+    return ((DOCS if (DOCS / name).exists() else ROOT) / name).read_text()
 
 
 def blocks(name: str, label: str) -> list[str]:

@@ -1,10 +1,13 @@
-"""The README's commands that start emulated NPUs, run as written."""
+"""The commands of both READMEs that start emulated NPUs, run as written."""
 
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from documents import blocks
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -17,6 +20,25 @@ def test_any_command_runs_on_emulated_npus() -> None:
     command = [re.sub(r"^\.venv/bin", str(BIN), word) for word in shlex.split(found[0])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "2\n"
+
+
+def test_the_commands_of_the_emulators_readme_work(tmp_path: Path) -> None:
+    def run(command: Sequence[str | Path]) -> str:
+        return subprocess.run(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    def block(label: str) -> str:
+        (found,) = blocks("emulator/README.md", label)
+        return found
+
+    words = shlex.split(block("npu-emulate"))
+    assert run([BIN / words[0], *words[1:4], BIN / words[4], *words[5:]]) == "2\n"
+    assert run([sys.executable, "-c", block("processes")]) == "4\n"
+    (tmp_path / "conftest.py").write_text(block("conftest"))
+    test = "import torch, torch_npu\ndef test_npus(): assert torch.npu.device_count() == 2\n"
+    (tmp_path / "test_npus.py").write_text(test)
+    assert "1 passed" in run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
 
 
 def test_the_demo_matches_sixteen_of_sixteen_in_late_mode(tmp_path: Path) -> None:
