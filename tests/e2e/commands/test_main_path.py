@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from documents import blocks, page
-from harness import compare_file, tokens
+from harness import compare_file
 from launch import HERE, START_SECONDS, process_environment
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
@@ -31,15 +32,16 @@ ROWS = ("input_ids", "loss_mask", "hidden_states", "verifier_last_hidden_states"
 DRAFT_TOKENS = 3
 LAYERS = 8
 LAYER_IDS = (2, 4, 5, 8)  # eagle3 of 8 layers
-LENGTHS = (5, 70, 130, 33, 64, 90, 17, 48)
-TRAINED = 6  # of these, with --train-data-ratio 0.75; the others are for validation
+SAMPLES = 12
+TRAINED = 9  # of these, with --train-data-ratio 0.75; the others are for validation
+EPOCHS = 3
 STEP_SECONDS = 600.0  # on a busy machine
 # Options in addition to those of the page, which are for a large target.
 SMALL = (
     " --host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64"
     " --enforce-eager --gpu-memory-utilization 0.4"
 )
-SHORT = " --epochs 1 --total-seq-len 256 --num-workers 0 --train-data-ratio 0.75"
+SHORT = f" --epochs {EPOCHS} --lr 1e-3 --total-seq-len 256 --num-workers 0 --train-data-ratio 0.75"
 
 
 def command(step: str) -> str:
@@ -48,12 +50,16 @@ def command(step: str) -> str:
     return text.strip()
 
 
-def samples() -> list[dict[str, list[int]]]:
-    """Return rows of random token ids, each with a mask that no shift and no other row has."""
+def samples(model: Path) -> list[dict[str, list[int]]]:
+    """Return rows of one or two questions with answers. The masks select the answers."""
+    encode = AutoTokenizer.from_pretrained(model).encode
     rows = []
-    for length in LENGTHS:
-        ids = tokens(length)
-        rows.append({"input_ids": ids, "loss_mask": [int(each % 3 > 0) for each in ids]})
+    for number in range(SAMPLES):
+        question = encode(f"What does layer {number} of the model say about the river?")
+        answer = encode("the sun rose over the harbour, and " * (1 + number % 4))
+        turns = 1 + number % 2
+        mask = [0] * len(question) + [1] * len(answer)
+        rows.append({"input_ids": (question + answer) * turns, "loss_mask": mask * turns})
     return rows
 
 
@@ -89,7 +95,7 @@ class Walk:
         return self.directory / "hidden_states" / f"hs_{row}.safetensors"
 
     def adapt(self, text: str, more: str) -> str:
-        """Return a command of the page for the tiny model and this directory, with more options."""
+        """Return a command of the page with names of this directory and more options."""
         names = {
             "MiniMaxAI/MiniMax-M2": str(self.model),
             "/data/": f"{self.directory}/",
@@ -134,10 +140,10 @@ class Walk:
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
-    """All steps of the page."""
+    """Run all steps of the page."""
     walk = Walk(tmp_path_factory.mktemp("main_path"))
     build_minimax_m2(walk.model, layers=LAYERS)
-    lines = map(json.dumps, samples())
+    lines = map(json.dumps, samples(walk.model))
     (walk.directory / "samples.jsonl").write_text("\n".join(lines))
     walk.run("prepare")
     with walk.server("serve", npus=2) as server:
@@ -158,13 +164,13 @@ def documents(batch: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: batch[name][0][numbers == number] for name in ROWS}
 
 
-def test_every_command_of_the_page_is_run_in_order() -> None:
+def test_the_steps_are_in_the_order_of_the_page() -> None:
     labels = re.findall(r"^<!-- main-path (\w+) -->$", page("train.md"), re.MULTILINE)
     assert labels == list(STEPS)
 
 
 def test_the_prepared_data_set_has_the_given_masks(walk: Walk) -> None:
-    given = [{**each, "seq_len": len(each["input_ids"])} for each in samples()]
+    given = [{**each, "seq_len": len(each["input_ids"])} for each in samples(walk.model)]
     assert sorted(walk.dataset, key=str) == sorted(given, key=str)
 
 
@@ -189,8 +195,15 @@ def test_the_trainer_computes_with_the_masks_of_the_data_set_and_the_rows_of_the
             assert torch.equal(document["hidden_states"], states[:-1, :-1].flatten(1))
             assert torch.equal(document["verifier_last_hidden_states"], states[1:, -1])
             seen[batch["training"]].append(row)
-    assert sorted(seen[True]) == list(range(TRAINED))
-    assert sorted(seen[False]) == list(range(TRAINED, len(LENGTHS)))
+    assert sorted(seen[True]) == sorted(EPOCHS * list(range(TRAINED)))
+    assert sorted(seen[False]) == sorted(EPOCHS * list(range(TRAINED, SAMPLES)))
+
+
+def test_each_epoch_lowers_the_validation_loss(walk: Walk) -> None:
+    files = [walk.draft.parent / str(epoch) / "val_metrics.json" for epoch in range(EPOCHS)]
+    losses = [json.loads(file.read_text())["loss_epoch"] for file in files]
+    assert losses == sorted(set(losses), reverse=True)
+    assert losses[-1] < 0.97 * losses[0]
 
 
 def test_vllm_ascend_without_this_plugin_drafts_with_the_result(walk: Walk) -> None:
@@ -201,7 +214,7 @@ def test_vllm_ascend_without_this_plugin_drafts_with_the_result(walk: Walk) -> N
     drafts, drafted = (
         counts[f"vllm:spec_decode_num_{each}_total"] for each in ("drafts", "draft_tokens")
     )
-    assert drafts > 0 and drafted == drafts * DRAFT_TOKENS
+    assert 0 < drafts < drafted <= drafts * DRAFT_TOKENS
 
 
 def test_the_layers_of_the_draft_are_those_of_the_files(walk: Walk) -> None:
