@@ -36,7 +36,7 @@ SAMPLES = 12
 TRAINED = 9  # of these, with --train-data-ratio 0.75; the others are for validation
 EPOCHS = 3
 STEP_SECONDS = 600.0  # on a busy machine
-# Options in addition to those of the page, which are for a large target.
+# More options of `vllm serve`, for a tiny target.
 SMALL = (
     " --host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64"
     " --enforce-eager --gpu-memory-utilization 0.4"
