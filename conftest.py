@@ -21,6 +21,7 @@ LONGEST = (
     "test_generate.py",
     "test_generate_rows.py",
     "test_generate_answers.py",
+    "test_main_path.py",
     "test_quantised_targets.py",
     "test_tensor_parallel.py",
     "test_start_up.py",

@@ -18,7 +18,7 @@ from harness import tokens
 from launch import process_environment
 from safetensors.torch import load_file
 from test_generate import Serving, serve
-from test_speculators import BIN, EPOCHS, LAYER_IDS, LAYERS
+from test_speculators import BIN, LAYER_IDS, LAYERS
 from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.demo.tiny_models import build_qwen3
@@ -26,6 +26,7 @@ from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 pytestmark = pytest.mark.long
 
 ROWS = 50
+EPOCHS = 3
 TEXTS = 20  # the first rows are texts and chats
 MAX_TOKENS = 12
 TOLERANCE = 1e-4  # of float32 rows

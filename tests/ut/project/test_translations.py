@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from documents import page
 
-PAGES = [("README.md", "README.zh.md"), ("serve.md", "train.zh.md")]
+PAGES = [("README.md", "README.zh.md"), ("train.md", "train.zh.md")]
 BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 
