@@ -5,6 +5,7 @@ import re
 import shlex
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -90,6 +91,14 @@ def test_reading_works_as_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_file_is_found_as_written(tmp_path: Path) -> None:
+    (tmp_path / "cmpl-1-0-0123abcd.safetensors").touch()
+    names: dict[str, object] = {"response": SimpleNamespace(id="cmpl-1")}
+    (code,) = blocks("requests.md", "find")
+    exec(code.replace("/data/hidden_states", str(tmp_path)), names)
+    assert names["path"] == tmp_path / "cmpl-1-0-0123abcd.safetensors"
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("hidden_states", False), ("include_output_tokens", True)]
 )
@@ -105,7 +114,9 @@ def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:
 
 
 def test_every_demo_command_of_the_hardware_checklist_is_one_that_hsx_accepts() -> None:
-    commands = re.findall(r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "operations.md").read_text())
+    commands = re.findall(
+        r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "operations.md").read_text()
+    )
     assert len(commands) >= 3
     for command in commands:
         assert demo.parse_arguments(shlex.split(command)).device == "npu"
