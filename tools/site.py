@@ -24,6 +24,8 @@ LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the READMEs, the changelog and the security policy to the pages of docs/."""
     for source, name in PAGES.items():
+        if not (ROOT / source).exists():
+            continue
         inclusion = InclusionLevel.UNDEFINED if "README" in source else InclusionLevel.NOT_IN_NAV
         text = relinked((ROOT / source).read_text(), ".")
         files.append(File.generated(config, name, content=text, inclusion=inclusion))
@@ -44,7 +46,7 @@ def relinked(markdown: str, folder: str) -> str:
     def link(match: re.Match[str]) -> str:
         text, address, anchor = match[1], match[2], match[3] or ""
         path = normpath(f"{folder}/{address}")
-        if path in PAGES:
+        if path in PAGES and (ROOT / path).exists():
             return f"[{text}]({PAGES[path]}{anchor})"
         if path.startswith("docs/"):
             return f"[{text}]({path.removeprefix('docs/')}{anchor})"
