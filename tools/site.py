@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-HOMES = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
+# Pages of the site that are not in docs/. The navigation has the READMEs only.
+PAGES = {
+    "README.md": "index.md",
+    "README.zh.md": "index.zh.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "report-a-vulnerability.md",
+}
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the READMEs to the pages of docs/, with links that start there."""
-    for readme, name in HOMES.items():
-        text = (ROOT / readme).read_text()
-        for other, page in HOMES.items():
-            text = text.replace(f"]({other})", f"]({page})")
-        files.append(File.generated(config, name, content=re.sub(r"\]\(docs/", "](", text)))
+    """Add the READMEs, the changelog and the security policy to the pages of docs/."""
+    for source, name in PAGES.items():
+        if not (ROOT / source).exists():
+            continue
+        inclusion = InclusionLevel.UNDEFINED if "README" in source else InclusionLevel.NOT_IN_NAV
+        text = relinked((ROOT / source).read_text(), ".")
+        files.append(File.generated(config, name, content=text, inclusion=inclusion))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    """Let links from docs/ to other files of the repository work in the site."""
+    return markdown if page.file.generated_by else relinked(markdown, "docs")
+
+
+def relinked(markdown: str, folder: str) -> str:
+    """Return the text of a page in `folder` of the repository with the links of the site.
+
+    A link to a file outside of the site becomes the text of the link.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        text, address, anchor = match[1], match[2], match[3] or ""
+        path = normpath(f"{folder}/{address}")
+        if path in PAGES and (ROOT / path).exists():
+            return f"[{text}]({PAGES[path]}{anchor})"
+        if path.startswith("docs/"):
+            return f"[{text}]({path.removeprefix('docs/')}{anchor})"
+        return text if (ROOT / path).exists() else match[0]
+
+    return LINK.sub(link, markdown)

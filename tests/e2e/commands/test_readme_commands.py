@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 
 def test_any_command_runs_on_emulated_npus() -> None:
-    found = re.search(r"^\.venv/bin/hsx emulate .*$", README, re.MULTILINE)
+    found = re.search(r"^\.venv/bin/npu-emulate .*$", README, re.MULTILINE)
     assert found is not None
     command = [re.sub(r"^\.venv/bin", str(BIN), word) for word in shlex.split(found[0])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

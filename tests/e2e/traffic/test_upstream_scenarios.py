@@ -220,9 +220,11 @@ def test_what_upstream_makes_of(
     assert found == expected
 
 
-def test_the_page_has_this_table() -> None:
+def test_the_page_has_what_is_not_right_in_this_table() -> None:
     lines = []
     for scenario, _, found in TABLE:
+        if not found:
+            continue
         rows = (
             "the engine stops"
             if STOPS in found
@@ -231,7 +233,6 @@ def test_the_page_has_this_table() -> None:
         beside = "a file is left over" if LEFT_OVER in found else ""
         text = "" if STOPS in found else "differs" if TEXT in found else "the same"
         lines.append(f"| {scenario.__name__.replace('_', ' ')} | {rows} | {text} | {beside} |")
-    assert (
-        "\n".join(["| situation | rows | text | |", "|---|---|---|---|", *lines])
-        in PAGE.read_text()
-    )
+    table = "\n".join(["| situation | rows | text | |", "|---|---|---|---|", *lines])
+    page = PAGE.read_text()
+    assert f"{table}\n\n" in page and f"all {len(TABLE)} scenarios" in page

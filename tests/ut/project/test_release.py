@@ -44,7 +44,7 @@ def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
 
 
 def test_the_stable_names_are_those_that_the_package_exports() -> None:
-    table = {name: text for name, text in rows(page("migration.md"))}
+    table = {row[0]: row[1] for row in rows(page("migration.md"))}
     own = table["Python"].partition(" of `vllm_ascend_hsx`")[0]
     assert set(re.findall(r"`(\w+)`", own)) == set(vllm_ascend_hsx.__all__)
 
