@@ -119,10 +119,7 @@ def _refuse_unknown(keys: set[object], server: ServerParams) -> None:
         near = _similar(key) if isinstance(key, str) else None
         if near is not None or not server.has_others:
             hint = f"did you mean {near!r}?" if near else f"the keys are: {', '.join(_OF_REQUESTS)}"
-            raise ParamsError(
-                f"kv_transfer_params has the key {shown(key)}, which this server does not know; "
-                f"{hint}"
-            )
+            raise ParamsError(f"kv_transfer_params has the unknown key {shown(key)}; {hint}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,8 +134,8 @@ def _by_default(params: Mapping[str, object], server: ServerParams, request_id: 
     key = params.get(SAMPLE_KEY)
     if SAMPLE_KEY in params and not isinstance(key, str):
         raise ParamsError(
-            f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all "
-            "requests to keep together"
+            f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a string, the same for "
+            "all requests that belong together"
         )
     if server.sample_rate is None:
         return server.extract_all
@@ -160,13 +157,13 @@ def _read_path(value: object, server: ServerParams) -> Path:
     said = f"{_REFUSED_PATH}{shown(value)}"
     if server.directory is None:
         raise ParamsError(
-            f"{said}, but this server makes no files: it puts hidden states into a Mooncake "
-            "store; leave it out"
+            f"{said}, but this server writes no files: it puts hidden states into a "
+            "Mooncake store; omit the key"
         )
     if not server.allow_path:
         raise ParamsError(
-            f"{said}, but this server names its files itself; leave it out, or start the server "
-            f"with kv_connector_extra_config.{PATH_OPTION}=true"
+            f"{said}, but this server chooses file names itself; omit the key, or start the "
+            f"server with kv_connector_extra_config.{PATH_OPTION}=true"
         )
     remedy = (
         f"use a path below {server.directory} that ends with .safetensors, absolute or relative "
@@ -176,7 +173,7 @@ def _read_path(value: object, server: ServerParams) -> Path:
         raise ParamsError(f"{said}; {remedy}")
     relative = _below(server.directory, value) if value.startswith("/") else value
     if relative is None:
-        raise ParamsError(f"{said}, which is not inside the storage directory; {remedy}")
+        raise ParamsError(f"{said}, which is outside the storage directory; {remedy}")
     problem = path_refusal(relative)
     if problem is not None:
         raise ParamsError(f"{said}, which cannot be used: {problem}; {remedy}")
@@ -190,8 +187,8 @@ def path_in_use(path: str) -> str:
 
 def one_file_for_all(path: object) -> str:
     """Return the error for all but the first prompt and sample of a request that chose its file."""
-    problem = "which is one file, and is given to the first prompt and sample of a request"
-    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own, with n=1"
+    problem = "which names one file, and the first prompt and sample of the request uses it"
+    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt in a request of its own, with n=1"
 
 
 def refuses_path(error: str) -> bool:

@@ -101,9 +101,9 @@ def find(
         )
         if _is_hashed(forms[0][0]):
             problem += (
-                f", an id of {len(response_id)} characters: the name of its file ends with a "
-                "hash and cannot be told from it; "
-                "use kv_transfer_params of the response, or a shorter X-Request-Id"
+                f", an id of {len(response_id)} characters: its file name ends with a hash, so "
+                "the id does not lead to it; use kv_transfer_params of the response, or a "
+                "shorter X-Request-Id"
             )
         raise FileNotFoundError(problem)
     return Path(directory, best.pop())

@@ -74,12 +74,12 @@ _NOTHING = (
     f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
 )
 _DIED = (
-    "the server died before the file was complete, or its storage took no reason: it left an "
-    "unheld lock file and no data"
+    "the server died before the file was complete, or could not store the reason of a failure: "
+    "there is a free lock and no data"
 )
 _OUT_OF_REACH = (
-    "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not "
-    "reach the server's machine, or it has just died. Mount the directory on both with flock and "
+    "there is no file yet, its lock is free here, and so is the lock of a server on {}: locks do "
+    "not reach the server's machine, or the server has just died. Mount the directory on both with flock and "
     "without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx doctor "
     "--out` names the mount option"
 )
@@ -256,14 +256,9 @@ def load(
         if response_id is not None and not belongs_to(
             owner := header.metadata.get("request_id", ""), response_id
         ):
-            owner = owner or "by a producer that names none"
-            raise HiddenStatesError(
-                path,
-                (
-                    f"these are rows of another request, {owner}, and not of the response "
-                    f"{response_id}"
-                ),
-            )
+            owner = f", {owner}," if owner else ","
+            problem = f"these are rows of another request{owner} not of response {response_id}"
+            raise HiddenStatesError(path, problem)
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(path, problem)
         return assembled(path, header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
@@ -463,7 +458,7 @@ def failure_reason(path: Path) -> str:
     content = read_regular(path)
     if not content:
         return (
-            "the request failed, and the storage had no room for the reason: see the server's log"
+            "the request failed, and the storage had no space for the reason: see the server's log"
         )
     return reason_in(content, "reason")
 
@@ -473,7 +468,7 @@ def reason_in(content: bytes, key: str) -> str:
     with suppress(ValueError):
         if isinstance(said := parse(content), dict) and isinstance(said.get(key), str):
             return str(said[key])
-    return f"the server reports a failure that cannot be understood: {content[:200]!r}"
+    return f"the server's report of the failure is invalid: {content[:200]!r}"
 
 
 def difference(place: Place, header: Header) -> str | None:
@@ -491,5 +486,5 @@ def checksum_difference(expected: str, digest: Digest) -> str | None:
     return (
         None
         if found == expected
-        else f"it is not as it was written: its checksum is {found}, not {expected}"
+        else f"it has changed since it was written: its checksum is {found}, not {expected}"
     )

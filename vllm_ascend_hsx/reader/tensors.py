@@ -88,7 +88,7 @@ def _check_quantization(
 ) -> None:
     said, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
     if said not in (None, *QUANTIZATIONS.values()):
-        raise FormatError(f"its rows are quantised as {said!r}, which is unknown")
+        raise FormatError(f"its rows have the unknown quantization {said!r}")
     if scales is None and said is not None:
         raise FormatError(f"its rows are {said}, but it has no {SCALES}")
     if scales is None:
@@ -161,7 +161,7 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        problem = "hidden states are read into torch tensors, and torch is not installed here"
+        problem = "torch is not installed, but hidden states are read into torch tensors"
         remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
         raise ModuleNotFoundError(f"{problem}; {remedy}", name="torch") from None
     dtype = torch_dtype(info.dtype)
@@ -194,7 +194,7 @@ def _mapped(fd: int, start: int, end: int) -> memoryview:
         OSError: if the file cannot be mapped.
     """
     if os.fstat(fd).st_size < end:
-        raise FormatError("it was cut off while it was read")
+        raise FormatError("it was truncated while it was being read")
     address = _libc.mmap(
         None,
         end - start,
@@ -252,6 +252,6 @@ def _read_into(fd: int, into: memoryview, offset: int) -> None:
     while into:
         read = os.preadv(fd, [into], offset)
         if read == 0:
-            raise FormatError(f"it ended at byte {offset} while it was read")
+            raise FormatError(f"it was truncated to {offset} bytes while it was being read")
         into = into[read:]
         offset += read

@@ -15,7 +15,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
-NAME_USED = "this name already has rows: remove the file first, or name another one"
+NAME_USED = "this name already has rows: remove the file first, or choose another name"
 # The reason for every file that is incomplete when the server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 

@@ -62,7 +62,7 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         directory: path of the directory, for the log.
     """
     cleaning = Cleaning(dir_fd)
-    with cleaning.noting("could not look for what dead servers left"):
+    with cleaning.noting("could not search for leftovers of dead servers"):
         cleaning.run()
     done = cleaning.words("sealed {}", "removed {}")
     if cleaning.servers:
@@ -70,7 +70,10 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
         nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
         logger.warning(
-            "%s: after %s that died or could not clean up: %s", directory, which, done or nothing
+            "%s: cleaned up after %s that died or could not clean up: %s",
+            directory,
+            which,
+            done or nothing,
         )
     elif done:
         logger.info("%s: %s", directory, done)

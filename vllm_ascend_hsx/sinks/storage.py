@@ -274,7 +274,7 @@ def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) 
             if not block:
                 raise OSError(
                     errno.EUCLEAN,
-                    f"the file was changed: it ends at byte {begin + position}, before its rows do",
+                    f"the file was truncated: it ends at byte {begin + position}, before its last row",
                 )
             copied = len(block)
             write_at(target, memoryview(block), offset + position)

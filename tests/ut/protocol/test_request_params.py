@@ -138,7 +138,7 @@ def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(
     assert os.path.normpath(str(params.path)) == path
     with pytest.raises(
         ParamsError,
-        match="names its files itself.*kv_connector_extra_config.allow_custom_save_path=true",
+        match="chooses file names itself.*kv_connector_extra_config.allow_custom_save_path=true",
     ):
         read_params({"hidden_states_path": chosen}, ServerParams(directory))
 
@@ -155,10 +155,10 @@ def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(
         ("a//b.safetensors", "it is not a plain, printable name"),
         ("/data/x/../y.safetensors", "it is not a plain, printable name"),
         ("/data/x//y.safetensors", "it is not a plain, printable name"),
-        ("/data/xy.safetensors", "is not inside the storage directory"),
-        ("/data/x", "is not inside the storage directory"),
-        ("/etc/passwd.safetensors", "is not inside the storage directory"),
-        ("//data/x/a.safetensors", "is not inside the storage directory"),
+        ("/data/xy.safetensors", "is outside the storage directory"),
+        ("/data/x", "is outside the storage directory"),
+        ("/etc/passwd.safetensors", "is outside the storage directory"),
+        ("//data/x/a.safetensors", "is outside the storage directory"),
         ("", "it is not a plain, printable name"),
         ("a.safetensors/", "is reserved for files"),
         ("a/b/", "it is not a plain, printable name"),
@@ -236,7 +236,7 @@ def test_a_misspelt_key_is_refused_by_name(
 ) -> None:
     with pytest.raises(
         ParamsError,
-        match=re.escape(f"has the key {key!r}, which this server does not know; {words}"),
+        match=re.escape(f"has the unknown key {key!r}; {words}"),
     ):
         read_params(
             {key: value, "hidden_states": True}, ServerParams(Path("/data"), has_others=has_others)
@@ -271,7 +271,7 @@ def test_a_key_of_another_connector_is_taken_beside_it_and_refused_without_it(ke
     assert read_params({key: 1}, ServerParams(Path("/data"), has_others=True)).extract
     with pytest.raises(
         ParamsError,
-        match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, ",
+        match=f"has the unknown key '{key}'; the keys are: hidden_states, ",
     ):
         read_params({key: 1}, ServerParams(Path("/data")))
 
@@ -349,7 +349,7 @@ def test_a_key_has_no_effect_on_a_server_that_does_not_sample(extract_all: bool)
 def test_a_key_that_is_no_text_is_refused(server: ServerParams, key: object) -> None:
     with pytest.raises(
         ParamsError,
-        match=r"kv_transfer_params\.sample_key is .*; use a text, the same for all requests to keep together",
+        match=r"kv_transfer_params\.sample_key is .*; use a string, the same for all requests that belong together",
     ):
         read_params({"sample_key": key}, server, "r")
 

@@ -204,13 +204,13 @@ def _file(header: object, data: bytes = b"") -> bytes:
     ("content", "words"),
     [
         (b"", "too few"),
-        (b"\xff" * 100, "the header alone"),
-        ((200).to_bytes(8, "little") + b"{}", "the header alone"),
-        ((2).to_bytes(8, "little") + b"{x", "cannot be understood"),
-        (_file([1]), "cannot be understood"),
+        (b"\xff" * 100, "the first 8 state a header"),
+        ((200).to_bytes(8, "little") + b"{}", "the first 8 state a header"),
+        ((2).to_bytes(8, "little") + b"{x", "its header is invalid"),
+        (_file([1]), "its header is invalid"),
         (
             _file({"t": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}, b"x"),
@@ -218,11 +218,11 @@ def _file(header: object, data: bytes = b"") -> bytes:
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [-2, 0]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [-1], "data_offsets": [1, 0]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"),

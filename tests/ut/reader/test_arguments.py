@@ -234,7 +234,7 @@ def test_items_of_other_layers_or_dtypes_make_no_batch() -> None:
     ):
         with pytest.raises(
             ValueError,
-            match=rf"\[2, 8\] torch.bfloat16 \({FILE}\) and {other} .*Choose them by layer_ids and dtype",
+            match=rf"\[2, 8\] torch.bfloat16 \({FILE}\) and {other} .*Select them with layer_ids and dtype",
         ):
             collate([one, HiddenStatesDataset([FILE], **options)[0]])  # type: ignore[arg-type]
 

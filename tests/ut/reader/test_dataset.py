@@ -79,7 +79,7 @@ def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(
 
 
 def test_a_layer_that_a_file_lacks_is_named(directory: Path) -> None:
-    with pytest.raises(ValueError, match=r"a.safetensors has layers \[2, 4\] and not \[3\]"):
+    with pytest.raises(ValueError, match=r"a.safetensors has layers \[2, 4\], but not \[3\]"):
         HiddenStatesDataset(directory, layer_ids=[2, 3])[0]
 
 
@@ -94,7 +94,7 @@ def test_a_changed_file_is_found_if_that_is_wanted(directory: Path) -> None:
     path = directory / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     HiddenStatesDataset([path])[0]
-    with pytest.raises(HiddenStatesError, match="not as it was written"):
+    with pytest.raises(HiddenStatesError, match="changed since it was written"):
         HiddenStatesDataset([path], verify=True)[0]
 
 

@@ -62,7 +62,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
 
     monkeypatch.setattr(check, "_BLOCK", 1 << 20)
     monkeypatch.setattr(check, "_not_finite", cut_off)
-    assert "while it was read" in str(examine(path).problem)
+    assert "while it was being read" in str(examine(path).problem)
     assert seen == ["hidden_states"]
 
 
@@ -87,7 +87,7 @@ def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Pa
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
     path.write_bytes(data)
-    assert "it is not as it was written" in str(examine(path).problem)
+    assert "it has changed since it was written" in str(examine(path).problem)
     assert examine(path, checksum=False).problem is None
 
 
@@ -116,12 +116,12 @@ def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
             {"layer_ids": "[1]"},
-            "names 1 layer ids and has 2",
+            "names 1 layer ids, but has 2",
         ),
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
             {"num_prompt_tokens": "4"},
-            "says that 4 of its 3",
+            "has 3 tokens, but states 4 prompt tokens",
         ),
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3) - 1},
@@ -162,18 +162,18 @@ KNOWN = {
     "as expected": (Expected([0, 1, 2], [3]), None),
     "nothing known": (Expected(None, None), None),
     "a prompt alone": (Expected([0, 1, 2], None), None),
-    "another prompt": (Expected([0, 9, 2], [3]), "token 1 of the prompt is 1 in it, and was 9"),
+    "another prompt": (Expected([0, 9, 2], [3]), "prompt token 1 is 1, not 9"),
     "a longer prompt": (
         Expected([0, 1, 2, 3, 4], None),
-        "it has 4 rows for the prompt of 5 tokens",
+        "it has 4 rows for 5 prompt tokens",
     ),
     "rows of an output": (
         Expected([0, 1], ()),
-        "it has 2 rows for the generated tokens of 0 tokens",
+        "it has 2 rows for 0 generated tokens",
     ),
     "another output": (
         Expected([0, 1], [2, 9]),
-        "token 1 of the generated tokens is 3 in it, and was 9",
+        "generated token 1 is 3, not 9",
     ),
 }
 

@@ -68,7 +68,7 @@ def test_rows_of_another_request_are_never_returned(
     storage: Path, label: str, options: dict[str, bool]
 ) -> None:
     for number in exchanged(storage, *KEYS[label]):
-        with pytest.raises(HiddenStatesError, match="its index leads to another request"):
+        with pytest.raises(HiddenStatesError, match="its index describes another request"):
             load(storage / member_name(number), 0, **options)
         assert "another request" in str(examine(storage / member_name(number)).problem)
     for number in range(6):
@@ -152,7 +152,7 @@ def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: byt
         publish(sink, tmp_path, "a")
     next(tmp_path.glob("hsx-*.json")).write_bytes(text)
     ((_, problem),) = shard_problems(tmp_path)
-    assert "cannot be understood" in problem
+    assert "its manifest is invalid" in problem
     assert len(list(open_dir(tmp_path))) == 1
 
 
@@ -176,11 +176,11 @@ def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
     (storage / "hsx-deadbeef-000000.jsonl").symlink_to(target)
     shards = Shards(storage)
     assert len(shards.members()) == len(shards.members()) == 6
-    assert caplog.text.count("leads nowhere") == 1
+    assert caplog.text.count("broken symbolic link") == 1
     assert len(list(open_dir(storage))) == 6
     assert verify.main([str(storage), "--json", "--jobs", "1"]) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["good"] == 6 and "leads nowhere" in said["bad"][0]["problem"]
+    assert said["good"] == 6 and "broken symbolic link" in said["bad"][0]["problem"]
 
 
 def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
@@ -194,7 +194,7 @@ def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
     secret.write_text("the password\n")
     (links / "hsx-deadbeef-000000.jsonl").symlink_to(secret)
     assert len(list(open_dir(links))) == 6
-    assert "hsx-deadbeef-000000.jsonl: 1 lines from byte 0 on cannot be used" in caplog.text
+    assert "hsx-deadbeef-000000.jsonl: 1 lines from byte 0 on are invalid" in caplog.text
     assert "password" not in caplog.text
 
 

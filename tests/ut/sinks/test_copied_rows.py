@@ -203,7 +203,7 @@ def test_a_source_that_was_changed_in_place_fails_the_request(
         file = open_request(sink, tmp_path, "next", 300)
         with pytest.raises(
             SinkError,
-            match=r"could not be copied from the request that has them: the file was changed.*EUCLEAN",
+            match=r"could not be copied from the file of an earlier request: the file was (changed|truncated).*EUCLEAN",
         ) as failed:
             file.copy(source, 299)
         assert "rows [0, 299)" in failed.value.reason
@@ -257,7 +257,7 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
             break_it(source, patch)
             with pytest.raises(
                 SinkError,
-                match=r"rows \[0, 299\) could not be copied from the request that has them",
+                match=r"rows \[0, 299\) could not be copied from the file of an earlier request",
             ):
                 file.copy(source, 299)
         file.fail("as a test")

@@ -13,7 +13,7 @@ from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.mounts import LocalLocks, local_locks, mount_of, mounted_locks
 
 NFS = "vers=3,rsize=1048576,hard,proto=tcp,sec=sys,mountproto=udp"
-LOCAL = "locks hold on each machine alone"
+LOCAL = "locks do not reach other machines"
 TABLE = {
     "lustre flock": ("lustre 10.0.0.1@tcp:/fs rw,flock,lazystatfs", None),
     "lustre localflock": (
@@ -35,11 +35,11 @@ TABLE = {
         f"nfs is mounted with local_lock=all and nolock: {LOCAL}",
     ),
     "nfs4": ("nfs4 host:/ rw,vers=4.2,local_lock=none", None),
-    "gpfs": ("gpfs /dev/gpfs0 rw,relatime", "gpfs may keep locks on each machine alone"),
-    "fuse": ("fuse /dev/fuse rw,user_id=0", "fuse may keep locks on each machine alone"),
+    "gpfs": ("gpfs /dev/gpfs0 rw,relatime", "gpfs may not pass locks on to other machines"),
+    "fuse": ("fuse /dev/fuse rw,user_id=0", "fuse may not pass locks on to other machines"),
     "fuse.sshfs": (
         "fuse.sshfs host:/ rw,user_id=0",
-        "fuse.sshfs may keep locks on each machine alone",
+        "fuse.sshfs may not pass locks on to other machines",
     ),
     "a disk by FUSE": ("fuseblk /dev/sdb1 rw,user_id=0", None),
     "ext4": ("ext4 /dev/sda rw,errors=remount-ro", None),

@@ -265,7 +265,7 @@ VALUES = torch.zeros(4, *ROW_SHAPE).to(torch.float8_e4m3fn)
         (
             {"hidden_states_scales": torch.ones(4, 1, 1)},
             {"quantization": "int4"},
-            "quantised as 'int4', which is unknown",
+            "unknown quantization 'int4'",
         ),
         (
             {"hidden_states_scales": torch.ones(4, 1, 1)},

@@ -41,8 +41,8 @@ def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) 
     ("path", "problem"),
     [
         ("/proc/no/such", "cannot be created or opened"),
-        ("/dev/null", "cannot be a directory: /dev/null is not one"),
-        ("/dev/null/x", "cannot be a directory"),
+        ("/dev/null", "cannot be used: /dev/null is not a directory"),
+        ("/dev/null/x", "cannot be used: /dev/null/x is not a directory"),
         ("/proc/self", "cannot be written"),
         ("/tmp/a\0b", "is not a path"),
     ],
@@ -102,7 +102,7 @@ def test_a_full_filesystem_is_refused(
     before = open_fds()
     for module in (directory_module, workspace_module):
         monkeypatch.setattr(module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
-    with pytest.raises(UserError, match="cannot hold a file: Disk quota exceeded"):
+    with pytest.raises(UserError, match="cannot store a file: Disk quota exceeded"):
         check_directory(tmp_path, direct=direct)
     assert listing(tmp_path) == []
     assert open_fds() == before

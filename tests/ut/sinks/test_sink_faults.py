@@ -213,7 +213,7 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
             committed = how == "commit" and raised is None
             if raised is not None:
                 assert "EIO" in raised.reason
-                if file is not None or "a directory on the way" not in raised.reason:
+                if file is not None or "a folder in its path" not in raised.reason:
                     assert reason_of(case.path(name)) == raised.reason, (
                         "a response that has left already names the path"
                     )

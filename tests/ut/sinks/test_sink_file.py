@@ -133,10 +133,10 @@ def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_requ
         patch.setattr(request_file_module, "write_at", full)
         file.fail("no room for its rows")
     assert Path(f"{file.path}.error").stat().st_size == 0
-    assert f"{file.path}.error stays empty: No space left on device (ENOSPC)" in caplog.text
+    assert f"{file.path}.error has no reason: No space left on device (ENOSPC)" in caplog.text
     with pytest.raises(
         HiddenStatesError,
-        match="the request failed, and the storage had no room for the reason: see the server's log",
+        match="the request failed, and the storage had no space for the reason: see the server's log",
     ):
         load(file.path, 1)
     assert verify.main([str(tmp_path)]) == 1

@@ -185,7 +185,7 @@ def test_a_filesystem_that_takes_no_direct_write_is_refused(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(UserError, match="takes no direct writes"):
+    with pytest.raises(UserError, match="does not accept direct writes"):
         check_directory(tmp_path, direct=True)
     assert listing(tmp_path) == []
 
@@ -208,7 +208,7 @@ def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(
     monkeypatch.setattr(os, "pwrite", pwrite)
     FileSink(tmp_path, FORMAT, FileOptions(), memory).close()
     with pytest.raises(
-        UserError, match='takes no direct writes: Bad address. Set io to "buffered"'
+        UserError, match='does not accept direct writes: Bad address. Set io to "buffered"'
     ):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"), memory)
     assert listing(tmp_path) == []

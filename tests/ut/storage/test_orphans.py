@@ -103,7 +103,7 @@ def test_one_line_of_the_log_says_what_was_recovered(
     (line,) = [record for record in caplog.records if "sinks.orphans" in record.name]
     assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
     assert line.getMessage() == (
-        f"{tmp_path}: after a server that died or could not clean up: "
+        f"{tmp_path}: cleaned up after a server that died or could not clean up: "
         "sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
     )
 
@@ -274,10 +274,7 @@ def test_a_server_whose_workspace_was_removed_makes_another_one(
         under_way = open_file(sink, tmp_path)
         not_begun = open_file(sink, tmp_path, "folder/not-begun.safetensors", rows=0)
         shutil.rmtree(tmp_path / workspace_name(sink.token))
-        why = (
-            "could not be {}, because somebody has removed the hidden directory of this "
-            "server.*ENOENT"
-        )
+        why = "could not be {}, because the hidden directory of this server.*ENOENT"
         with pytest.raises(SinkError, match=why.format("published")) as raised:
             under_way.commit(token_ids(2), 2)
         with pytest.raises(HiddenStatesError) as told:
@@ -289,7 +286,7 @@ def test_a_server_whose_workspace_was_removed_makes_another_one(
         with pytest.raises(HiddenStatesError, match="no luck"):
             load(not_begun.path, 0)
         commit(sink, tmp_path, "next.safetensors")
-        assert "somebody has removed the hidden directory" in caplog.text
+        assert "the hidden directory of this server was removed" in caplog.text
     assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == [
         f"{DATA}.error",
         "folder",
@@ -329,7 +326,7 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
             commit(sink, tmp_path, paths[1].name)
         commit(sink, tmp_path, paths[2].name)
         what = "lock" if removed == "its lock" else "hidden directory"
-        assert f"somebody has removed the {what} of this server; it makes another" in caplog.text
+        assert f"the {what} of this server was removed; creating a new" in caplog.text
         assert is_held(tmp_path / workspace_name(sink.token) / LOCK)
         assert not workspace.exists(), "the former one is removed with its last request"
         for path in paths:
@@ -433,8 +430,6 @@ def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr(HeldLock, "create", classmethod(lambda cls, *args: None))
-        with pytest.raises(
-            UserError, match="cannot be written: every hidden directory was locked or removed"
-        ):
+        with pytest.raises(UserError, match="cannot be written: other processes locked or removed"):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before

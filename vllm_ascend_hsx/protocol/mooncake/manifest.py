@@ -139,15 +139,15 @@ def read_manifest(text: bytes) -> Header:
             text,
         )
     except ValueError as error:
-        raise FormatError(f"its manifest cannot be understood: {error}") from error
+        raise FormatError(f"its manifest is invalid: {error}") from error
 
 
 def _tensor_info(said: object) -> TensorInfo:
     if not isinstance(said, dict):
-        raise ValueError("a tensor is no object")
+        raise ValueError("a tensor is not an object")
     begin, size, dtype = said.get("offset"), said.get("nbytes"), said.get("dtype")
     if not is_count(begin) or not is_count(size):
-        raise ValueError("a tensor is nowhere")
+        raise ValueError("a tensor has no offset or size")
     return tensor_info(
         _DTYPES.get(dtype) if isinstance(dtype, str) else None,
         said.get("shape"),

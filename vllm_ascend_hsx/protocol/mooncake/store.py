@@ -33,16 +33,14 @@ _MASTER_UNREACHABLE = 2  # of health_check
 
 _HOLDER_GONE = (
     errno.EHOSTUNREACH,
-    "the process whose memory holds it, or was to, cannot be reached: it has ended, or is not at "
-    "the address that it gave "
-    "(mooncake.local_hostname)",
+    "the process that provides the memory cannot be reached: it has ended, or other machines "
+    "cannot reach its address (mooncake.local_hostname)",
 )
 _MEANINGS = {
     _NO_ROOM: (
         errno.ENOSPC,
-        "the store has no room for it: have consumers remove what they have read, or give the "
-        "store more memory "
-        "(mooncake.global_segment_size)",
+        "the store is full: let consumers remove requests after reading, or increase "
+        "mooncake.global_segment_size",
     ),
     _NOT_FOUND: _HOLDER_GONE,  # of a put: the memory was lost during the write
     _TRANSFER_FAILED: _HOLDER_GONE,
@@ -55,11 +53,11 @@ _MEANINGS = {
     ),
     _NO_ANSWER: (
         errno.ENOTCONN,
-        "mooncake_master does not answer: see that it runs and can be reached",
+        "mooncake_master does not answer: check that it is running and reachable",
     ),
     _ANSWER_TOO_LATE: (
         errno.ETIMEDOUT,
-        "mooncake_master did not answer in time: see that it runs and is not overloaded",
+        "mooncake_master did not answer in time: check that it is running and not overloaded",
     ),
 }
 
@@ -91,9 +89,10 @@ class MooncakeOptions(BaseModel):
     )
     protocol: Literal["tcp", "rdma", "ascend"] = Field(
         default="tcp",
-        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a "
-        "build of Mooncake for Ascend and, "
-        "also where rows are read, an NPU.",
+        description=(
+            "Mooncake's transport. 'ascend' is the transport of vllm-ascend's KV connectors. It "
+            "needs a build of Mooncake for Ascend, and an NPU in servers and readers."
+        ),
     )
     device_name: str = Field(
         default="",
@@ -113,7 +112,7 @@ class MooncakeOptions(BaseModel):
         ge=1 << 20,
         le=LARGEST,
         description=(
-            "Bytes of this worker's memory in which requests are put together before they are "
+            "Bytes of this worker's memory in which requests are assembled before they are "
             "sent; bytes, or a size."
         ),
     )
@@ -148,19 +147,18 @@ def load_package() -> ModuleType:
     try:
         import mooncake.store
     except ImportError as error:
-        problem = f"cannot be used: the package of Mooncake cannot be imported: {error}"
+        problem = f"cannot be used: Mooncake's package cannot be imported: {error}"
         remedy = (
-            "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
+            "Install the package that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
             "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 "
             "libnuma1 libcurl4)."
         )
         raise UserError("sink", "mooncake", problem, remedy) from None
     if not hasattr(mooncake.store.ReplicateConfig, "with_hard_pin"):  # there since 0.3.10.post2
         problem = (
-            "cannot be used: the package of Mooncake is too old: it cannot keep objects from "
-            "eviction"
+            "cannot be used: Mooncake's package is too old: it cannot protect objects from eviction"
         )
-        raise UserError("sink", "mooncake", problem, "Install 0.3.11 or a newer one.")
+        raise UserError("sink", "mooncake", problem, "Install version 0.3.11 or later.")
     package: ModuleType = mooncake.store
     return package
 
@@ -202,8 +200,8 @@ def bind_npu(npu: int | None = None) -> int:
     except (ImportError, RuntimeError) as error:
         problem = f"needs an NPU in every process that opens the store, also in a reader: {error}"
         remedy = (
-            "Read where vllm-ascend's torch_npu and an NPU are, or give server and readers "
-            "'rdma' or 'tcp'."
+            "Read on a machine with vllm-ascend's torch_npu and an NPU, or set 'rdma' or 'tcp' "
+            "for server and readers."
         )
         raise UserError(f"{OPTION}.protocol", "ascend", problem, remedy) from None
     return chosen
@@ -221,7 +219,7 @@ def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
     option, remedy = (
         f"{OPTION}.protocol",
         (
-            "Install the one in vllm-ascend's image, or `pip install "
+            "Install the package of vllm-ascend's image, or `pip install "
             "vllm-ascend-hsx[mooncake-ascend]`."
         ),
     )
@@ -258,7 +256,7 @@ def own_address(master: str) -> str:
         UserError: if the master cannot be reached.
     """
     host, _, port = master.rpartition(":")
-    remedy = "Start `mooncake_master`, and give its host:port as this machine sees it."
+    remedy = "Start `mooncake_master`, and set the host:port at which this machine reaches it."
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise UserError(f"{OPTION}.master_server_address", master, "is not host:port", remedy)
     try:
@@ -317,11 +315,11 @@ class MooncakeClient:
         )
         if status != 0:
             problem = (
-                f"takes connections, but Mooncake's set-up failed with status {status}; its log, "
+                f"accepts connections, but Mooncake's set-up failed with status {status}; its log, "
                 "on stderr, says more"
             )
             remedy = (
-                "See that it is a mooncake_master of this version, and that protocol, "
+                "Check that it is a mooncake_master of this version, and that protocol, "
                 "device_name and metadata_server fit."
             )
             raise UserError(

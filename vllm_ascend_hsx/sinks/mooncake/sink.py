@@ -86,7 +86,7 @@ class MooncakeFile(SinkFile):
                 self._sink.client.remove(rows)
                 self._reserve(packed_layout(self._format, expected_tokens).size)
         except MooncakeError as error:
-            reason = f"what an earlier request left under its handle could not be removed: {error}"
+            reason = f"leftovers of an earlier request could not be removed from the store: {error}"
             self._fail_to_begin(reason)
             raise self._error(reason) from error
         except SinkError as error:
@@ -142,9 +142,8 @@ class MooncakeFile(SinkFile):
             self._buffer.reserve(size)
         except BufferPoolFullError as error:
             reason = (
-                f"{error.wanted} bytes more are wanted to put its rows together, and of "
-                f"mooncake.local_buffer_size={error.size} {error.free} are free; give more, or "
-                "send fewer requests at a time"
+                f"it needs {error.wanted} more bytes, but of mooncake.local_buffer_size={error.size} "
+                f"only {error.free} are free; increase it, or send fewer requests at a time"
             )
             raise SinkError(self.request_id, self.path, reason, NO_ROOM) from error
 
@@ -155,7 +154,7 @@ class MooncakeFile(SinkFile):
         """
         tokens = len(token_ids)
         if not tokens:
-            raise self._error("there are no tokens, and Mooncake stores no object without bytes")
+            raise self._error("there are no tokens, and Mooncake cannot store an empty object")
         layout = packed_layout(self._format, tokens)
         self._complete(layout, token_ids, self._encoder.scales(tokens) if self._encoder else None)
         has_checksum = self._sink.checksum != "none"
@@ -180,9 +179,11 @@ class MooncakeFile(SinkFile):
         try:
             retries.run(partial(client.put, self.handle + MANIFEST_KEY_SUFFIX, content))
         except MooncakeError:
-            self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
+            self._attempt("remove data without a manifest", lambda: client.remove([self.handle]))
             raise
-        self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
+        self._attempt(
+            "remove manifests of removed data", lambda: self._sink.published.tidy(self.handle)
+        )
 
     def _complete(self, layout: PackedLayout, token_ids: TokenIds, scales: Scales | None) -> None:
         """Write the tail. It overwrites rows at positions after the last token."""
@@ -232,7 +233,7 @@ class MooncakeSink(Sink):
         except MooncakeError as error:
             self.client.close()
             option, problem = f"{OPTION}.local_buffer_size", f"cannot be registered: {error}"
-            remedy = "Give less, or let the server lock more memory (ulimit -l)."
+            remedy = "Reduce it, or let the server lock more memory (ulimit -l)."
             raise UserError(option, self.buffer_pool.size, problem, remedy) from error
         self.retries = Retries()
         self.published = Published(self.client)

@@ -163,7 +163,7 @@ def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_unt
     flaky.statuses = [-800] * 10_000
     with pytest.raises(
         SinkError,
-        match=r"the process whose memory holds it, or was to, cannot be reached: .*mooncake\.local_hostname",
+        match=r"the process that provides the memory cannot be reached: .*mooncake\.local_hostname",
     ):
         committed(sink)
     assert PATIENCE_S <= flaky.now < PATIENCE_S + 1

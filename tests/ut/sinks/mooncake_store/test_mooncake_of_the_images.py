@@ -70,7 +70,7 @@ def test_only_a_package_that_cannot_keep_objects_is_too_old(
         return
     with pytest.raises(
         UserError,
-        match=r"too old: it cannot keep objects from eviction.*Install 0\.3\.11 or a newer one",
+        match=r"too old: it cannot protect objects from eviction.*Install version 0\.3\.11 or later",
     ):
         load_package()
 

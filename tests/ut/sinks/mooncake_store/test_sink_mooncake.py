@@ -100,7 +100,7 @@ def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_
     half = sink.buffer_pool.size // 2 // ROW
     first, second = open_file(sink, tokens=half), open_file(sink)
     with pytest.raises(
-        SinkError, match=r"bytes more are wanted .* mooncake\.local_buffer_size=4194304 .* are free"
+        SinkError, match=r"needs \d+ more bytes, .* mooncake\.local_buffer_size=4194304 .* are free"
     ) as failure:
         open_file(sink, "too large", tokens=half + CHUNK // ROW)
     assert failure_kind(failure.value) == "ENOSPC"
@@ -156,7 +156,7 @@ def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicte
         kept: list[str] = []
         with pytest.raises(
             SinkError,
-            match="the store has no room for it: have consumers remove what they have read",
+            match="the store is full: let consumers remove requests after reading",
         ) as failure:
             for _ in range(20):
                 kept.append(committed(sink, tokens).handle)
@@ -196,7 +196,7 @@ def test_a_master_that_dies_fails_requests_one_by_one_and_the_sink_survives(tmp_
             under_way.commit(token_ids(5), 5)
         assert failure_kind(failure.value) == "ENOTCONN"
         with pytest.raises(
-            SinkError, match="could not be removed: mooncake_master does not answer"
+            SinkError, match="could not be removed from the store: mooncake_master does not answer"
         ):
             open_file(sink)
         assert is_free(sink)
