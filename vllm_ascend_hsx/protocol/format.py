@@ -212,7 +212,7 @@ def metadata_of(
     placeholders: Sequence[Placeholder] = (),
     origin: Origin = UNKNOWN,
 ) -> dict[str, str]:
-    """Return the metadata of a request's rows, wherever they are stored.
+    """Return the metadata of a request's rows, for a file or a store.
 
     Args:
         row_format: format of the rows.
@@ -221,7 +221,7 @@ def metadata_of(
         num_prompt_tokens: number of rows of the prompt.
         checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
         arrived_ns: arrival time in nanoseconds since the epoch; None if unknown.
-        placeholders: rows of the images in the prompt. Those after the last row are left out.
+        placeholders: rows of the images in the prompt. Images after the last row are left out.
         origin: the weights that computed the rows, and whether the request was aborted.
     """
     return {
@@ -275,10 +275,10 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
             states, or has invalid metadata.
         OSError: if the file cannot be read.
     """
-    there = max(0, os.fstat(fd).st_size - offset)
-    size = there if size is None else size
-    if size > there:
-        raise FormatError(f"it has {there} of {size} bytes")
+    available = max(0, os.fstat(fd).st_size - offset)
+    size = available if size is None else size
+    if size > available:
+        raise FormatError(f"it has {available} of {size} bytes")
     prefix = read_bytes(fd, _LENGTH.size, offset)
     if size < _LENGTH.size or len(prefix) < _LENGTH.size:
         raise FormatError(f"it has {size} bytes, too few for a safetensors file")

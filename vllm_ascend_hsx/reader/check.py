@@ -220,7 +220,7 @@ def check(
         expected: tokens to compare with; if they differ, the rows are not read.
         data: read the rows: compare the checksum, and find numbers that are not finite.
         checksum: False to leave out the checksum.
-        norms: compute `token_norms`, which needs torch.
+        norms: compute `token_norms`. This needs torch.
         timeout: seconds to wait for a server that is still writing the file.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A torch Dataset of files of hidden states, and its collate function."""
+"""A torch Dataset of files of hidden states, and a collate function."""
 
 from __future__ import annotations
 

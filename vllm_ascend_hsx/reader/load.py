@@ -79,14 +79,14 @@ _DIED = (
 )
 _OUT_OF_REACH = (
     "there is no file yet, its lock is free here, and so is the lock of a server on {}: locks do "
-    "not reach the server's machine, or the server has just died. Mount the directory on both with flock and "
-    "without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx doctor "
-    "--out` names the mount option"
+    "not reach the server's machine, or the server has just died. Mount the directory on both with "
+    "flock and without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx "
+    "doctor --out` names the mount option"
 )
 
 
 class HiddenStatesError(Exception):
-    """There are no hidden states at `path`, and there will be none.
+    """There are no hidden states at `path`, and no server will write them.
 
     Attributes:
         path: the requested file.
@@ -145,8 +145,8 @@ class HiddenStates(_Stored):
         """Return rows and token ids as numpy arrays. Quantised rows are dequantised, as by `load`.
 
         numpy has no bfloat16. By default bfloat16 becomes float32, which has the same values, and
-        other dtypes stay. So the dtype follows from the file, and not from the packages that are
-        installed. The package ml_dtypes has a bfloat16 for numpy, which `dtype="bfloat16"` returns.
+        other dtypes stay. The default depends on the file, not on installed packages.
+        `dtype="bfloat16"` returns the bfloat16 of ml_dtypes.
 
         Args:
             dtype: "float16", "bfloat16", "float32" or "float64", as a name or as a type of numpy,
@@ -466,8 +466,8 @@ def failure_reason(path: Path) -> str:
 def reason_in(content: bytes, key: str) -> str:
     """Return the reason of a failure, the text of `key` in a JSON object."""
     with suppress(ValueError):
-        if isinstance(said := parse(content), dict) and isinstance(said.get(key), str):
-            return str(said[key])
+        if isinstance(value := parse(content), dict) and isinstance(value.get(key), str):
+            return str(value[key])
     return f"the server's report of the failure is invalid: {content[:200]!r}"
 
 

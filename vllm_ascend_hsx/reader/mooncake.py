@@ -45,7 +45,7 @@ Handle = Mapping[str, Any] | str
 
 
 class MooncakeReader:
-    """A client of one store. Its methods are thread-safe.
+    """A client of one store. Thread-safe.
 
     Args:
         master_server_address: host:port of `mooncake_master`.

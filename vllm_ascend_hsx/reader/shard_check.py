@@ -120,12 +120,12 @@ def _problem(path: Path, sealed: bool) -> str | None:
     except ValueError as error:
         return str(error)
     try:
-        said = parse(read_regular(path.with_suffix(MANIFEST)))
-        wrong = [key for key in _COUNTED if said[key] != expected[key]]
+        stated = parse(read_regular(path.with_suffix(MANIFEST)))
+        wrong = [key for key in _COUNTED if stated[key] != expected[key]]
     except (ValueError, TypeError, KeyError) as error:
         return f"its manifest is invalid: {error!r}"
     return (
-        f"its manifest states {wrong[0]}={said[wrong[0]]!r}, but it has {expected[wrong[0]]!r}"
+        f"its manifest states {wrong[0]}={stated[wrong[0]]!r}, but it has {expected[wrong[0]]!r}"
         if wrong
         else None
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ROW_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, those that numpy has
+_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, if numpy has the dtype
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
 _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
 # The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
@@ -86,11 +86,11 @@ def check_tensors(header: Header) -> None:
 def _check_quantization(
     metadata: dict[str, str], states: TensorInfo, scales: TensorInfo | None
 ) -> None:
-    said, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
-    if said not in (None, *QUANTIZATIONS.values()):
-        raise FormatError(f"its rows have the unknown quantization {said!r}")
-    if scales is None and said is not None:
-        raise FormatError(f"its rows are {said}, but it has no {SCALES}")
+    method, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
+    if method not in (None, *QUANTIZATIONS.values()):
+        raise FormatError(f"its rows have the unknown quantization {method!r}")
+    if scales is None and method is not None:
+        raise FormatError(f"its rows are {method}, but it has no {SCALES}")
     if scales is None:
         return
     if (states.dtype, scales.dtype, scales.shape) != (FP8_DTYPE, "F32", (states.shape[0], 1, 1)):

@@ -37,11 +37,11 @@ class _File(NamedTuple):
 
 
 class Acknowledged:
-    """The acknowledged files of a directory, to be removed oldest acknowledgement first.
+    """Remove the acknowledged files of a directory, oldest acknowledgement first.
 
     Args:
         dir_fd: the directory.
-        cleaning: counts and reports what is removed.
+        cleaning: counts and reports the removed files.
         dry_run: remove nothing.
 
     Attributes:
@@ -148,7 +148,7 @@ class Acknowledged:
         if parts is None or not os.access(
             parts[0] + MANIFEST, os.F_OK, dir_fd=dir_fd, follow_symlinks=False
         ):
-            return False  # a server may be writing it, or it is no shard of ours
+            return False  # a server may be writing it, or this package did not write it
         if _acknowledged_at(dir_fd, name) is None:
             return False
         if not self._dry_run:

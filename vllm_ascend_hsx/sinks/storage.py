@@ -53,8 +53,8 @@ class Storage:
 
         Args:
             names: path components.
-            durable: sync the folders. Then the names survive a power failure, even those of folders
-                that another process created.
+            durable: sync the folders. Then all names in the path survive a power failure, even if
+                another process created the folders.
 
         Returns:
             This object if `names` is empty, otherwise a new object that the caller closes.

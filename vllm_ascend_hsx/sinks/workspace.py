@@ -24,9 +24,9 @@ class Workspace:
     """A hidden directory for files that are renamed when they are complete.
 
     The kernel releases the lock when the server dies: a directory with a free lock is an orphan.
-    Locks may not reach a server on another machine, so that server must also have had no heartbeat
-    for some minutes. The lock file names the machine, and then the folders in which the server has
-    created locks of requests, one per line.
+    Locks may not reach a server on another machine: for this server, the last heartbeat must also
+    be some minutes old. The lock file names the machine, and then the folders in which the server
+    has created locks of requests, one per line.
 
     Attributes:
         token: part of the directory's name.

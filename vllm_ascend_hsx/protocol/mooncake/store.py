@@ -1,4 +1,4 @@
-"""A client of a Mooncake store, with options and errors. It knows nothing of hidden states."""
+"""A client of a Mooncake store, with options and errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _FABRIC_MEMORY = "ASCEND_ENABLE_USE_FABRIC_MEM"
 class MooncakeOptions(BaseModel):
     """The options of `kv_connector_extra_config.mooncake`.
 
-    The keys are those of hs_connectors' MooncakeStoreConfig (0.9.0).
+    The keys are the same as in hs_connectors' MooncakeStoreConfig (0.9.0).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -130,8 +130,8 @@ class MooncakeError(OSError):
         self.meaning = meaning
 
     @property
-    def is_of_its_place(self) -> bool:
-        """True if a put failed because of the place that the master chose, and left nothing."""
+    def is_retryable(self) -> bool:
+        """True if a put failed because of the memory that the master chose, and left no object."""
         return self.status in (_NOT_FOUND, _TRANSFER_FAILED)
 
     def __str__(self) -> str:
@@ -294,7 +294,7 @@ class MooncakeClient:
         address = own_address(options.master_server_address)
         self._pinned = package.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._may_go = soft_pinned(package)
+        self._evictable = soft_pinned(package)
         self._store: Any = package.MooncakeDistributedStore()
         hostname = options.local_hostname or address
         self._npu = bind_npu() if options.protocol == "ascend" else None
@@ -327,7 +327,9 @@ class MooncakeClient:
             )
         # While this process's segment has room, objects are lost with this process alone. Without a
         # segment, this name has no effect.
-        self._pinned.preferred_segment = self._may_go.preferred_segment = self._store.get_hostname()
+        self._pinned.preferred_segment = self._evictable.preferred_segment = (
+            self._store.get_hostname()
+        )
 
     def register(self, address: int, size: int) -> None:
         """Register memory, to move data to and from it without another copy."""
@@ -359,10 +361,10 @@ class MooncakeClient:
         )
         _check(status)
 
-    def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:
-        """Store a small object, like `put_parts`. With `may_go`, a full store may evict it."""
+    def put(self, key: str, value: bytes, *, evictable: bool = False) -> None:
+        """Store a small object, like `put_parts`. With `evictable`, a full store may evict it."""
         self._require_master()
-        _check(self._store.put(key, value, self._may_go if may_go else self._pinned))
+        _check(self._store.put(key, value, self._evictable if evictable else self._pinned))
 
     def remove(self, keys: list[str]) -> None:
         """Remove objects, even while they are read. Missing objects are no error."""

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _TIDIED = 16  # earlier handles to check after each put
 # Seconds for which puts are repeated. mooncake_master takes 10 seconds to notice that a process has
 # ended (-client_ttl). Until then it places objects in the memory of that process.
-PATIENCE_S = 12.0
+RETRY_S = 12.0
 _LONGEST_PAUSE = 0.5  # seconds between two tries
 NO_ROOM = "ENOSPC"  # kind of failures for lack of memory, the same as for a full disk
 
@@ -73,8 +73,8 @@ class MooncakeFile(SinkFile):
     def begin(self, expected_tokens: int) -> None:
         """Remove leftovers of a failed request, and reserve memory.
 
-        Data without a manifest, or the reverse, are leftovers: a process or the consumer has ended
-        in between. Raises SinkError; the file has then ended.
+        Data without a manifest, and a manifest without data, are leftovers of a process that has
+        ended. Raises SinkError; the file has then ended.
         """
         failure, rows = (
             self.handle + ERROR_KEY_SUFFIX,
@@ -135,7 +135,7 @@ class MooncakeFile(SinkFile):
         self.discard()
 
     def _put_reason(self, reason: str) -> None:
-        self._sink.client.put(self.handle + ERROR_KEY_SUFFIX, error_marker(reason), may_go=True)
+        self._sink.client.put(self.handle + ERROR_KEY_SUFFIX, error_marker(reason), evictable=True)
 
     def _reserve(self, size: int) -> None:
         try:
@@ -288,7 +288,7 @@ class MooncakeSink(Sink):
 class Retries:
     """Repeats puts that fail because a process with memory of the store has ended. Thread-safe.
 
-    The master usually chooses another process for the next attempt. After PATIENCE_S without a
+    The master usually chooses another process for the next attempt. After RETRY_S without a
     successful put, puts are not repeated until one succeeds. This bounds the delay of a thread.
     """
 
@@ -303,11 +303,11 @@ class Retries:
             try:
                 put()
             except MooncakeError as error:
-                if not error.is_of_its_place:
+                if not error.is_retryable:
                     self._failing_since = None
                     raise
                 since = self._note_failure() if since is None else since
-                if monotonic() - since >= PATIENCE_S:
+                if monotonic() - since >= RETRY_S:
                     raise
             else:
                 self._failing_since = None
@@ -325,7 +325,7 @@ class Retries:
 class Published:
     """Handles of published data, kept to remove their manifests.
 
-    Consumers that do not know of manifests leave them in the store, and nothing else removes them.
+    Consumers that do not know manifests leave them in the store.
     """
 
     def __init__(self, client: MooncakeClient) -> None:

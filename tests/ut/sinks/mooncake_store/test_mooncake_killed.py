@@ -20,7 +20,7 @@ from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeErro
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.mooncake.sink import PATIENCE_S, MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake.sink import RETRY_S, MooncakeSink
 
 ROW = FORMAT.row_bytes
 
@@ -166,7 +166,7 @@ def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_unt
         match=r"the process that provides the memory cannot be reached: .*mooncake\.local_hostname",
     ):
         committed(sink)
-    assert PATIENCE_S <= flaky.now < PATIENCE_S + 1
+    assert RETRY_S <= flaky.now < RETRY_S + 1
     before = flaky.now, len(flaky.statuses)
     with pytest.raises(SinkError):
         committed(sink)

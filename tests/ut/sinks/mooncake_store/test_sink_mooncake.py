@@ -152,7 +152,7 @@ def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicte
         MooncakeReader(own.address) as reader,
         MooncakeSink(options(own.address, global_segment_size=16 << 20), FORMAT) as sink,
     ):
-        sink.client.put("somebody else's", bytes(1000), may_go=True)
+        sink.client.put("somebody else's", bytes(1000), evictable=True)
         kept: list[str] = []
         with pytest.raises(
             SinkError,
