@@ -48,7 +48,7 @@ def a_file(where: Path, quantization: str | None = None, request_id: str = "x") 
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(
+def test_flipped_bit_is_found_anywhere_in_the_file(
     tmp_path: Path, quantization: str | None
 ) -> None:
     path = a_file(tmp_path, quantization)
@@ -68,16 +68,14 @@ def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(
 @pytest.mark.parametrize(
     "request_id", ['"checksum":"00000000"', '","checksum":"', "\\", "雪\0\ud800"], ids=ascii
 )
-def test_what_a_request_is_called_does_not_disturb_its_checksum(
-    tmp_path: Path, request_id: str
-) -> None:
+def test_checksum_is_right_for_any_request_id(tmp_path: Path, request_id: str) -> None:
     path = a_file(tmp_path, request_id=request_id)
     metadata = load(path, 0, verify=True).metadata
     assert metadata["checksum"] == checksum_of(path.read_bytes())
     assert metadata["format_version"] == "2"
 
 
-def test_a_file_of_version_1_is_verified_by_its_data_as_before(tmp_path: Path) -> None:
+def test_file_of_version_1_is_verified_by_its_data(tmp_path: Path) -> None:
     path = a_file(tmp_path)
     old = as_version_1(path.read_bytes())
     path.write_bytes(old)
@@ -90,7 +88,7 @@ def test_a_file_of_version_1_is_verified_by_its_data_as_before(tmp_path: Path) -
         assert examine(path).problem is not None
 
 
-def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_path: Path) -> None:
+def test_member_has_the_checksum_of_its_file_in_the_index(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         publish(sink, tmp_path, "before")
         file = sink.open("x", tmp_path / "x.safetensors", 3)
@@ -114,7 +112,7 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
     luck=st.randoms(use_true_random=False),
     extra=st.integers(0, 2),
 )
-def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
+def test_checksum_does_not_depend_on_the_order_of_writes(
     tmp_path_factory: pytest.TempPathFactory,
     spans: list[tuple[int, int]],
     luck: random.Random,
@@ -170,7 +168,7 @@ def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
         "a row too many in the last piece",
     ],
 )
-def test_only_what_is_left_of_a_piece_is_read_again(
+def test_only_remnants_of_overwritten_parts_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
 ) -> None:
     calls = Calls()
@@ -183,7 +181,7 @@ def test_only_what_is_left_of_a_piece_is_read_again(
     assert ("pread" in calls.made) == reads
 
 
-def test_a_write_that_failed_half_way_does_not_count(
+def test_failed_write_is_not_in_the_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FileSink(tmp_path, SMALL) as sink:
@@ -202,7 +200,7 @@ def test_a_write_that_failed_half_way_does_not_count(
     assert metadata(file.path)["checksum"] == checksum_of(file.path.read_bytes())
 
 
-def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
+def test_file_without_a_checksum_names_none(tmp_path: Path) -> None:
     with FileSink(tmp_path, SMALL, FileOptions(checksum="none")) as sink:
         assert not sink.writes_side_by_side
         file = sink.open("a", tmp_path / "a.safetensors")
@@ -210,7 +208,7 @@ def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
     assert not [key for key in metadata(file.path) if key.startswith("checksum")]
 
 
-def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
+def test_truncated_file_gets_no_checksum(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(10))
     checksum = Checksums(0)
     with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):

@@ -80,7 +80,7 @@ def test_an_error_of_storage_names_the_file(
     raise AssertionError("more calls than expected")
 
 
-def test_verify_names_what_it_could_not_read(
+def test_verify_names_unreadable_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_member(tmp_path / "shards")
@@ -94,7 +94,7 @@ def test_verify_names_what_it_could_not_read(
 
 
 @pytest.mark.parametrize("make", [a_file, write_member], ids=lambda make: make.__name__)
-def test_what_is_read_and_written_in_pieces_is_whole(
+def test_short_reads_and_writes_are_completed(
     make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pread, preadv, pwrite = os.pread, os.preadv, os.pwrite

@@ -107,7 +107,7 @@ def test_two_ids_never_share_a_file(request_ids: list[str]) -> None:
 
 
 @given(HOSTILE)
-def test_no_id_can_be_chosen_to_meet_a_changed_one(request_id: str) -> None:
+def test_no_id_collides_with_a_sanitised_id(request_id: str) -> None:
     name = file_name(request_id)
     chosen = name.removesuffix(DATA_SUFFIX)
     assert chosen == request_id or file_name(chosen) != name
@@ -139,7 +139,7 @@ def test_no_data_file_has_the_name_of_a_companion(request_id: str, other: str) -
     ],
     ids=ascii,
 )
-def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str) -> None:
+def test_invalid_client_name_is_refused_with_the_reason(name: str, words: str) -> None:
     assert words in str(refusal(name))
 
 
@@ -155,10 +155,10 @@ def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str)
     ],
 )
 @pytest.mark.parametrize("path", ["{}/x.safetensors", "a/{}/x.safetensors", "{}/b/x.safetensors"])
-def test_no_directory_takes_the_name_of_a_file_of_ours(ours: str, path: str) -> None:
+def test_folder_with_a_reserved_name_is_refused(ours: str, path: str) -> None:
     assert "is reserved for files" in str(path_refusal(path.format(ours)))
 
 
 @pytest.mark.parametrize("folder", ["hsx-run1", "shards", "a.tar.d", "json", "v1.2"])
-def test_a_directory_may_be_called_almost_like_one(folder: str) -> None:
+def test_folder_with_an_almost_reserved_name_is_accepted(folder: str) -> None:
     assert path_refusal(f"{folder}/x.safetensors") is None

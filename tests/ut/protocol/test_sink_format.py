@@ -43,7 +43,7 @@ A, B = "0a" * 16, "0b" * 16  # fingerprints
 )
 @example("", [0], "", 2**42, [])
 @example("", [0], "", 2**42, [Placeholder("image", 2**40, 2**40)] * 300)
-def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
+def test_header_always_fits_in_the_reserved_space(
     request_id: str, layer_ids: list[int], model: str, tokens: int, placeholders: list[Placeholder]
 ) -> None:
     layout = FileLayout(
@@ -86,7 +86,7 @@ def test_an_ordinary_header_takes_one_page() -> None:
     ],
     ids=["unknown", "no checkpoint", "one", "loaded again", "two", "of a trainer"],
 )
-def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
+def test_fingerprint_is_stated_only_if_all_rows_share_it(
     tmp_path: Path, versions: list[WeightVersion], fingerprint: str | None
 ) -> None:
     layout, path = FileLayout(FORMAT, "a"), tmp_path / "f"
@@ -101,13 +101,13 @@ def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
     "text",
     ["", "[]", "3", "[3]", "[[3]]", '[["3",""]]', '[[-1,""]]', "[[1,2]]", '[[1,""],[2,""],[3,""]]'],
 )
-def test_versions_that_cannot_be_understood_are_refused(text: str) -> None:
+def test_invalid_weight_versions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="are not versions of weights"):
         weight_versions_of({"weight_versions": text})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, 'a"b', "a\\b", "\n", "雪", 3, None], ids=ascii)
-def test_a_name_that_a_header_may_have_no_room_for_is_refused(name: object) -> None:
+def test_too_long_weight_version_name_is_refused(name: object) -> None:
     with pytest.raises(
         ValueError, match="cannot be named .* use 1 to 128 printable ASCII characters"
     ):
@@ -171,7 +171,7 @@ def test_a_row_format_that_cannot_be_stored_is_refused(
         RowFormat(*arguments)
 
 
-def test_our_reading_of_a_header_agrees_with_safetensors_own_writer(tmp_path: Path) -> None:
+def test_header_reader_agrees_with_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tensors = {
         "hidden_states": torch.ones(5, 2, 3, dtype=torch.bfloat16),
@@ -230,7 +230,7 @@ def _file(header: object, data: bytes = b"") -> bytes:
         ),
     ],
 )
-def test_what_is_not_a_complete_safetensors_file_is_named(
+def test_incomplete_safetensors_file_is_refused_with_the_reason(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     path = tmp_path / "f"

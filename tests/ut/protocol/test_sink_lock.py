@@ -72,7 +72,7 @@ def assert_complete(result: dict[str, torch.Tensor] | None) -> None:
 
 
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_stopped_between_any_two_of_its_steps_at_any_of_ours_gets_the_whole_file(
+def test_reader_paused_at_any_step_of_a_commit_gets_the_whole_file(
     tmp_path: Path, reader: str
 ) -> None:
     """At every call of our commit, with every number of steps; it makes the rest afterwards."""
@@ -131,7 +131,7 @@ def _remove_and_release(held: HeldLock) -> None:
 
 @pytest.mark.parametrize("end", ["fail", "discard"])
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_rows(
+def test_reader_of_a_failed_or_aborted_request_wakes_without_rows(
     tmp_path: Path, end: str, reader: str
 ) -> None:
     for before in range(4):
@@ -152,7 +152,7 @@ def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_
 
 
 @pytest.mark.parametrize("event", ["commit", "fail", "discard", "another consumer takes the file"])
-def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls(
+def test_reader_is_right_whatever_happens_between_its_system_calls(
     tmp_path: Path, event: str
 ) -> None:
     outcomes = set()
@@ -204,7 +204,7 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
     )
 
 
-def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_server_died(
+def test_reader_during_open_never_reports_a_dead_server(
     tmp_path: Path,
 ) -> None:
     """It may know the name before the response: by `find`, or as its client chose it."""

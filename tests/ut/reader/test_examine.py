@@ -39,9 +39,7 @@ def test_a_good_file_is_described(tmp_path: Path) -> None:
     assert np.allclose(found.token_norms, norms)
 
 
-def test_large_files_are_looked_at_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = examine(write(tmp_path, "a", rows_of(50)), norms=True)
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 1)
     in_blocks = examine(whole.path, norms=True)
@@ -49,7 +47,7 @@ def test_large_files_are_looked_at_in_blocks(
     assert in_blocks.norms == pytest.approx(whole.norms)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
+def test_file_truncated_while_being_read_is_reported_as_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To touch a page of a mapped file that has gone ends the process."""
@@ -67,7 +65,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_named(
+def test_non_finite_value_is_named(
     tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
@@ -82,7 +80,7 @@ def test_large_values_are_finite(tmp_path: Path) -> None:
     assert examine(write(tmp_path, "a", rows_of(5, scale=1e30))).problem is None
 
 
-def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Path) -> None:
+def test_changed_byte_is_found_unless_checksums_are_off(tmp_path: Path) -> None:
     path = write(tmp_path, "a", rows_of(5))
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
@@ -130,20 +128,20 @@ def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_problem(
+def test_contradictions_are_reported(
     tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], problem: str
 ) -> None:
     save_file(tensors, tmp_path / "x.safetensors", metadata or None)
     assert problem in str(examine(tmp_path / "x.safetensors").problem)
 
 
-def test_a_file_that_is_not_there_or_no_file_is_a_problem(tmp_path: Path) -> None:
+def test_missing_or_irregular_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no header")
     assert "this is not a file of hidden states" in str(examine(tmp_path / "x.safetensors").problem)
     assert "cannot be read" in str(examine(tmp_path / "y.safetensors").problem)
 
 
-def test_a_file_that_is_still_written_says_so(tmp_path: Path) -> None:
+def test_open_file_is_reported_as_still_written(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         file = sink.open("a", tmp_path / "a.safetensors")
         assert examine(file.path).problem == "a server is still writing it"
@@ -179,9 +177,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_tokens_are_compared_with_what_is_known_before_rows_are_read(
-    tmp_path: Path, name: str
-) -> None:
+def test_expected_tokens_are_compared_before_rows_are_read(tmp_path: Path, name: str) -> None:
     expected, problem = KNOWN[name]
     path = write(tmp_path, "a", rows_of(4))
     assert (
@@ -213,7 +209,7 @@ def test_each_byte_of_the_rows_is_read_once(
 
 
 @given(st.sampled_from(sorted(check._EXPONENTS)), st.binary(min_size=8, max_size=64))
-def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
+def test_finite_check_agrees_with_torch(dtype: str, data: bytes) -> None:
     data = data[: len(data) // 8 * 8]
     numbers = torch.frombuffer(bytearray(data), dtype=tensors.torch_dtype(dtype))
     bad = (~numbers.to(torch.float64).isfinite()).nonzero()
@@ -235,7 +231,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_file_larger_than_memory_costs_itself_alone(
+def test_file_larger_than_memory_fails_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = 50 * 10**9

@@ -88,7 +88,7 @@ def test_rows_of_another_request_are_never_returned(
         dict(size=0),
     ],
 )
-def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
+def test_line_without_a_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
     index = index_of(storage)
     lines = [json.loads(text) for text in index.read_bytes().splitlines()]
     index.write_bytes(
@@ -109,7 +109,7 @@ def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict
     ],
     ids=ascii,
 )
-def test_members_of_any_request_and_any_name_are_their_lines(
+def test_members_of_any_request_and_name_match_their_lines(
     tmp_path: Path, request_id: str, path: str
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -147,7 +147,7 @@ def test_members_of_version_1_are_read_and_verified(storage: Path) -> None:
     ],
     ids=range(5),
 )
-def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: bytes) -> None:
+def test_invalid_manifest_is_one_problem(tmp_path: Path, text: bytes) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a")
     next(tmp_path.glob("hsx-*.json")).write_bytes(text)
@@ -156,7 +156,7 @@ def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: byt
     assert len(list(open_dir(tmp_path))) == 1
 
 
-def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(
+def test_index_with_a_future_mtime_hides_no_later_members(
     tmp_path: Path,
 ) -> None:
     index = tmp_path / "hsx-deadbeef-000000.jsonl"
@@ -170,7 +170,7 @@ def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(
 @pytest.mark.parametrize(
     "target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256]
 )
-def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
+def test_broken_link_in_place_of_an_index_is_reported_and_skipped(
     storage: Path, target: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (storage / "hsx-deadbeef-000000.jsonl").symlink_to(target)
@@ -183,7 +183,7 @@ def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
     assert said["good"] == 6 and "broken symbolic link" in said["bad"][0]["problem"]
 
 
-def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
+def test_linked_shards_are_read_and_link_targets_are_not_quoted(
     storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A cache of downloads has links to files with other names."""
@@ -199,9 +199,7 @@ def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
 
 
 @pytest.mark.parametrize("mark", [None, "nowhere"])
-def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(
-    storage: Path, mark: str | None
-) -> None:
+def test_listed_members_are_found_without_the_mark(storage: Path, mark: str | None) -> None:
     (storage / "hsx-shards").unlink()
     if mark is not None:
         (storage / "hsx-shards").symlink_to(mark)
@@ -209,9 +207,7 @@ def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(
 
 
 @pytest.mark.parametrize("late", ["the rest of the index", "the target of a link"])
-def test_a_manifest_that_is_copied_before_its_index_hides_nothing(
-    tmp_path: Path, late: str
-) -> None:
+def test_manifest_copied_before_its_index_hides_no_members(tmp_path: Path, late: str) -> None:
     """In whatever order a directory is copied, beside a reader that looks meanwhile."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()

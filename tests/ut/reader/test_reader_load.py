@@ -31,7 +31,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [1, 700])
-def test_a_file_is_verified_and_a_byte_that_changed_is_found(
+def test_verify_finds_a_changed_byte(
     sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path, tokens=tokens)
@@ -111,7 +111,7 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
         ),
     ],
 )
-def test_ids_that_differ_by_a_number_are_told_apart(
+def test_ids_that_differ_by_a_number_are_distinguished(
     tmp_path: Path, response_id: str, its: list[str], others: list[str]
 ) -> None:
     path = tmp_path / "chosen.safetensors"
@@ -132,7 +132,7 @@ def test_ids_that_differ_by_a_number_are_told_apart(
 @pytest.mark.parametrize(
     "make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"]
 )
-def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_gets_its_name(
+def test_open_file_cannot_be_removed(
     tmp_path: Path, make_sink: Callable[..., DirectorySink]
 ) -> None:
     path = tmp_path / "chosen.safetensors"
@@ -152,7 +152,7 @@ def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_g
         load(path)
 
 
-def test_rows_of_a_producer_that_names_no_request_are_of_no_response(tmp_path: Path) -> None:
+def test_rows_without_a_request_id_belong_to_no_response(tmp_path: Path) -> None:
     save_file(
         {"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)},
         tmp_path / "a.safetensors",
@@ -184,7 +184,7 @@ def test_a_complete_file_is_loaded_at_once(
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_changing_what_was_loaded_changes_no_file(
+def test_changing_loaded_tensors_changes_no_file(
     sink: FileSink, tmp_path: Path, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path)
@@ -192,14 +192,14 @@ def test_changing_what_was_loaded_changes_no_file(
     assert_rows(load(path, 0), 5)
 
 
-def test_a_mapped_file_can_be_removed_while_it_is_used(sink: FileSink, tmp_path: Path) -> None:
+def test_mapped_file_can_be_removed_while_in_use(sink: FileSink, tmp_path: Path) -> None:
     states = load(committed(sink, tmp_path, tokens=3000), 0, mmap=True)
     remove(tmp_path / "cmpl-1.safetensors")
     assert_rows(states, 3000)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(
+def test_file_truncated_after_its_header_is_an_error_not_a_crash(
     sink: FileSink, tmp_path: Path, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path, tokens=3000)
@@ -302,7 +302,7 @@ signal.pause()
 """
 
 
-def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
+def test_reader_reports_a_killed_server(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", KILLED_SERVER, tmp_path],
         env={**os.environ, "PYTHONPATH": SOURCE},
@@ -321,7 +321,7 @@ def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
         load(path, 30)
 
 
-def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
+def test_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"no hidden states, lock or error.*cmpl-1\.safetensors"
     ):
@@ -329,15 +329,13 @@ def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reason":', '{"why": 1}'])
-def test_an_error_file_that_cannot_be_understood_is_still_an_error(
-    tmp_path: Path, text: str
-) -> None:
+def test_unreadable_error_file_is_still_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "f.safetensors.error").write_text(text)
     with pytest.raises(HiddenStatesError, match="report of the failure is invalid"):
         load(tmp_path / "f.safetensors", 0)
 
 
-def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
+def test_package_exports_the_reader_without_heavy_imports() -> None:
     code = (
         "import sys, vllm_ascend_hsx as hsx\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"

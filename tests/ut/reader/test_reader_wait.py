@@ -83,9 +83,7 @@ def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_reader_gives_up_when_its_time_is_over(
-    sink: FileSink, tmp_path: Path, timeout: float
-) -> None:
+def test_reader_times_out(sink: FileSink, tmp_path: Path, timeout: float) -> None:
     file = written(sink, tmp_path)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="still locked by its writer"):
@@ -93,7 +91,7 @@ def test_a_reader_gives_up_when_its_time_is_over(
     assert timeout <= time.monotonic() - started < timeout + 5
 
 
-def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends(
+def test_repeated_timeouts_use_one_thread_and_one_descriptor(
     sink: FileSink, tmp_path: Path
 ) -> None:
     file = written(sink, tmp_path)
@@ -109,9 +107,7 @@ def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends
     assert len(open_fds()) == len(fds) - 2, "the sleeper's, the lock's and the data's"
 
 
-def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(
-    sink: FileSink, tmp_path: Path
-) -> None:
+def test_timed_out_reader_does_not_block_the_next_request(sink: FileSink, tmp_path: Path) -> None:
     file = written(sink, tmp_path)
     with pytest.raises(TimeoutError):
         load(file.path, 0.001)
@@ -121,7 +117,7 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(
     assert_rows(load(path, 30), 2)
 
 
-def test_member_that_is_published_between_two_looks_is_found(
+def test_member_published_between_two_checks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request of a shard drops its lock with its publication."""
@@ -144,7 +140,7 @@ def test_member_that_is_published_between_two_looks_is_found(
         assert looks[0] is None and len(looks) == 2
 
 
-def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:
+def test_forked_process_waits_with_its_own_thread(sink: FileSink, tmp_path: Path) -> None:
     """As the workers of torch's DataLoader do, after the parent has begun to wait."""
     file = written(sink, tmp_path)
     while not lock_wait._sleepers:  # a millisecond may be over before anybody was asked to sleep

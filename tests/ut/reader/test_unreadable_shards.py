@@ -43,7 +43,7 @@ def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_index_of_another_user_hides_no_rows_but_its_own(
+def test_unreadable_index_hides_only_its_own_rows(
     tmp_path: Path, close_to_readers: Callable[[Path], None], sealed: bool
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as theirs:
@@ -101,7 +101,7 @@ def test_an_index_that_becomes_readable_is_read(
     assert len(load(path, 0).token_ids) == 3
 
 
-def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
+def test_unreadable_list_of_removals_is_an_error(
     tmp_path: Path, close_to_readers: Callable[[Path], None]
 ) -> None:
     """Else the rows in it would be there again."""
@@ -120,9 +120,7 @@ def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
 
 
 @pytest.mark.parametrize("order", ["top first", "top last"])
-def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(
-    tmp_path: Path, order: str
-) -> None:
+def test_newest_rows_of_nested_servers_are_read(tmp_path: Path, order: str) -> None:
     path = tmp_path / "sub" / "x.safetensors"
     with (
         ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top,
@@ -140,7 +138,7 @@ def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(
         load(path, 0)
 
 
-def test_shards_without_their_mark_are_an_error_that_names_it(tmp_path: Path) -> None:
+def test_missing_mark_is_an_error_that_names_it(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         path = publish(sink, tmp_path, "folder/a")
     (tmp_path / "hsx-shards").unlink()
@@ -155,7 +153,7 @@ def test_shards_without_their_mark_are_an_error_that_names_it(tmp_path: Path) ->
 # Any size
 
 
-def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
+def test_list_of_removals_is_read_up_to_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unsealed_shard(tmp_path)
@@ -175,7 +173,7 @@ def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
     ]
 
 
-def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(
+def test_removals_beyond_the_limit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsealed_shard(tmp_path)

@@ -77,9 +77,7 @@ def continue_from(
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_copied_rows_are_those_of_their_source_and_the_others_its_own(
-    kind: str, tmp_path: Path
-) -> None:
+def test_copied_rows_equal_the_source_and_later_rows_are_its_own(kind: str, tmp_path: Path) -> None:
     with SINKS[kind](tmp_path) as sink:
         put(
             open_request(sink, tmp_path, "before"), 4, version=2
@@ -111,7 +109,7 @@ def test_copied_rows_are_those_of_their_source_and_the_others_its_own(
         assert (bits(copied.hidden_states) == bits(computed.hidden_states)).all(), name
 
 
-def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(
+def test_wrong_byte_in_a_copy_is_found_by_the_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checksum is that of the rows that were computed, not of what the copy has."""
@@ -132,7 +130,7 @@ def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_digest_of_a_beginning_is_that_of_its_bytes_and_a_change_of_them_is_noticed(
+def test_digest_of_a_prefix_is_right_and_detects_changes(
     data: st.DataObject,
 ) -> None:
     content = data.draw(st.binary(min_size=1, max_size=300))
@@ -157,7 +155,7 @@ def _sum(content: bytes) -> int:
     return digest.value
 
 
-def test_the_sums_of_a_file_end_with_that_of_all_its_rows(tmp_path: Path) -> None:
+def test_last_sum_of_a_file_covers_all_rows(tmp_path: Path) -> None:
     part = bytes(range(256)) * 4096
     sums = Checksums(8)
     for index in (2, 0, 1):
@@ -211,7 +209,7 @@ def test_a_source_that_was_changed_in_place_fails_the_request(
     source.release()
 
 
-def test_nothing_is_appended_after_a_hole_of_a_shard_that_was_cut_off(tmp_path: Path) -> None:
+def test_truncated_shard_gets_no_further_members(tmp_path: Path) -> None:
     with shards(tmp_path) as sink:
         put(open_request(sink, tmp_path, "first"), 300)
         (cut,) = tmp_path.glob("*.tar")
@@ -221,7 +219,7 @@ def test_nothing_is_appended_after_a_hole_of_a_shard_that_was_cut_off(tmp_path: 
         assert len(list(tmp_path.glob("*.tar"))) == 2
 
 
-def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Path) -> None:
+def test_rows_are_copied_from_a_removed_or_sealed_source(tmp_path: Path) -> None:
     with shards(tmp_path) as sink:
         source = make_source(sink, tmp_path, 6)
     for path in tmp_path.iterdir():
@@ -266,9 +264,7 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
 
 
 @pytest.mark.parametrize("kind", ["files", "shards"])
-def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(
-    kind: str, tmp_path: Path
-) -> None:
+def test_unkept_and_failed_requests_leave_no_descriptor(kind: str, tmp_path: Path) -> None:
     with SINKS[kind](tmp_path) as sink:
         put(open_request(sink, tmp_path, "first"), 3)
         before = sorted(os.listdir("/proc/self/fd"))
@@ -285,7 +281,7 @@ def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(
         assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_rows_that_are_computed_again_replace_copied_ones(tmp_path: Path) -> None:
+def test_recomputed_rows_replace_copied_rows(tmp_path: Path) -> None:
     """As after a preemption, if the prefix cache has lost some of them."""
     with files(tmp_path) as sink:
         source = make_source(sink, tmp_path, 6)

@@ -74,7 +74,7 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
 
 @settings(max_examples=depth(400))
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
-def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(
+def test_values_and_scales_equal_those_of_hs_connectors_bit_for_bit(
     case: tuple[str, torch.Tensor], step: int
 ) -> None:
     dtype, rows = case
@@ -94,9 +94,7 @@ def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-10, 1e-3, 1.0, 3e4])
-def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(
-    dtype: str, size: float
-) -> None:
+def test_values_are_rounded_to_nearest_even(dtype: str, size: float) -> None:
     rows = (torch.linspace(-1, 1, 4 * 2 * 512, dtype=torch.float64).view(4, 2, 512) * size).to(
         DTYPES[dtype]
     )
@@ -126,7 +124,7 @@ def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows=hnp.arrays(np.float32, (3, 2, 16), elements=st.floats(-3e4, 3e4, width=32)),
     dtype=st.sampled_from(list(DTYPES)),
 )
-def test_no_element_loses_more_than_the_page_says(rows: np.ndarray, dtype: str) -> None:
+def test_quantisation_error_is_within_the_documented_bound(rows: np.ndarray, dtype: str) -> None:
     given = torch.from_numpy(rows).to(DTYPES[dtype])
     stored, scales = quantised(given, dtype)
     exact = stored.double() * scales.double().view(-1, 1, 1)
@@ -152,7 +150,7 @@ def test_rows_that_are_not_quantised_need_no_encoder() -> None:
     assert encoder_for(RowFormat(LAYER_IDS, HIDDEN, "BF16")) is None
 
 
-def test_a_thread_quantises_into_the_same_pages_again_and_again() -> None:
+def test_thread_reuses_its_quantisation_memory() -> None:
     made = Fp8PerToken(row_format(hidden=1024))
     rows = rows_of(8, shape=(3, 1024))
     addresses = set()
@@ -164,7 +162,7 @@ def test_a_thread_quantises_into_the_same_pages_again_and_again() -> None:
     assert address % 4096 == 0
 
 
-def test_a_writer_does_not_ask_for_more_cores_than_its_own() -> None:
+def test_quantising_uses_one_thread_per_writer() -> None:
     """The threads of others keep theirs."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -188,7 +186,7 @@ def test_a_writer_does_not_ask_for_more_cores_than_its_own() -> None:
         torch.set_num_threads(before)
 
 
-def test_rows_that_cannot_be_written_to_are_quantised_too() -> None:
+def test_read_only_rows_are_quantised() -> None:
     rows = rows_of(4)
     made = Fp8PerToken(row_format())
     assert (

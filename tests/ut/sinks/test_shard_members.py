@@ -38,9 +38,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
     size=st.integers(0, 3 * 8**11),
     start=st.integers(0, 40).map(lambda blocks: blocks * BLOCK),
 )
-def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(
-    name: str, size: int, start: int
-) -> None:
+def test_headers_fill_a_page_and_are_valid_for_tarfile(name: str, size: int, start: int) -> None:
     made = headers(start, name, size, 0o640, 1234)
     offset = start + len(made)
     assert offset % PAGE == 0
@@ -62,7 +60,7 @@ def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(
 
 @settings(max_examples=depth(120))
 @given(st.randoms(use_true_random=False))
-def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(
+def test_members_equal_the_files_of_the_file_sink(
     luck: random.Random,
 ) -> None:
     """Requests run at the same time, shards are small, rows are removed; they may be fp8."""
@@ -188,7 +186,7 @@ def check_manifest(where: Path, stem: str, said: dict[str, int]) -> None:
         )
 
 
-def test_a_line_of_the_index_says_what_the_member_is_and_a_name_of_the_servers_costs_no_other(
+def test_index_line_describes_its_member_and_unique_names_add_no_line(
     tmp_path: Path,
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:

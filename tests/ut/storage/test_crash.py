@@ -81,7 +81,7 @@ def contexts(phases: dict[str, int]) -> set[str]:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", KILLS, ids=["one server", "three servers"])
-def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
+def test_visible_state_is_right_when_a_server_is_killed_at_any_time(
     tmp_path: Path, together: int, request: pytest.FixtureRequest
 ) -> None:
     asked = request.config.getoption("kills")
@@ -107,7 +107,7 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(
+def test_visible_state_is_right_when_a_server_is_killed_at_any_system_call(
     tmp_path: Path, number: int
 ) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, step=STEP)
@@ -123,7 +123,7 @@ def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", SHARD_KILLS, ids=["one server", "three servers"])
-def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(
+def test_members_are_right_when_a_server_is_killed_at_any_time(
     tmp_path: Path, together: int
 ) -> None:
     # A start reads the end of each index, so many are killed there.
@@ -144,7 +144,7 @@ def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_on
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(
+def test_members_are_right_when_a_server_is_killed_at_any_system_call(
     tmp_path: Path, number: int
 ) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True, step=STEP)
@@ -170,15 +170,13 @@ RARE = "with_cleaning_that_ignores_locks"
     "mutation",
     [pytest.param(each, marks=pytest.mark.long) if each == RARE else each for each in MUTATIONS],
 )
-def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+def test_killing_servers_finds_planted_mistakes(tmp_path: Path, mutation: str) -> None:
     assert mutation in ALONE or mutation in TOGETHER
     assert problems_of(mutation, tmp_path, together=1 if mutation in ALONE else 3)
 
 
 @pytest.mark.parametrize("mutation", OF_SHARDS)
-def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(
-    tmp_path: Path, mutation: str
-) -> None:
+def test_killing_servers_finds_planted_mistakes_in_shards(tmp_path: Path, mutation: str) -> None:
     assert problems_of(mutation, tmp_path, shards=True)
 
 

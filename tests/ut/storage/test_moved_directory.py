@@ -80,7 +80,7 @@ def rotate(directory: Path) -> Path:
 
 
 @EVERY_SINK
-def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_that_was_renamed(
+def test_missing_directory_fails_requests_and_leaves_the_renamed_directory_alone(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
     directory = tmp_path / "out"
@@ -104,7 +104,7 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
 
 @EVERY_SINK
 @pytest.mark.parametrize("io", ["buffered", "direct"])
-def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_that_fails_in_the_new_directory(
+def test_requests_end_and_later_requests_work_after_a_fault_in_the_new_directory(
     tmp_path: Path, make: Callable[..., Sink], io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for first in itertools.count(1):
@@ -128,7 +128,7 @@ def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_
     assert first > 10
 
 
-def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path: Path) -> None:
+def test_file_in_place_of_the_directory_fails_requests(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     with FileSink(directory, FORMAT) as sink:
         directory.rename(tmp_path / "moved")
@@ -141,7 +141,7 @@ def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path:
 @pytest.mark.parametrize(
     "later", ["none", "under way", "published"], ids=lambda later: f"later request {later}"
 )
-def test_request_under_way_fails_and_later_ones_use_the_new_directory(
+def test_open_request_fails_and_later_requests_use_the_new_directory(
     tmp_path: Path, make: Callable[..., Sink], later: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "out"
@@ -166,9 +166,7 @@ def test_request_under_way_fails_and_later_ones_use_the_new_directory(
     assert not [name for name in listing(moved) if not name.endswith((".error", ".lock"))]
 
 
-def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(
-    tmp_path: Path, elsewhere: Path
-) -> None:
+def test_symbolic_link_to_the_directory_may_be_changed(tmp_path: Path, elsewhere: Path) -> None:
     current = tmp_path / "current"
     (tmp_path / "day1").mkdir()
     current.symlink_to(tmp_path / "day1")
@@ -196,9 +194,7 @@ def test_request_that_fails_leaves_its_reason_where_its_lock_is(
 
 
 @EVERY_SINK
-def test_a_request_that_is_discarded_leaves_nothing_anywhere(
-    tmp_path: Path, make: Callable[..., Sink]
-) -> None:
+def test_discarded_request_leaves_nothing(tmp_path: Path, make: Callable[..., Sink]) -> None:
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -226,7 +222,7 @@ def test_a_chosen_folder_may_be_renamed_too(
         assert_found(under_way.path)
 
 
-def test_a_reader_asleep_on_the_lock_in_the_former_directory_wakes(tmp_path: Path) -> None:
+def test_reader_waiting_in_the_former_directory_wakes(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     with FileSink(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -248,7 +244,7 @@ def test_a_reader_asleep_on_the_lock_in_the_former_directory_wakes(tmp_path: Pat
 
 
 @EVERY_SINK
-def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_along(
+def test_rename_during_a_commit_fails_it_or_moves_the_rows(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
     for happens_at in range(40):
@@ -281,7 +277,7 @@ def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_al
 
 
 @EVERY_SINK
-def test_a_former_directory_is_left_with_its_last_request(
+def test_former_directory_is_released_after_its_last_request(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
     """Its shard is sealed and its hidden directory gone, so that it can be read now."""

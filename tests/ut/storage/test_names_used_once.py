@@ -242,7 +242,7 @@ def test_reason_is_not_left_beside_rows_that_appeared_meanwhile(tmp_path: Path) 
     assert not Path(f"{tmp_path / CHOSEN}.error").exists()
 
 
-def test_name_that_cannot_be_looked_for_gets_no_reason(
+def test_name_that_cannot_be_checked_gets_no_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(names: MemberNames, name: str) -> bool:
@@ -262,7 +262,7 @@ def test_name_that_cannot_be_looked_for_gets_no_reason(
 
 
 @EVERY_SINK
-def test_unique_names_are_not_looked_for(
+def test_unique_names_are_not_checked(
     tmp_path: Path, make: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hsx-shards").touch()
@@ -288,7 +288,7 @@ def test_id_that_only_looks_random_may_have_rows(tmp_path: Path, make: Callable[
 # Members of shards
 
 
-def test_removal_hides_its_member_and_no_later_one_whatever_the_clock_says(
+def test_removal_hides_only_its_member_whatever_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = Shards(tmp_path)
@@ -323,7 +323,7 @@ def test_removal_names_shard_and_offset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_of_two_members_whose_servers_did_not_see_each_other_the_newest_is_taken_and_both_are_removed(
+def test_newest_of_two_equal_members_is_read_and_both_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_order: bool
 ) -> None:
     with monkeypatch.context() as blind:

@@ -21,9 +21,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
-def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(
-    tmp_path: Path, earlier: bool
-) -> None:
+def test_request_holds_a_visible_lock_whatever_a_reader_does(tmp_path: Path, earlier: bool) -> None:
     """A reader of an earlier request may lock and remove a lock file before our flock."""
     met = set()
     for stop_at in range(12):
@@ -51,9 +49,7 @@ def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhil
     assert met >= {"open", "flock", "stat"}
 
 
-def test_a_lock_that_is_held_for_a_moment_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_briefly_held_lock_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     slept: list[float] = []
@@ -77,7 +73,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     os.close(dir_fd)
 
 
-def test_a_request_of_the_same_server_is_not_waited_for(
+def test_open_does_not_wait_for_a_request_of_the_same_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that chooses names could otherwise hold up the opening of all other files."""
@@ -117,7 +113,7 @@ def leave(directory: Path, stale: bool) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_nothing(
+def test_cleaning_by_another_server_at_any_system_call_is_harmless(
     tmp_path: Path, stale: bool
 ) -> None:
     stop_at = 0
@@ -147,7 +143,7 @@ def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_
 
 @pytest.mark.parametrize("goes_on", ["while a request of ours is under way", "afterwards"])
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_a_live_server_is_not_harmed_while_another_one_has_stopped_at_any_system_call_of_its_cleaning(
+def test_cleaning_paused_at_any_system_call_does_not_harm_a_live_server(
     tmp_path: Path, stale: bool, goes_on: str
 ) -> None:
     """If the other one has stopped with a lock that ours needs, ours waits until it goes on."""

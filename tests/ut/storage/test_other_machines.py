@@ -140,7 +140,7 @@ def no_heartbeat(directory: Path, seconds: float = heartbeat.RECENT_S + 1) -> No
         os.utime(lock, (time.time() - seconds,) * 2)
 
 
-def test_nothing_of_a_server_that_lives_on_another_machine_is_removed(
+def test_files_of_a_live_server_on_another_machine_stay(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     before = names(tmp_path)
@@ -154,7 +154,7 @@ def test_nothing_of_a_server_that_lives_on_another_machine_is_removed(
     assert len(load(tmp_path / "day/cmpl-1.safetensors", 0).token_ids) == 2
 
 
-def test_a_file_of_a_server_on_another_machine_is_waited_for(
+def test_load_waits_for_a_server_on_another_machine(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     with run(READER, tmp_path, heartbeat.RECENT_S, 60, LD_PRELOAD=no_flock) as reader:
@@ -164,7 +164,7 @@ def test_a_file_of_a_server_on_another_machine_is_waited_for(
         assert reader.communicate()[0] == "2\n"
 
 
-def test_a_reader_whose_time_is_over_says_that_locks_do_not_reach_the_servers_machine(
+def test_timeout_explains_that_locks_do_not_reach_the_server(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     with run(
@@ -193,7 +193,7 @@ except TimeoutError as error:
 """
 
 
-def test_only_complete_files_of_a_living_server_on_another_machine_are_removed(
+def test_remove_takes_only_complete_files_of_a_server_on_another_machine(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     with run(REMOVER, tmp_path, LD_PRELOAD=no_flock) as remover:
@@ -219,7 +219,7 @@ def leave_rows(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     elsewhere(monkeypatch, serve)
 
 
-def test_a_file_in_work_on_another_machine_can_be_removed_some_minutes_after_the_last_heartbeat(
+def test_open_file_of_another_machine_can_be_removed_after_the_last_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_rows(monkeypatch, tmp_path)
@@ -233,7 +233,7 @@ def test_a_file_in_work_on_another_machine_can_be_removed_some_minutes_after_the
     assert len(everything(tmp_path)) == 1
 
 
-def test_a_run_keeps_the_lock_of_a_row_that_a_server_on_another_machine_may_be_writing(
+def test_run_keeps_the_lock_of_a_row_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_rows(monkeypatch, tmp_path)
@@ -243,7 +243,7 @@ def test_a_run_keeps_the_lock_of_a_row_that_a_server_on_another_machine_may_be_w
     assert everything(tmp_path)[1:] == [row_file(0), f"{row_file(2)}.lock"]
 
 
-def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_another_machine(
+def test_locks_without_data_stay_while_a_server_may_live_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "folder"
@@ -258,7 +258,7 @@ def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_anoth
         assert orphaned_locks(directory) == [folder / f"{DATA}.lock"]
 
 
-def test_a_reader_that_may_not_touch_the_hidden_directory_takes_its_server_for_alive(
+def test_server_counts_as_alive_if_its_heartbeat_cannot_be_dated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -284,7 +284,7 @@ def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_
     assert everything(tmp_path) == []
 
 
-def test_a_server_of_this_machine_is_cleaned_up_beside_one_of_another_but_no_locks_without_data(
+def test_server_of_this_machine_is_cleaned_up_beside_a_server_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve() -> None:
@@ -301,7 +301,7 @@ def test_a_server_of_this_machine_is_cleaned_up_beside_one_of_another_but_no_loc
     assert any(name.endswith(".json") for name in left), "the shard is sealed"
 
 
-def test_a_server_on_another_machine_whose_lock_is_held_does_not_keep_others_from_being_cleaned_up(
+def test_held_lock_of_another_machine_does_not_prevent_cleaning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -316,7 +316,7 @@ def test_a_server_on_another_machine_whose_lock_is_held_does_not_keep_others_fro
         assert everything(tmp_path) == before
 
 
-def test_a_server_on_another_mount_of_this_machine_is_one_on_another_machine(
+def test_server_on_another_mount_counts_as_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
@@ -354,13 +354,11 @@ def test_a_heartbeat_touches_the_lock_until_the_server_ends(
     no_heartbeat(tmp_path)
 
 
-def test_a_heartbeat_that_storage_delays_for_as_long_as_a_step_waits_is_recent() -> None:
+def test_heartbeat_delayed_by_storage_timeout_is_recent() -> None:
     assert heartbeat.RECENT_S > LONGEST_WAIT_S + heartbeat.BEAT_S
 
 
-def test_a_full_disk_does_not_keep_a_server_from_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

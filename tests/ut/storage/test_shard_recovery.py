@@ -64,7 +64,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     return shard._stem, paths
 
 
-def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(
+def test_next_server_seals_shards_of_a_dead_server_once(
     tmp_path: Path,
 ) -> None:
     stem, paths = leave_as_a_dead_server_would(tmp_path)
@@ -96,7 +96,7 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
 
 
 @pytest.mark.usefixtures("no_wait_for_the_disk")
-def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(
+def test_next_server_completes_an_interrupted_sealing(
     tmp_path: Path,
 ) -> None:
     """At each of its system calls; without --long at each third one."""
@@ -140,7 +140,7 @@ def _start_and_die(where: Path, kill_at: int) -> None:
     FileSink(where, FORMAT).close()
 
 
-def test_shards_of_a_server_that_lives_are_left_alone(tmp_path: Path) -> None:
+def test_shards_of_a_live_server_are_not_sealed(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as living:
         publish(living, tmp_path, "a")
         slow = living.open("slow", tmp_path / "slow.safetensors", 5)
@@ -155,7 +155,7 @@ def test_shards_of_a_server_that_lives_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["jsonl", "both"])
-def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) -> None:
+def test_incompletely_created_shard_is_removed(tmp_path: Path, kept: str) -> None:
     for suffix in ("tar", "jsonl") if kept == "both" else (kept,):
         (tmp_path / f"hsx-0badcafe-000000.{suffix}").touch()
     dead_workspace(tmp_path)
@@ -163,7 +163,7 @@ def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) 
     assert listing(tmp_path) == []
 
 
-def test_a_link_in_the_place_of_a_shard_is_not_followed(
+def test_link_in_place_of_a_shard_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outside = tmp_path / "outside"
@@ -252,7 +252,7 @@ DAMAGE = (
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
+def test_shard_that_contradicts_its_index_is_left_unchanged(
     tmp_path: Path, damage: Callable[[Path, Entry], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, [f"hs_{i}" for i in range(6)])
@@ -267,7 +267,7 @@ def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_in
         assert "removed" not in caplog.text
 
 
-def test_an_index_of_any_size_keeps_no_server_from_starting(
+def test_server_starts_with_an_index_of_any_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -292,7 +292,7 @@ JUNK = {
 
 
 @pytest.mark.parametrize("label", JUNK)
-def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
+def test_junk_index_is_read_up_to_its_first_bad_line(
     tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -308,7 +308,7 @@ def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
     assert sum(line == JUNK[label][:-1] for line in decoded) == 1
 
 
-def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
+def test_recovery_skips_an_index_larger_than_any_server_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -322,7 +322,7 @@ def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
 
 
 @pytest.mark.parametrize("left", [1, 600, 5000])
-def test_what_follows_the_last_member_of_the_index_is_cut_off(tmp_path: Path, left: int) -> None:
+def test_recovery_truncates_after_the_last_member(tmp_path: Path, left: int) -> None:
     tar = leave_dead(tmp_path, ["hs_0", "hs_1"])
     whole = tar.read_bytes()
     tar.write_bytes(whole + (whole * 3)[:left])

@@ -113,13 +113,13 @@ def test_the_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngi
     assert engine.calls[1:] == [("register_memory", 4096, 100), ("unregister_memory", 4096)]
 
 
-def test_other_protocols_have_no_engine_of_ours(engine: FakeEngine) -> None:
+def test_other_protocols_create_no_engine(engine: FakeEngine) -> None:
     client = MooncakeClient(OPTIONS.model_copy(update={"protocol": "rdma"}), segment=64)
     assert engine.calls == [] and "engine" not in client._store.given
     assert client._store.given["local_hostname"] == "10.0.0.1"
 
 
-def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(
+def test_worker_shares_the_engine_of_vllm_ascends_connectors(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str]] = []
@@ -146,7 +146,7 @@ def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(
         ("fabric", "cannot be used with ASCEND_ENABLE_USE_FABRIC_MEM=1"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_a_remedy(
+def test_unusable_engine_is_refused_with_a_remedy(
     fault: str, problem: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "status":
@@ -284,7 +284,7 @@ def calls_of(file: str, name: str) -> list[ast.Call]:
     ]
 
 
-def test_the_engine_is_initialised_like_vllm_ascends(engine: FakeEngine) -> None:
+def test_engine_is_initialised_like_in_vllm_ascend(engine: FakeEngine) -> None:
     (call,) = calls_of("utils/mooncake_transfer_engine.py", "initialize")
     ascend_engine("host", OPTIONS)
     (ours,) = engine.calls
@@ -298,14 +298,14 @@ def test_the_engine_is_initialised_like_vllm_ascends(engine: FakeEngine) -> None
     ]
 
 
-def test_the_store_is_set_up_with_the_keywords_of_vllm_ascends(engine: FakeEngine) -> None:
+def test_store_is_set_up_with_the_keywords_of_vllm_ascend(engine: FakeEngine) -> None:
     calls = calls_of("kv_pool/ascend_store/backend/mooncake_backend.py", "setup")
     keywords = [{each.arg for each in call.keywords if each.arg} for call in calls]
     (with_engine,) = [names for names in keywords if "engine" in names]
     assert set(MooncakeClient(OPTIONS, segment=64)._store.given) == with_engine
 
 
-def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
+def test_shared_engine_exists_in_vllm_ascend() -> None:
     path = (
         mooncake_store._SHARED_ENGINE.removeprefix("vllm_ascend.distributed.kv_transfer.").replace(
             ".", "/"
@@ -337,7 +337,7 @@ def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
 # A real store, with a real engine, over TCP
 
 
-def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(
+def test_client_without_its_own_buffer_cannot_put_a_manifest(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vllm-ascend's scheduler has none either, and only asks which objects exist."""
@@ -348,7 +348,7 @@ def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(
     client.close()
 
 
-def test_rows_pass_through_a_store_whose_engine_is_ours(
+def test_rows_pass_through_a_store_with_our_engine(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with `ascend`, but for the transport."""

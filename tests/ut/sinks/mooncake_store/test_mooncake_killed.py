@@ -44,7 +44,7 @@ def lending_memory(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_what_a_server_stores_stays_when_another_one_is_killed(tmp_path: Path) -> None:
+def test_objects_survive_when_another_server_is_killed(tmp_path: Path) -> None:
     """And what it stores in the seconds until the master notices, too."""
     require_mooncake()
     with (
@@ -64,7 +64,7 @@ def test_what_a_server_stores_stays_when_another_one_is_killed(tmp_path: Path) -
             reader.load(failed.handle, 1)
 
 
-def test_what_finds_no_room_in_a_servers_own_memory_goes_to_others(tmp_path: Path) -> None:
+def test_objects_go_to_other_servers_when_own_memory_is_full(tmp_path: Path) -> None:
     require_mooncake()
     tokens = (2 << 20) // ROW
     with (
@@ -79,7 +79,7 @@ def test_what_finds_no_room_in_a_servers_own_memory_goes_to_others(tmp_path: Pat
         assert 3 <= sum(reader._client.exist(handles)) <= 6, "data that went to the other process"
 
 
-def test_a_server_without_memory_of_its_own_stores_with_whom_is_left(tmp_path: Path) -> None:
+def test_server_without_own_memory_stores_with_the_remaining_servers(tmp_path: Path) -> None:
     require_mooncake()
     with (
         MooncakeMaster(tmp_path) as own,
@@ -135,7 +135,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
 
 
 @pytest.mark.parametrize("status", [-800, -704])
-def test_a_put_that_fails_with_its_place_is_tried_again_and_so_is_the_reason(
+def test_put_is_retried_when_the_chosen_memory_is_lost(
     sink: MooncakeSink, reader: MooncakeReader, flaky: Flaky, status: int
 ) -> None:
     flaky.statuses = [status] * 6
@@ -156,7 +156,7 @@ def test_other_failures_are_not_repeated(sink: MooncakeSink, flaky: Flaky) -> No
         assert not flaky.statuses and not flaky.now
 
 
-def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_until_one_succeeds(
+def test_after_the_retry_time_puts_fail_at_once_until_one_succeeds(
     sink: MooncakeSink, flaky: Flaky
 ) -> None:
     """If nobody can be reached for longer, writers must not be kept for seconds by each request."""
@@ -177,9 +177,7 @@ def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_unt
     committed(sink)
 
 
-def test_a_request_that_begins_does_not_wait_for_its_reason_to_be_stored(
-    sink: MooncakeSink, flaky: Flaky
-) -> None:
+def test_open_does_not_wait_until_the_reason_is_stored(sink: MooncakeSink, flaky: Flaky) -> None:
     """A step waits for it, and the response has the reason."""
     flaky.statuses = [-800] * 100
     with pytest.raises(SinkError, match=r"mooncake\.local_buffer_size"):

@@ -71,7 +71,7 @@ def committed(
 @given(
     tokens=st.integers(0, 5000), layers=st.integers(1, 4), hidden=st.sampled_from([8, 24, 64, 2880])
 )
-def test_the_layout_is_that_of_hs_connectors(tokens: int, layers: int, hidden: int) -> None:
+def test_layout_equals_that_of_hs_connectors(tokens: int, layers: int, hidden: int) -> None:
     row_format = RowFormat(tuple(range(layers)), hidden, "BF16")
     ours = transfer_params("handle", row_format, tokens, False)
     shapes = {
@@ -109,7 +109,7 @@ def test_quantised_rows_come_with_their_scales_and_are_dequantised_by_our_reader
     assert states.metadata["quantization"] == "fp8_e4m3_per_token"
 
 
-def test_speculators_reader_takes_it_and_its_delete_removes_the_data(
+def test_speculators_reader_loads_and_deletes_the_object(
     sink: MooncakeSink, reader: MooncakeReader, transfer: MooncakeTransfer
 ) -> None:
     file = committed(sink, 7)
@@ -126,9 +126,7 @@ def test_speculators_reader_takes_it_and_its_delete_removes_the_data(
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, True])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(
-    reader: MooncakeReader, timeout: float
-) -> None:
+def test_invalid_timeout_is_refused(reader: MooncakeReader, timeout: float) -> None:
     with pytest.raises(
         ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"
     ):
@@ -137,7 +135,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(
         reader.load(handle_of("cmpl-none"), 0)
 
 
-def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apart(
+def test_missing_data_and_missing_manifest_have_different_errors(
     sink: MooncakeSink, reader: MooncakeReader
 ) -> None:
     one, other = committed(sink), committed(sink)
@@ -158,9 +156,7 @@ def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apar
 # Checksums
 
 
-def test_data_that_is_not_as_it_was_written_is_refused(
-    sink: MooncakeSink, reader: MooncakeReader
-) -> None:
+def test_changed_data_is_refused(sink: MooncakeSink, reader: MooncakeReader) -> None:
     file = committed(sink, 5)
     right = reader.load(file.handle, 10)
     swap(sink, file.handle, finite_rows(0, 5, version=9))
@@ -182,7 +178,7 @@ def test_data_that_is_not_as_it_was_written_is_refused(
         (b'"checksum_algorithm"', b'"checksum_algorythm"'),
     ],
 )
-def test_a_manifest_that_is_not_as_it_was_written_is_refused(
+def test_changed_manifest_is_refused(
     sink: MooncakeSink, reader: MooncakeReader, old: bytes, new: bytes
 ) -> None:
     file = committed(sink, 5)
@@ -197,9 +193,7 @@ def test_a_manifest_that_is_not_as_it_was_written_is_refused(
         reader.load(file.handle, 10)
 
 
-def test_data_of_version_1_is_verified_as_before(
-    sink: MooncakeSink, reader: MooncakeReader
-) -> None:
+def test_data_of_version_1_is_verified(sink: MooncakeSink, reader: MooncakeReader) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     text, data = sink.client.get(key), sink.client.get(file.handle)
@@ -229,7 +223,7 @@ def test_data_of_version_1_is_verified_as_before(
     ],
     ids=range(4),
 )
-def test_a_manifest_that_makes_no_sense_is_one_error(
+def test_invalid_manifest_is_one_error(
     sink: MooncakeSink, reader: MooncakeReader, text: bytes
 ) -> None:
     file = committed(sink, 5)
@@ -240,7 +234,7 @@ def test_a_manifest_that_makes_no_sense_is_one_error(
         reader.load(file.handle, 10)
 
 
-def test_without_a_checksum_none_is_compared(
+def test_object_without_a_checksum_is_not_verified(
     master: MooncakeMaster, reader: MooncakeReader
 ) -> None:
     with MooncakeSink(options(master.address), FORMAT, checksum="none") as sink:
@@ -248,7 +242,7 @@ def test_without_a_checksum_none_is_compared(
         assert "checksum" not in reader.load(file.handle, 10).metadata
 
 
-def test_padding_holds_nothing_of_an_earlier_request(sink: MooncakeSink) -> None:
+def test_padding_has_no_bytes_of_an_earlier_request(sink: MooncakeSink) -> None:
     committed(sink, 4000, version=1)
     tokens = 5  # 240 bytes of rows, 40 of ids
     file = committed(sink, tokens)
@@ -279,7 +273,7 @@ def page_blocks(label: str) -> list[str]:
     return found
 
 
-def test_an_object_can_be_read_as_the_page_says(
+def test_object_can_be_read_with_the_code_of_the_page(
     master: MooncakeMaster, sink: MooncakeSink, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = committed(sink)
