@@ -135,7 +135,7 @@ def test_checksum_does_not_depend_on_the_order_of_writes(
     assert said["checksum"] == checksum_of(data)
 
 
-def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
+def test_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
     # RFC 3720, B.4: 32 bytes of zeros, of ones, and counting up.
     for data, expected in (
         (bytes(32), "8a9136aa"),

@@ -55,7 +55,7 @@ def fail(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("make", [a_file, write_member], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("reader", READERS)
-def test_an_error_of_storage_names_the_file(
+def test_error_of_storage_names_the_file(
     reader: str,
     call: str,
     make: Callable[[Path], Path],

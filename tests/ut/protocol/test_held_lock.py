@@ -74,7 +74,7 @@ def test_locks_follow_links_on_this_filesystem_and_the_probe_leaves_nothing(tmp_
     os.close(dir_fd)
 
 
-def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
+def test_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
     acquire(tmp_path).release()
     inode = os.stat(tmp_path / "f.lock").st_ino
     held = acquire(tmp_path)
@@ -97,7 +97,7 @@ def test_reader_of_an_earlier_file_does_not_block_a_new_request(
     assert listing(tmp_path) == ["f.lock"]
 
 
-def test_a_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
+def test_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
     held = acquire(tmp_path)
     with pytest.raises(LockHeldError):
         acquire(tmp_path)

@@ -64,12 +64,12 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("request_id", ORDINARY)
-def test_an_ordinary_id_stays_readable(request_id: str) -> None:
+def test_ordinary_id_stays_readable(request_id: str) -> None:
     assert file_name(request_id) == f"{request_id}.safetensors"
 
 
 @pytest.mark.parametrize("request_id", CHANGED, ids=ascii)
-def test_an_id_that_must_be_changed_gets_a_hash(request_id: str) -> None:
+def test_id_that_must_be_changed_gets_a_hash(request_id: str) -> None:
     assert "~" in file_name(request_id)
 
 
@@ -89,7 +89,7 @@ def test_every_name_is_one_safe_path_component(request_id: str) -> None:
 
 @given(ANY_TEXT | HOSTILE)
 @example("a" * 300)
-def test_the_longest_companion_still_fits(request_id: str) -> None:
+def test_longest_companion_still_fits(request_id: str) -> None:
     name = file_name(request_id)
     for companion in (
         name + LOCK_SUFFIX,

@@ -229,7 +229,7 @@ def test_with_extract_requested_only_requests_with_our_keys_are_extracted(
 )
 @pytest.mark.parametrize("has_others", [False, True])
 @pytest.mark.parametrize("value", [False, True, None])
-def test_a_misspelt_key_is_refused_by_name(
+def test_misspelt_key_is_refused_by_name(
     key: str, words: str, has_others: bool, value: object
 ) -> None:
     with pytest.raises(
@@ -376,7 +376,7 @@ def test_path_of_a_prefill_server_is_ignored(extract_all: bool) -> None:
     assert (params.extract, params.path) == (extract_all, None)
 
 
-def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
+def test_refused_request_is_not_extracted_and_its_response_says_why() -> None:
     scheduler, request = (
         make_scheduler(allow_path=False),
         make_request("r", {"hidden_states_path": "a.safetensors"}),

@@ -59,12 +59,12 @@ def test_header_always_fits_in_the_reserved_space(
 
 
 @pytest.mark.parametrize("size", range(0, PAGE, 64))
-def test_the_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> None:
+def test_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> None:
     layout = FileLayout(FORMAT, "x" * size, 2**63)
     assert len(layout.header(2**40, 2**40, checksum=True, origin=LONGEST)) == layout.data_start
 
 
-def test_an_ordinary_header_takes_one_page() -> None:
+def test_ordinary_header_takes_one_page() -> None:
     layers = tuple(range(62))
     assert (
         FileLayout(
@@ -124,7 +124,7 @@ def test_every_name_fits_and_reads_back(name: str, number: int) -> None:
 @pytest.mark.parametrize(
     "request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii
 )
-def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
+def test_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
     path = tmp_path / "f"
     layout = FileLayout(FORMAT, request_id)
     path.write_bytes(layout.header(2, 1).ljust(layout.file_size(2), b"\1"))
@@ -164,7 +164,7 @@ def test_images_that_overlap_or_are_not_within_the_prompt_are_refused(text: str)
         (((1,), 3, "BF16"), "rows of 6 bytes"),
     ],
 )
-def test_a_row_format_that_cannot_be_stored_is_refused(
+def test_row_format_that_cannot_be_stored_is_refused(
     arguments: tuple[tuple[int, ...], int, str], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):

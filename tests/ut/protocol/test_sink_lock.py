@@ -105,7 +105,7 @@ def test_any_interleaving_of_a_reader_with_a_commit_gives_the_whole_file(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_commit_that_removed_the_lock_file_would_break_readers(
+def test_commit_that_removed_the_lock_file_would_break_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     """Why the lock file stays: the same interleavings, with the removal of a tidier protocol."""
@@ -233,7 +233,7 @@ def test_reader_during_open_never_reports_a_dead_server(
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "a stale lock is there"])
-def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
+def test_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
     tmp_path: Path, earlier: bool
 ) -> None:
     """A lock without data, where there was none at the first look: a server has begun."""

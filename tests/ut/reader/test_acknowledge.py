@@ -56,7 +56,7 @@ def test_acknowledged_file_is_read_found_and_checked(
     assert is_acknowledged(path)
 
 
-def test_a_second_acknowledgement_changes_nothing(path: Path) -> None:
+def test_second_acknowledgement_changes_nothing(path: Path) -> None:
     vllm_ascend_hsx.acknowledge(path)
     os.utime(marker_of(path), (1, 1))
     vllm_ascend_hsx.acknowledge(path)
@@ -83,7 +83,7 @@ def test_later_file_of_the_name_is_not_acknowledged(path: Path) -> None:
     assert not is_acknowledged(path)
 
 
-def test_a_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(
+def test_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(
     path: Path, tmp_path: Path
 ) -> None:
     vllm_ascend_hsx.acknowledge(path)

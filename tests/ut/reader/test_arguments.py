@@ -240,6 +240,6 @@ def test_items_of_different_layers_or_dtypes_are_not_batched() -> None:
 
 
 @pytest.mark.usefixtures("_a_file")
-def test_an_item_is_not_a_slice() -> None:
+def test_item_is_not_a_slice() -> None:
     with pytest.raises(TypeError, match="slice"):
         HiddenStatesDataset([FILE])[:1]  # type: ignore[index]

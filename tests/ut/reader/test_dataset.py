@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "files"
 
 
-def test_an_item_is_a_file(directory: Path) -> None:
+def test_item_is_a_file(directory: Path) -> None:
     dataset = HiddenStatesDataset(directory)
     assert len(dataset) == 3
     item = dataset[2]

@@ -24,7 +24,7 @@ from vllm_ascend_hsx.reader.load import HiddenStatesError, open_dir
 from vllm_ascend_hsx.sinks.file import FileSink
 
 
-def test_a_good_file_is_described(tmp_path: Path) -> None:
+def test_good_file_is_described(tmp_path: Path) -> None:
     rows = rows_of(50)
     found = examine(write(tmp_path, "a", rows, prompt=40), norms=True)
     assert (found.problem, found.verdict) == (None, "verified")
@@ -89,7 +89,7 @@ def test_changed_byte_is_found_unless_checksums_are_off(tmp_path: Path) -> None:
     assert examine(path, checksum=False).problem is None
 
 
-def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
+def test_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
     save_file(
         {"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors"
     )

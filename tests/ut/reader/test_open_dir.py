@@ -52,7 +52,7 @@ def test_open_file_of_another_producer_is_skipped(tmp_path: Path) -> None:
     assert len(list(open_dir(tmp_path))) == 1
 
 
-def test_a_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
+def test_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"12345")
     with pytest.raises(HiddenStatesError, match=r"broken\.safetensors"):
         list(open_dir(tmp_path))

@@ -161,7 +161,7 @@ def test_rows_without_a_request_id_belong_to_no_response(tmp_path: Path) -> None
         load(tmp_path / "a.safetensors", response_id="cmpl-1")
 
 
-def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
+def test_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(checksum="none")) as sink:
         path = committed(sink, tmp_path)
     with pytest.raises(HiddenStatesError, match="has no crc32c checksum"):
@@ -170,7 +170,7 @@ def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 700])
-def test_a_complete_file_is_loaded_at_once(
+def test_complete_file_is_loaded_at_once(
     sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
 ) -> None:
     file = written(sink, tmp_path, tokens=tokens)
@@ -211,7 +211,7 @@ def test_file_truncated_after_its_header_is_an_error_not_a_crash(
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
+def test_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
     states = torch.randn(3, 1, 3).to(torch.bfloat16)
     path = tmp_path / "f.safetensors"
     save_file(
@@ -259,7 +259,7 @@ def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: b
         (None, "too few"),
     ],
 )
-def test_a_file_that_holds_no_hidden_states_is_named(
+def test_file_that_holds_no_hidden_states_is_named(
     tmp_path: Path, tensors: dict[str, torch.Tensor] | None, words: str
 ) -> None:
     path = tmp_path / "f.safetensors"
@@ -276,7 +276,7 @@ def test_a_file_that_holds_no_hidden_states_is_named(
 # Reasons
 
 
-def test_the_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> None:
+def test_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> None:
     file = written(sink, tmp_path)
     file.fail("rows [3, 5) could not be written: No space left on device (ENOSPC)")
     with pytest.raises(HiddenStatesError) as raised:
@@ -357,7 +357,7 @@ def test_package_exports_the_reader_without_heavy_imports() -> None:
     assert "no_such_name" in result.stdout
 
 
-def test_a_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
+def test_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(
         {"hidden_states": torch.ones(1, 1, 4)},

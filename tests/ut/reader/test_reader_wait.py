@@ -45,7 +45,7 @@ assert not any(name.split(".")[0] in ("vllm", "torch_npu", "vllm_ascend") for na
     ],
     ids=["commit", "fail", "discard"],
 )
-def test_a_reader_asleep_in_another_process_wakes_when_the_file_ends(
+def test_reader_asleep_in_another_process_wakes_when_the_file_ends(
     sink: FileSink, tmp_path: Path, end: Callable[[RequestFile], None], report: str, timeout: str
 ) -> None:
     file = written(sink, tmp_path)

@@ -210,7 +210,7 @@ def test_moved_and_removed_shards_are_noticed(storage: Path, tmp_path: Path) -> 
         assert load(elsewhere / name, verify=True).token_ids.numel() == before[name].tokens
 
 
-def test_a_directory_of_files_is_not_searched_for_shards(
+def test_directory_of_files_is_not_searched_for_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x.safetensors").touch()

@@ -89,7 +89,7 @@ def test_unreadable_index_hides_only_its_own_rows(
         remove(tmp_path / "never.safetensors")
 
 
-def test_an_index_that_becomes_readable_is_read(
+def test_index_that_becomes_readable_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_to_readers: Callable[[Path], None]
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:

@@ -192,7 +192,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, cut_and_grow, cut_in_half, cut_the_last_row, empty])
-def test_a_source_that_was_changed_in_place_fails_the_request(
+def test_source_that_was_changed_in_place_fails_the_request(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     with files(tmp_path) as sink:
@@ -245,7 +245,7 @@ def break_copies(source: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("break_it", [truncate, break_copies])
 @pytest.mark.parametrize("kind", ["files", "fp8"])
-def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
+def test_source_that_cannot_be_read_fails_the_request_with_the_reason(
     kind: str, break_it: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SINKS[kind](tmp_path) as sink:

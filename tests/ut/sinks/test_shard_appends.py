@@ -43,7 +43,7 @@ def sink(tmp_path: Path) -> Iterator[ShardSink]:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "ftruncate", "open", "rename", "fdatasync", "fsync"])
-def test_a_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
+def test_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     sink = ShardSink(tmp_path, FORMAT, FileOptions(durability="fdatasync"), shard_bytes=MIB)

@@ -269,7 +269,7 @@ def test_name_with_rows_is_refused_and_its_rows_stay(case: SinkCase) -> None:
     assert case.traces("used") == case.published
 
 
-def test_a_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
+def test_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
     file = case.open("mine")
     with pytest.raises(SinkError, match="another request is writing"):
         case.open("mine")

@@ -61,7 +61,7 @@ def test_unusable_directory_is_one_error_with_option_value_and_remedy(
     assert open_fds() == before
 
 
-def test_a_directory_of_another_user_is_refused() -> None:
+def test_directory_of_another_user_is_refused() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o555)
         source = str(pathlib.Path(directory_module.__file__).parents[2])
@@ -82,7 +82,7 @@ def test_a_directory_of_another_user_is_refused() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(
+def test_filesystem_without_flock_is_refused_unless_locks_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(lock_module, "fcntl", Traced(lock_module.fcntl, Calls(code, "flock")))
@@ -96,7 +96,7 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(
     ("failing", "direct"),
     [("pwrite", False), ("pwrite", True), ("rename", False), ("mkdir", False)],
 )
-def test_a_full_filesystem_is_refused(
+def test_full_filesystem_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool
 ) -> None:
     before = open_fds()
@@ -238,7 +238,7 @@ def test_published_file_has_the_group_of_its_folder(
 
 
 @pytest.mark.parametrize("use_lock", [False, True])
-def test_a_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
+def test_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_lock: bool
 ) -> None:
     mounted = tmp_path / "mounted"

@@ -164,7 +164,7 @@ def test_filesystem_without_direct_io_is_refused_with_the_option(
 
 
 @pytest.mark.parametrize("wants", [512, 2048, 4096])
-def test_the_alignment_of_direct_io_is_found(
+def test_alignment_of_direct_io_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: int
 ) -> None:
     real = os.pwrite

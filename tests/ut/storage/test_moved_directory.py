@@ -205,7 +205,7 @@ def test_discarded_request_leaves_nothing(tmp_path: Path, make: Callable[..., Si
 
 @EVERY_SINK
 @pytest.mark.parametrize("there", [False, True], ids=["renamed", "replaced"])
-def test_a_chosen_folder_may_be_renamed_too(
+def test_chosen_folder_may_be_renamed_too(
     tmp_path: Path, make: Callable[..., Sink], there: bool
 ) -> None:
     with make(tmp_path, FORMAT) as sink:

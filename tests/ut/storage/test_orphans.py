@@ -333,7 +333,7 @@ def test_files_of_a_live_server_stay_after_its_lock_was_removed(
     assert not [name for name in everything(tmp_path) if name.startswith(".")]
 
 
-def test_a_directory_of_complete_files_costs_one_pass_over_its_names(
+def test_directory_of_complete_files_costs_one_pass_over_its_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: dict[int, list[str]] = {}

@@ -272,7 +272,7 @@ def test_server_counts_as_alive_if_its_heartbeat_cannot_be_dated(
     assert orphaned_locks(tmp_path) == [tmp_path / f"{DATA}.lock"]
 
 
-def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
+def test_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
@@ -329,7 +329,7 @@ def test_server_on_another_mount_counts_as_another_machine(
     assert everything(tmp_path) == before
 
 
-def test_a_heartbeat_touches_the_lock_until_the_server_ends(
+def test_heartbeat_touches_the_lock_until_the_server_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat, utime = threading.Event(), os.utime

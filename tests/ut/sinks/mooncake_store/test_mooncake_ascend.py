@@ -98,7 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return fake
 
 
-def test_the_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngine) -> None:
+def test_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngine) -> None:
     client = MooncakeClient(OPTIONS, segment=64)
     assert engine.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", "ascend", "3")]
     given = client._store.given
@@ -242,7 +242,7 @@ def test_other_protocols_use_no_npu(
 
 
 @pytest.mark.parametrize("fault", ["no torch_npu", "no NPU"])
-def test_a_reader_without_an_npu_is_refused_by_the_protocol(
+def test_reader_without_an_npu_is_refused_by_the_protocol(
     transport: ContextEngine, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
