@@ -1,4 +1,4 @@
-"""What a checksum covers: every bit of a file; files of earlier versions are verified as before."""
+"""A checksum covers every bit of a file. Files of earlier versions are still verified."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_flipped_bit_is_found_anywhere_in_the_file(
     good = path.read_bytes()
     assert load(path, 0, verify=True).layer_ids == [2, 0, 3]
     text = good.rindex(b"}", 0, good.index(b"    ")) + 1
-    # All of the header's text, some of its padding, and what follows it.
+    # All of the text and some padding of the header, and the bytes after it.
     for place in (*range(text), *range(text, 4096, 97), *range(4096, len(good))):
         for bit in (place % 8, (place + 3) % 8) if place < text else (place % 8,):
             path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
@@ -103,7 +103,7 @@ def test_member_has_the_checksum_of_its_file_in_the_index(tmp_path: Path) -> Non
     )
 
 
-# How it is made
+# Computation
 
 
 @settings(max_examples=depth(300))
@@ -156,7 +156,7 @@ def test_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
         ([(0, 4), (4, 12), (12, 13)], False),  # a row more than the request turns out to have
         ([(0, 4), (0, 4), (4, 12)], False),  # preempted and computed again
         ([(4, 12), (0, 4)], False),
-        ([(0, 4), (2, 12)], True),  # preempted, and cut elsewhere
+        ([(0, 4), (2, 12)], True),  # preempted, with other spans
         ([(0, 4), (4, 13)], True),
     ],
     ids=[

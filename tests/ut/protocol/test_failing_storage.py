@@ -1,4 +1,4 @@
-"""An error of the storage names the file, whichever call it comes from."""
+"""Storage errors of any call name the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_file(directory: Path) -> Path:
 
 
 def fail(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the call fail from its `number`-th time on. Returns a count of the calls."""
+    """Let a function fail from call `number` on. Return the counter of calls."""
     real, calls = getattr(CALLS[call], call), [0]
 
     def broken(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""HeldLock: held before it has its name, taken over from earlier requests, and given back."""
+"""HeldLock: locked before it has the name, taken over from earlier requests, and released."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lock_is_created_without_hard_links(
 def test_lock_is_visible_where_locks_do_not_follow_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on bindfs, which makes a node of each name; the kernel keeps locks by node."""
+    """bindfs creates a node for each name, and the kernel keeps locks by node."""
 
     def link(
         source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool
@@ -195,7 +195,7 @@ def test_removing_a_lock_keeps_its_replacement(tmp_path: Path) -> None:
 def test_free_lock_is_left_over_only_if_its_request_did_not_end(
     tmp_path: Path, decided: bool
 ) -> None:
-    """The request may be published between the listing of a directory and the look at its lock."""
+    """The request may be published after the directory was listed and before its lock is tried."""
     lock = tmp_path / "a.safetensors.lock"
     lock.touch()
     assert is_left_over(lock, lambda: decided) is not decided
@@ -204,7 +204,7 @@ def test_free_lock_is_left_over_only_if_its_request_did_not_end(
 def test_incomplete_line_on_a_full_disk_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next line would be glued to it, and the folder in it would be forgotten."""
+    """Otherwise the next line would be appended to it, and the folder in that line be lost."""
     dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lock = HeldLock.create(dir_fd, "lock", 0o644)
     assert lock is not None

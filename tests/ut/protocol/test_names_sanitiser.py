@@ -1,4 +1,4 @@
-"""File names made from request ids: one safe path component each, and never the same one twice."""
+"""File names of request ids: one safe path component each, and no collisions."""
 
 from __future__ import annotations
 

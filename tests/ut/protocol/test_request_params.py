@@ -1,4 +1,4 @@
-"""Any value in kv_transfer_params is either understood or refused by name in the response."""
+"""Any value in kv_transfer_params is either accepted or refused by name in the response."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS = JSON | st.fixed_dictionaries(
 
 
 def make_request(request_id: str, params: Any, output: int = 2) -> Any:
-    """As much of vllm.v1.request.Request as is read."""
+    """The attributes of vllm.v1.request.Request that are read."""
     return SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=[1, 2, 3],
@@ -64,7 +64,7 @@ def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionSche
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
-    """Have requests scheduled; the paths of those that are extracted."""
+    """Schedule requests. Return the paths of the extracted requests."""
     return [start.path for start in scheduler_harness.schedule(scheduler, *requests).started]
 
 
@@ -89,7 +89,7 @@ def test_unprintable_values_are_refused(key: str | None, value: Any) -> None:
 
 
 def play(request_id: str, params: Any, allow_path: bool) -> None:
-    """The life of a request in the scheduler, and what must hold whatever its client sent."""
+    """Run a request through the scheduler, and check the invariants for any client input."""
     scheduler = make_scheduler(allow_path)
     request = make_request(request_id, params)
     scheduler.on_new_request(request)
@@ -131,7 +131,7 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
 def test_path_below_the_directory_is_accepted_if_clients_may_choose(chosen: str, path: str) -> None:
     directory = Path(
         "/data/y/../x"
-    )  # as the administrator wrote it; responses name it so, and its plain form is as good
+    )  # as configured; responses use this form, and requests may use the normal form
     params = read_params({"hidden_states_path": chosen}, ServerParams(directory, allow_path=True))
     assert os.path.normpath(str(params.path)) == path
     with pytest.raises(

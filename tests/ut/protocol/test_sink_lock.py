@@ -1,4 +1,4 @@
-"""The lock protocol against every reader it must serve, in every order of their steps and ours."""
+"""The lock protocol with every supported reader, in every order of steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READERS = {"speculators": speculators_reader, "vLLM": vllm_reader}
 
 
 def our_reader(path: Path) -> Reader:
-    """`load` with no time to wait, until it need not wait."""
+    """Call `load` with timeout 0 until it returns."""
     while True:
         yield
         try:
@@ -40,7 +40,7 @@ ALL_READERS = READERS | {"ours": our_reader}
 def run_interleaved(
     directory: Path, reader: Callable[[Path], Reader], steps: Callable[[int], int]
 ) -> tuple[Stepped, int]:
-    """Open, write and commit three rows while a reader runs: `steps(i)` steps before our call i.
+    """Open, write and commit three rows. A reader runs `steps(i)` steps before our call i.
 
     The reader starts when `open` has returned, before the response can leave. Returns the reader
     and the number of our calls.
@@ -75,7 +75,7 @@ def assert_complete(result: dict[str, torch.Tensor] | None) -> None:
 def test_reader_paused_at_any_step_of_a_commit_gets_the_whole_file(
     tmp_path: Path, reader: str
 ) -> None:
-    """At every call of our commit, with every number of steps; it makes the rest afterwards."""
+    """Pauses at every call of the commit, after every number of steps of the reader."""
     _, calls = run_interleaved(tmp_path / "count", ALL_READERS[reader], lambda call: 0)
     assert calls > 8
     for stop_at in range(calls):
@@ -108,7 +108,7 @@ def test_any_interleaving_of_a_reader_with_a_commit_gives_the_whole_file(
 def test_commit_that_removed_the_lock_file_would_break_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """Why the lock file stays: the same interleavings, with the removal of a tidier protocol."""
+    """Shows why the lock file stays: the same interleavings, with a removal."""
     monkeypatch.setattr(HeldLock, "release", _remove_and_release)
     broken = 0
     for stop_at in range(25):
@@ -207,7 +207,7 @@ def test_reader_is_right_whatever_happens_between_its_system_calls(
 def test_reader_during_open_never_reports_a_dead_server(
     tmp_path: Path,
 ) -> None:
-    """It may know the name before the response: by `find`, or as its client chose it."""
+    """Readers may know the name before the response: by `find`, or because a client chose it."""
     seen = set()
     with FileSink(tmp_path, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
         path = tmp_path / "cmpl-1.safetensors"
@@ -236,7 +236,7 @@ def test_reader_during_open_never_reports_a_dead_server(
 def test_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
     tmp_path: Path, earlier: bool
 ) -> None:
-    """A lock without data, where there was none at the first look: a server has begun."""
+    """A lock without data that was absent at the first check: a server has started the file."""
     outcomes = set()
     for happens_at in range(40):
         directory = tmp_path / str(happens_at)
@@ -264,7 +264,7 @@ def test_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
             try:
                 load(path, 0)
             except (TimeoutError, FileNotFoundError, HiddenStatesError) as error:
-                # What the reader only gives back comes after its verdict, which was true.
+                # Later calls only release resources: the result was already right.
                 began = (
                     os.path.exists(f"{path}.lock")
                     and is_held(Path(f"{path}.lock"))

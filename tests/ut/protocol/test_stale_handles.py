@@ -24,7 +24,7 @@ from vllm_ascend_hsx.sinks.storage import DIRECTORY, Storage, open_folder
 
 
 def stale(monkeypatch: pytest.MonkeyPatch, times: int, call: str = "open") -> list[object]:
-    """Let so many calls of a function of os find a stale name, and return the names of all."""
+    """Let this number of calls of a function of os fail with ESTALE. Return all names."""
     names: list[object] = []
     real = getattr(os, call)
 

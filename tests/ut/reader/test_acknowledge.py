@@ -1,4 +1,4 @@
-"""acknowledge marks one file as used: readers see nothing of it, and a later file has no mark."""
+"""acknowledge marks one file as used. Readers are not affected, and later files have no mark."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 @pytest.fixture
 def _a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory has one file, which no wrong argument may reach."""
+    """The working directory has one file. No wrong argument may reach it."""
     write(tmp_path, "a", rows_of(3))
     monkeypatch.chdir(tmp_path)
 
@@ -226,7 +226,7 @@ def test_missing_metadata_key_is_named_with_file_and_present_keys(key: str) -> N
 
 @pytest.mark.usefixtures("_a_file")
 def test_items_of_different_layers_or_dtypes_are_not_batched() -> None:
-    """torch would convert rows of other dtypes to that of the first."""
+    """torch would convert all rows to the dtype of the first."""
     one = HiddenStatesDataset([FILE])[0]
     for options, other in (
         (dict(layer_ids=[2]), r"\[1, 8\] torch.bfloat16"),

@@ -1,4 +1,4 @@
-"""`examine` finds what is wrong with a file, and nothing that is not."""
+"""`examine` finds the problems of a file, and no false ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
 def test_file_truncated_while_being_read_is_reported_as_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To touch a page of a mapped file that has gone ends the process."""
+    """Reading a truncated page of a mapped file would end the process."""
     path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
     seen = []
 
@@ -222,7 +222,7 @@ def test_finite_check_agrees_with_torch(dtype: str, data: bytes) -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Let this process allocate no more than another 2 GiB."""
+    """Limit this process to another 2 GiB of memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))

@@ -1,4 +1,4 @@
-"""Index lines and manifests that lead to another request's rows, or to nothing."""
+"""Index lines and manifests that describe other rows, or none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def storage(tmp_path: Path) -> Path:
 
 
 def exchanged(storage: Path, *keys: str) -> tuple[int, int]:
-    """Give each of two members of one length what the other has under some keys."""
+    """Exchange the values of some keys between two members of equal length."""
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
         for i in (6, 7):
             publish(sink, storage, f"r{i}", 4, version=i)
@@ -186,7 +186,7 @@ def test_broken_link_in_place_of_an_index_is_reported_and_skipped(
 def test_linked_shards_are_read_and_link_targets_are_not_quoted(
     storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A cache of downloads has links to files with other names."""
+    """Caches of downloads consist of links to files with other names."""
     links, secret = tmp_path / "links", tmp_path / "secret"
     links.mkdir()
     for path in storage.glob("hsx-*"):
@@ -208,7 +208,7 @@ def test_listed_members_are_found_without_the_mark(storage: Path, mark: str | No
 
 @pytest.mark.parametrize("late", ["the rest of the index", "the target of a link"])
 def test_manifest_copied_before_its_index_hides_no_members(tmp_path: Path, late: str) -> None:
-    """In whatever order a directory is copied, beside a reader that looks meanwhile."""
+    """Copies a directory in any order, while a reader lists it."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()
@@ -222,7 +222,7 @@ def test_manifest_copied_before_its_index_hides_no_members(tmp_path: Path, late:
         (copy / index.name).write_bytes(content[: content.index(b"\n") + 9])
     shutil.copy(index.with_suffix(".json"), copy)
     shards = Shards(copy)
-    os.utime(copy, (1, 1))  # nothing that follows is noticed by the directory's time
+    os.utime(copy, (1, 1))  # later changes do not change the directory's mtime
     seen = list(shards.members())
     assert seen == ([] if late == "the target of a link" else names[:1])
     with open(

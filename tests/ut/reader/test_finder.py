@@ -1,4 +1,4 @@
-"""A file is found by the response's id, for every prompt and sample, whatever the id looks like."""
+"""Files are found by the response's id, for every prompt, sample and form of id."""
 
 from __future__ import annotations
 

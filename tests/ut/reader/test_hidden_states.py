@@ -1,4 +1,4 @@
-"""What a loaded file says about itself, and its rows in numpy."""
+"""Properties of loaded hidden states, and rows in numpy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_dtype_is_given_by_name_or_type(stored: torch.dtype, name: str) -> None:
 
 
 def test_bfloat16_of_ml_dtypes_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed packages do not choose the dtype. The stand-in shows the bits."""
+    """Installed packages do not affect the default dtype. A stand-in shows the bits."""
     states, bits = states_of(torch.bfloat16), rows_of(3).view(torch.int16).numpy()
     for module in (None, SimpleNamespace(bfloat16=np.int16)):
         monkeypatch.setitem(sys.modules, "ml_dtypes", module)  # type: ignore[arg-type]

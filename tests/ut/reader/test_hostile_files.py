@@ -1,4 +1,4 @@
-"""Readers meet files that no server wrote: each is one clear error, and costs others nothing."""
+"""Files that no server wrote: each is one clear error, and other files are not affected."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_open_dir_raises_for_a_bad_file_or_calls_on_bad(storage: Path) -> None:
     assert [error.path for error in told] == [storage / name("b")]
 
 
-# Headers that are JSON and make no sense
+# Headers that are JSON and invalid
 
 
 def file_of(header: bytes, data: bytes) -> bytes:

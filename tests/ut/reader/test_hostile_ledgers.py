@@ -1,4 +1,4 @@
-"""Changed ledgers of `hsx generate` are refused, or read without the lines that make no sense."""
+"""Changed ledgers of `hsx generate` are refused, or read without the invalid lines."""
 
 from __future__ import annotations
 

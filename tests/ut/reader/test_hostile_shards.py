@@ -1,4 +1,4 @@
-"""Changed indexes of shards: a line is of one member of this directory, or it is nothing."""
+"""Changed indexes of shards: each line is a member of this directory, or is skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storage(tmp_path: Path) -> Path:
     return unsealed_shard(tmp_path / "storage")
 
 
-# Names that lead somewhere else
+# Names that lead outside
 
 
 def escapes(outside: Path) -> list[str]:
@@ -107,7 +107,7 @@ def test_sealing_a_hostile_shard_touches_nothing_outside(storage: Path, tmp_path
     assert len(list(open_dir(storage, on_bad=lambda error: None))) == 6
 
 
-# Lines that make no sense
+# Invalid lines
 
 
 BAD_LINES = {
@@ -153,9 +153,9 @@ def test_bad_line_is_skipped_and_reported_once(
     place = {"stem": tar.stem, "offset": member.offset}
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):  # a second look misses nothing that the first one has seen
+        for _ in range(3):  # a second read finds the same members
             assert list(shards.members()) == [member_name(i) for i in range(6)]
-        with open(index, "ab") as file:  # nor is what follows missed
+        with open(index, "ab") as file:  # and later lines are found
             file.write(line(member_name(0), **place, gone=True) if where == "removed" else b"")
         assert len(shards.members()) == (5 if where == "removed" else 6)
         remove(storage / member_name(1))

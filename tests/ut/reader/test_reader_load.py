@@ -1,4 +1,4 @@
-"""What consumers get: the rows, or the reason, as soon as there is one."""
+"""Consumers get the rows or the reason as soon as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers sleep until the server has ended a file, and give up when their time is over."""
+"""Readers sleep until a file ends, and raise TimeoutError after the timeout."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_timed_out_reader_does_not_block_the_next_request(sink: FileSink, tmp_pa
 def test_member_published_between_two_checks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of a shard drops its lock with its publication."""
+    """A request in a shard removes its lock when it is published."""
     path = tmp_path / "a.safetensors"
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         file = sink.open("a", path, 2)
@@ -141,7 +141,7 @@ def test_member_published_between_two_checks_is_found(
 
 
 def test_forked_process_waits_with_its_own_thread(sink: FileSink, tmp_path: Path) -> None:
-    """As the workers of torch's DataLoader do, after the parent has begun to wait."""
+    """Like workers of torch's DataLoader that start while the parent waits."""
     file = written(sink, tmp_path)
     while not lock_wait._sleepers:  # a millisecond may be over before anybody was asked to sleep
         with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""What consumers see of shards: `load` and its relatives, datasets, and the commands."""
+"""Shards read with `load`, `find`, `open_dir`, datasets and the commands."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_torn_and_invalid_lines_are_skipped(tmp_path: Path) -> None:
     assert list(shards.members()) == [path.name]
     with open(index, "ab") as file:
         file.write(good.replace(b'"a-', b'"b-')[40:])
-    # By its manifest the index is complete: this object does not read it again, another one does.
+    # The manifest says that the index is complete: only a new object reads it again.
     assert list(Shards(tmp_path).members()) == [path.name, path.name.replace("a-", "b-")]
 
 
@@ -326,7 +326,7 @@ def test_removed_member_is_hidden_and_other_members_stay(storage: Path) -> None:
     assert not list(shard_problems(storage)), "its bytes are where they were"
     HsxTransfer(storage).delete(str(other))
     assert elsewhere.find(other.name) is None
-    remove(path)  # again, and what was never there
+    remove(path)  # again, and a member that never existed
     remove(storage / "never-there.safetensors")
     assert len((storage / "hsx-removed.jsonl").read_text().splitlines()) == 2
 

@@ -1,4 +1,4 @@
-"""Shards of which a reader cannot see all: another user's, of two directories, of any size."""
+"""Shards that a reader sees only in part: of another user, of two directories, of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 @pytest.fixture
 def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Keep this user from opening a file; permissions do not keep root out."""
+    """Let this user not open a file. Permissions do not apply to root."""
     closed = set()
     real = os.open
 
@@ -59,7 +59,7 @@ def test_unreadable_index_hides_only_its_own_rows(
     for _ in range(2):
         assert len(load(path, 0, verify=True).token_ids) == 3
         assert find(tmp_path, "ours") == path
-        for name in ("theirs", "never"):  # nobody can tell which of the two it is
+        for name in ("theirs", "never"):  # either of the two is possible
             with pytest.raises(
                 PermissionError,
                 match=f"rows may be in this index: let this user read it.*{index.name}",
@@ -104,7 +104,7 @@ def test_index_that_becomes_readable_is_read(
 def test_unreadable_list_of_removals_is_an_error(
     tmp_path: Path, close_to_readers: Callable[[Path], None]
 ) -> None:
-    """Else the rows in it would be there again."""
+    """Otherwise removed rows would reappear."""
     unsealed_shard(tmp_path)
     remove(tmp_path / member_name(0))
     close_to_readers(tmp_path / "hsx-removed.jsonl")

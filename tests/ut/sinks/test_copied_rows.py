@@ -1,4 +1,4 @@
-"""Rows that a request has from another one, copied with their checksum and their scales."""
+"""Rows copied from the file of an earlier request, with checksum and scales."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SINKS = {
 
 
 def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "source") -> RowSource:
-    """Publish a request, and return its rows."""
+    """Publish a request, and return the source of the rows."""
     file = open_request(sink, where, name, tokens)
     file.keeps_source = True
     put(file, tokens)
@@ -65,7 +65,7 @@ def continue_from(
     tokens: int,
     name: str = "next",
 ) -> RequestFile:
-    """Publish a request that has its first rows from another one."""
+    """Publish a request whose first rows are copied."""
     file = sink.open(
         "x" * 5000, where / f"{name}-0123abcd.safetensors", tokens
     )  # a header of another size
@@ -112,7 +112,7 @@ def test_copied_rows_equal_the_source_and_later_rows_are_its_own(kind: str, tmp_
 def test_wrong_byte_in_a_copy_is_found_by_the_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksum is that of the rows that were computed, not of what the copy has."""
+    """The checksum covers the computed rows, not the copied bytes."""
 
     def copy(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
         storage.copy_into(source, size, target, offset, begin)
@@ -282,7 +282,7 @@ def test_unkept_and_failed_requests_leave_no_descriptor(kind: str, tmp_path: Pat
 
 
 def test_recomputed_rows_replace_copied_rows(tmp_path: Path) -> None:
-    """As after a preemption, if the prefix cache has lost some of them."""
+    """Happens after a preemption, if the prefix cache has lost some of the rows."""
     with files(tmp_path) as sink:
         source = make_source(sink, tmp_path, 6)
         file = open_request(sink, tmp_path, "next", 6)

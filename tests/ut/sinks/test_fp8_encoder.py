@@ -1,4 +1,4 @@
-"""Rows in float8 with a scale for each token: bit for bit those of hs_connectors."""
+"""Rows in float8 with a scale for each token, equal to those of hs_connectors bit for bit."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_rows(tensor: torch.Tensor) -> np.ndarray:
 def rows_of(
     count: int, dtype: str = "BF16", version: int = 0, shape: tuple[int, int] = ROW_SHAPE
 ) -> torch.Tensor:
-    """Rows of very different sizes."""
+    """Rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(count * 100 + version)
     sizes = torch.logspace(-3, 3, max(count, 1))[:count].view(-1, 1, 1)
     return (torch.randn(count, *shape, generator=generator) * sizes).to(DTYPES[dtype])
 
 
 def quantised(rows: torch.Tensor, dtype: str, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What our encoder makes of rows: float8 [tokens, layers, hidden] and float32 [tokens]."""
+    """Return the encoded rows float8 [tokens, layers, hidden] and the scales float32 [tokens]."""
     made = Fp8PerToken(
         RowFormat(tuple(range(rows.shape[1])), rows.shape[2], dtype, quantization="fp8")
     )
@@ -61,7 +61,7 @@ def quantised(rows: torch.Tensor, dtype: str, first: int = 0) -> tuple[torch.Ten
 
 @st.composite
 def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
-    """Rows of any bits at all, or of one size with zeros and subnormal numbers among them."""
+    """Rows of arbitrary bits, or of one magnitude with zeros and subnormal numbers."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     shape = (draw(st.integers(1, 5)), 2, 4 * draw(st.integers(1, 4)))
     bits = hnp.arrays(BITS[dtype], shape)
@@ -115,7 +115,7 @@ def test_values_are_rounded_to_nearest_even(dtype: str, size: float) -> None:
 
 
 def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the largest loss: half a unit of 3 bits of mantissa, or half of the smallest step."""
+    """Return the error bound: half a unit of 3 bits of mantissa, or half of the smallest step."""
     return torch.maximum(rows.double().abs() * 2**-4, scales.double().view(-1, 1, 1) * 2**-10)
 
 
@@ -132,7 +132,7 @@ def test_quantisation_error_is_within_the_documented_bound(rows: np.ndarray, dty
     assert bool(
         (lost <= bound(given, scales) * (1 + 2**-20)).all()
     )  # the quotient is rounded to float32 first
-    # What the reader makes of it: both factors and the product are rounded to the model's dtype.
+    # The reader rounds both factors and the product to the model's dtype.
     unit = torch.finfo(DTYPES[dtype]).eps / 2
     read = dequantized(stored, scales.view(-1, 1, 1), DTYPES[dtype])
     assert bool(
@@ -163,7 +163,7 @@ def test_thread_reuses_its_quantisation_memory() -> None:
 
 
 def test_quantising_uses_one_thread_per_writer() -> None:
-    """The threads of others keep theirs."""
+    """Other threads keep the default number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     seen: dict[str, int] = {}

@@ -41,7 +41,7 @@ def names(tmp_path: Path) -> Iterator[MemberNames]:
 
 @pytest.fixture(autouse=True)
 def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # on any machine
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -177,7 +177,7 @@ def test_slow_listing_is_reused_until_this_server_creates_a_shard(
 def test_shard_created_during_a_slow_listing_is_in_the_next_listing(
     tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer makes it while the opener lists the directory."""
+    """A writer creates the shard while the opening thread lists the directory."""
     now = [0.0]
     listdir = os.listdir
 

@@ -1,4 +1,4 @@
-"""What a line of mountinfo says about locks, and who says it."""
+"""Mount options that keep locks on one machine: detection, and who reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of quantised rows: every reader understands them, and they have half the bytes."""
+"""Files of quantised rows: every reader reads them, and they have half the bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def publish(
 
 
 def test_small_and_large_float16_rows_are_restored(tmp_path: Path) -> None:
-    """Their scales, or their products, are out of float16's range."""
+    """Scales or products of these rows are outside the range of float16."""
     rows = torch.stack(
         [torch.full(ROW_SHAPE, 65504.0), torch.full(ROW_SHAPE, 6e-8), torch.full(ROW_SHAPE, 2e-6)]
     ).half()
@@ -123,7 +123,7 @@ def test_our_reader_and_hs_connectors_give_the_same_bits(
     path = publish(tmp_path, rows_of(tokens, dtype), dtype, "hs_7")
     ours = load(path, 0, verify=True)
     assert ours.hidden_states.dtype == DTYPES[dtype]
-    if dtype != "F16":  # whose scales may have no float16
+    if dtype != "F16":  # the scales may have no float16
         theirs = FP8Transfer(tmp_path, dequantize_dtype=DTYPES[dtype]).get_cached(7)
         assert theirs is not None and set(theirs) == {"hidden_states", "token_ids"}
         assert torch.equal(ours.hidden_states, theirs["hidden_states"])
@@ -197,7 +197,7 @@ def test_speculators_backend_returns_rows_in_the_models_dtype(tmp_path: Path) ->
         assert torch.equal(sample["hidden_states"], load(path).hidden_states)
 
 
-# What is wrong with a file is found
+# Damaged files
 
 
 def test_inspect_shows_dequantised_rows_and_the_quantisation(

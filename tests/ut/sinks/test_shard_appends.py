@@ -1,4 +1,4 @@
-"""Appends to a shard, member before line, on a disk that fails, fills up or loses what it took."""
+"""Appends to a shard, member before line, on a disk that fails, fills up or loses writes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _moved(path: Path) -> None:
 
 
 def _replaced(path: Path) -> None:
-    """As `sed -i` does. A hard link, such as a backup's, keeps the former file."""
+    """Replaces a file like `sed -i`. A hard link, such as a backup, keeps the former file."""
     path.with_suffix(".copy").write_bytes(path.read_bytes())
     os.link(path, path.with_suffix(".link"))
     path.with_suffix(".copy").rename(path)
@@ -204,7 +204,7 @@ def test_requests_fail_when_their_shard_was_removed(
             if not path.with_suffix(".json").exists():
                 how(path)
 
-    for name in "ab":  # before a request is appended, in a shard and in a line about its name
+    for name in "ab":  # before the append, in a shard, and in an index line
         publish(sink, tmp_path, f"before-{name}")
         chosen = (
             sink.open(name, tmp_path / f"{name}.safetensors", 1)

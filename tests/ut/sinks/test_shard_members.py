@@ -63,7 +63,7 @@ def test_headers_fill_a_page_and_are_valid_for_tarfile(name: str, size: int, sta
 def test_members_equal_the_files_of_the_file_sink(
     luck: random.Random,
 ) -> None:
-    """Requests run at the same time, shards are small, rows are removed; they may be fp8."""
+    """Requests run concurrently, shards are small, rows are removed, and rows may be fp8."""
     with tempfile.TemporaryDirectory() as directory:
         shard_dir, file_dir = Path(directory, "shards"), Path(directory, "files")
         options = FileOptions(
@@ -108,7 +108,7 @@ def step(luck: random.Random, running: list[Iterator[None]]) -> None:
 def life(
     luck: random.Random, sinks: list[tuple[ShardSink | FileSink, Path]], request_id: str, name: str
 ) -> Iterator[None]:
-    """Serve a request with each of the sinks, a step at a time."""
+    """Serve a request with both sinks, one step at a time."""
     tokens = luck.choice([0, 1, luck.randint(2, 30), luck.randint(2, 600)])
     grows = luck.random() < 0.4
     expected = luck.randint(0, tokens) if grows else tokens + luck.choice([0, 0, 1, 90])
@@ -124,7 +124,7 @@ def life(
     cuts = sorted({0, tokens, *(luck.randint(0, tokens) for _ in range(luck.randrange(4)))})
     spans = [(first, last, 1) for first, last in itertools.pairwise(cuts)]
     luck.shuffle(spans)
-    if tokens and luck.random() < 0.4:  # computed twice, and differently cut
+    if tokens and luck.random() < 0.4:  # computed twice, in different spans
         first = luck.randrange(tokens)
         spans.insert(0, (first, tokens + luck.randrange(3), 7))
     if luck.random() < 0.3:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 def in_a_store(
     master: MooncakeMaster, reader: MooncakeReader
 ) -> Iterator[Callable[[str], MooncakeCase]]:
-    """The case of a sink in a store, by its quantization."""
+    """The case of a sink in a store, by quantization."""
     make = functools.cache(lambda quantization: MooncakeCase(master.address, reader, quantization))
     yield make
     run_threads(*(make(quantization).close for quantization in IN_A_STORE.values()))
@@ -69,7 +69,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SinkCase]:
     assert case.held() == 0
 
 
-# What is read
+# Reading
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +158,7 @@ def test_spans_in_any_order_with_repeats_give_the_rows(case: SinkCase, data: st.
     name = f"any-{next(NUMBERS)}"
     file = case.open(
         name, data.draw(st.sampled_from([0, tokens, tokens + 9]), "expected")
-    )  # the last draw: what is opened is ended
+    )  # the last draw ends all open files
     for first, last, version in writes:
         rows = expected[first:last] = finite_rows(first, last, version)
         file.write(first, memoryview(rows) if rows.size and version % 2 else rows)
@@ -214,7 +214,7 @@ def test_invalid_rows_raise_value_error_and_the_request_continues(
     assert case.has("mistaken", finite_rows(0, 2))
 
 
-# What is left
+# Leftovers
 
 
 @pytest.mark.parametrize("how", ENDS)
@@ -242,7 +242,7 @@ def test_readers_see_all_rows_or_the_reason_or_nothing(case: SinkCase, how: str,
 def test_name_of_a_request_without_rows_is_used_again(
     case: SinkCase, earlier: str, later: str
 ) -> None:
-    """From `open` on: where the server dies then, this is what stays."""
+    """From `open` on, because a server that dies then leaves this state."""
     first = case.open("again")
     first.write(0, finite_rows(0, 5, version=1))
     end(first, earlier, 5)
@@ -306,7 +306,7 @@ def test_failure_during_writes_keeps_memory_until_close(
 
 def test_request_without_space_fails_alone(case: SinkCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "is_in_memory", lambda fd: False)
-    with case.serve():  # it looks at its filesystem anew
+    with case.serve():  # a new sink probes the filesystem again
         other = case.open("small")
         with pytest.raises(
             SinkError, match=r"ENOSPC|EFBIG|mooncake\.local_buffer_size=4194304 .* are free"

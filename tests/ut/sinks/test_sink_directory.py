@@ -108,7 +108,7 @@ def test_full_filesystem_is_refused(
     assert open_fds() == before
 
 
-# What a request can name
+# Paths of requests
 
 
 @pytest.mark.parametrize(

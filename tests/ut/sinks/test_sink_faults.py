@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 
 @pytest.fixture(params=IN_A_DIRECTORY)
 def in_directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileCase]:
-    """Every sink whose requests have a path: in folders, with locks, by calls that can fail."""
+    """Every sink whose requests have paths."""
     case = IN_A_DIRECTORY[request.param](tmp_path / "storage")
     with case.serve():
         yield case
@@ -121,7 +121,7 @@ def test_full_disk_fails_the_request_with_errno(
 def test_fault_while_refusing_a_used_name_leaves_rows_and_no_reason(
     in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it cannot be told whether the name has rows, a reason would hide them."""
+    """If the name may have rows, a reason would hide them."""
     put(in_directory.open("folder/used"), 3)
     traces = in_directory.traces("folder/used")
     for nth in itertools.count(1):
@@ -188,7 +188,7 @@ def test_fault_at_any_system_call_fails_one_request_and_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is reported as published is there and right, nothing else is, and others go on."""
+    """A request reported as published is complete. Nothing else is visible. Others continue."""
     for nth in itertools.count(1):
         case = IN_A_DIRECTORY[label](tmp_path / str(nth))
         name, calls = "folder/inner/a", Calls(errno.EIO, nth=nth)
@@ -253,7 +253,7 @@ def test_fault_at_any_system_call_fails_one_request_and_leaks_nothing(
 def test_file_modes_do_not_depend_on_the_umask(
     tmp_path: Path, make: type[FileCase], mode: int, lock_mode: int, umask: int
 ) -> None:
-    """Readers of the data can open the lock for writing, as speculators does."""
+    """Readers of the data can open the lock for writing, as speculators' reader does."""
     before = os.umask(umask)
     case = make(tmp_path, mode=mode)
     try:

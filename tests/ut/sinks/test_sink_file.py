@@ -1,4 +1,4 @@
-"""FileSink, beyond the contract of test_sink_contract.py: its writes, and what faults leave."""
+"""FileSink beyond the contract of test_sink_contract.py: writes, and leftovers of faults."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_full_disk_leaves_an_empty_error_file(
     caplog: pytest.LogCaptureFixture,
     written: int,
 ) -> None:
-    """Not that the server died, which is alive."""
+    """Readers must not report that the server died."""
     file = open_request(sink, tmp_path)
 
     def full(fd: int, data: memoryview, offset: int) -> None:

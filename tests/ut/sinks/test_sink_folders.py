@@ -1,4 +1,4 @@
-"""Folders that clients choose: who may use them, and what of them is durable."""
+"""Folders that clients choose: permissions and durability."""
 
 from __future__ import annotations
 

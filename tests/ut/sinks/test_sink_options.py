@@ -1,4 +1,4 @@
-"""How files are written: durably, past the page cache, with room for the whole file."""
+"""Options of files: durability, direct I/O, reserved space."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_file_whose_name_cannot_be_synced_is_not_published(
 def test_aligned_rows_use_direct_io_and_other_rows_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows are aligned to the 512 bytes of the filesystem but those in ordinary memory."""
+    """All rows are aligned to the 512 bytes of the filesystem, except rows in ordinary memory."""
     bypassed: list[bool] = []
     real = os.pwrite
 
@@ -193,7 +193,7 @@ def test_filesystem_without_direct_writes_is_refused(
 def test_direct_writes_are_tested_from_the_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, at start."""
+    """A driver may map pinned memory where the disk cannot read it: EFAULT at start."""
     memory, real = memoryview(mmap.mmap(-1, 4 * PAGE)), os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -214,7 +214,7 @@ def test_direct_writes_are_tested_from_the_ring(
     assert listing(tmp_path) == []
 
 
-# Room
+# Reserved space
 
 
 def test_first_rows_reserve_space_for_the_whole_file(

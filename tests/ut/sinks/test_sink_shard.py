@@ -1,4 +1,4 @@
-"""ShardSink, beyond the contract: rollover, hidden files, several servers, names used again."""
+"""ShardSink beyond the contract: rollover, hidden files, several servers, reused names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory is moved or replaced: the requests under way fail, and later ones use the new one."""
+"""A directory is moved or replaced: open requests fail, later requests use the new directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAME = "a-0123abcd"
 
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
-    """A directory on another filesystem than pytest's."""
+    """A directory on another filesystem than the directories of pytest."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 
@@ -61,7 +61,7 @@ def reason_at(path: Path) -> str:
 
 
 class FailingFrom:
-    """A checkpoint at which one call fails, and all after it; `made` counts them."""
+    """A checkpoint from which on all calls fail; `made` counts the calls."""
 
     def __init__(self, first: int) -> None:
         self.made = 0
@@ -280,7 +280,7 @@ def test_rename_during_a_commit_fails_it_or_moves_the_rows(
 def test_former_directory_is_released_after_its_last_request(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
-    """Its shard is sealed and its hidden directory gone, so that it can be read now."""
+    """The shard is sealed and the hidden directory removed."""
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         begin(sink, directory, "before-0123abcd").commit(token_ids(3), 3)

@@ -1,4 +1,4 @@
-"""A name is used once: no request replaces, hides or answers with the rows of another one."""
+"""A name is used once: no request replaces, hides or returns the rows of another request."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def shard_sink(directory: Path, **options: bool) -> ShardSink:
 
 
 def small_shard_sink(directory: Path, **options: bool) -> ShardSink:
-    """A sink that seals its shard with each request."""
+    """A sink that seals a shard after each request."""
     return ShardSink(directory, FORMAT, shard_bytes=1, **options)
 
 
 @pytest.fixture(autouse=True)
 def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # on any machine
 
 
 SINKS: dict[str, Callable[..., Sink]] = {
@@ -275,7 +275,7 @@ def test_unique_names_are_not_checked(
 
 @EVERY_SINK
 def test_id_that_only_looks_random_may_have_rows(tmp_path: Path, make: Callable[..., Sink]) -> None:
-    """A date, where vLLM appends no digits: the client may send the id again."""
+    """The suffix is a date and vLLM appends no digits: the client may send the id again."""
     request_id = "cmpl-run-20240101"
     path = tmp_path / f"{request_id}.safetensors"
     with shard_sink(tmp_path, random_ids=False) as earlier:

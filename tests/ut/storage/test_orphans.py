@@ -1,4 +1,4 @@
-"""The next server removes what a dead one left, and nothing of a live one or of consumers."""
+"""The next server removes leftovers of dead servers, and no files of live servers or consumers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
-# What is removed, and what stays
+# Removed files and kept files
 
 
 def test_live_server_holds_a_locked_workspace_and_removes_it_at_the_end(
@@ -173,7 +173,7 @@ def test_foreign_files_stay_whatever_their_name(
     dead_workspace(directory, "0badcaff").joinpath("link").symlink_to(victim)
     before = set(everything(directory))
     FileSink(directory, FORMAT).close()
-    # The dead server's workspace stays for as long as something in it does.
+    # The workspace of the dead server stays until it is empty.
     assert before - set(everything(directory)) == {workspace_name("0badcaff")}
     assert sorted(os.listdir(directory / workspace_name("0badcafe"))) == ["folder", "lock"]
     assert victim.read_text() == "precious"
@@ -295,7 +295,7 @@ def test_removed_workspace_is_recreated(tmp_path: Path, caplog: pytest.LogCaptur
 def test_files_of_a_live_server_stay_after_its_lock_was_removed(
     tmp_path: Path, kind: str, removed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A purge of old files does that. Sealing a shard under its server would lose members."""
+    """A purge of old files may remove the lock. Sealing a shard in use would lose members."""
     paths = [tmp_path / f"{name}.safetensors" for name in ("before", "under-way", "after")]
     with (
         FileSink(tmp_path, FORMAT)

@@ -1,4 +1,4 @@
-"""A server on another machine, whose locks seem free because the filesystem keeps them local."""
+"""Servers on another machine. Their locks look free, because the filesystem keeps locks local."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 NO_FLOCK = """
 int flock(int fd, int operation) { return 0; }
 """
-# With the heartbeat of another machine, but every 50 ms.
+# Sends heartbeats of another machine, every 50 ms.
 SERVER = """
 import sys
 from pathlib import Path
@@ -109,7 +109,7 @@ def run(code: str, *arguments: object, **environ: object) -> subprocess.Popen[st
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A server that lives on another machine, in the middle of a file in a folder."""
+    """A live server on another machine, with an open file in a folder."""
     with run(SERVER, tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
@@ -128,14 +128,14 @@ def names(directory: Path) -> set[str]:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, serve: Callable[[], object]) -> None:
-    """Let a server on another machine do something and be killed: its locks are free then."""
+    """Run `serve` as a server on another machine, and kill it. The locks are then free."""
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat, "boot_id", lambda: "another")
         killed(serve)
 
 
 def no_heartbeat(directory: Path, seconds: float = heartbeat.RECENT_S + 1) -> None:
-    """Have all servers' last heartbeats been so long ago."""
+    """Set the age of the last heartbeat of all servers."""
     for lock in directory.glob(f"{workspace_name('*')}/{LOCK}"):
         os.utime(lock, (time.time() - seconds,) * 2)
 
@@ -167,9 +167,7 @@ def test_load_waits_for_a_server_on_another_machine(
 def test_timeout_explains_that_locks_do_not_reach_the_server(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
-    with run(
-        READER, tmp_path, 1, 3, LD_PRELOAD=no_flock
-    ) as reader:  # longer than a server is alive without heartbeats
+    with run(READER, tmp_path, 1, 3, LD_PRELOAD=no_flock) as reader:  # longer than RECENT_S
         output = reader.communicate()[0]
     assert "TimeoutError" in output
     assert f"server on {socket.gethostname()}: locks do not reach the server's machine" in output

@@ -1,6 +1,7 @@
-"""A hostile directory: nothing outside it is touched, and nothing fails but the request itself.
+"""A hostile directory: nothing outside is touched, and only the attacked request fails.
 
-docs/security.md says what is trusted; it names these tests, and those of test_request_params.py.
+docs/security.md describes the trust model and names tests of this file and of
+test_request_params.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def rows_in(path: Path) -> np.ndarray:
-    """Return rows without a look for a lock or a reason, which others may have planted."""
+    """Return rows. Ignore lock and reason, because others may have planted them."""
     return bits(load_file(path)["hidden_states"])
 
 
@@ -81,7 +82,7 @@ def test_client_path_stays_below_the_directory(
             ).path
         except ParamsError:
             path = None
-        # What the scheduler lets pass, the sink takes; it checks for itself what others give it.
+        # The sink accepts all paths of the scheduler, and checks other paths itself.
         if path is None:
             with pytest.raises(SinkError):
                 sink.open(request_id, Path(f"{where.storage}/../{chosen}"))
@@ -123,10 +124,10 @@ PATHS = (
 
 
 class Attack(NamedTuple):
-    """Something is planted under a name before a step of a request.
+    """Plant something under a name before a step of a request.
 
-    The storage directory itself is replaced only while a request is under way, and by no link to
-    another directory: a sink follows its path, which is the administrator's.
+    The storage directory is replaced only while a request is open, and never by a link to another
+    directory: the administrator chose the path, and the sink follows it.
     """
 
     step: str
@@ -135,7 +136,7 @@ class Attack(NamedTuple):
 
 
 def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
-    """Return the path that is attacked; None if a request of this path has no such slot."""
+    """Return the attacked path; None if a request of this path has no such slot."""
     *folders, name = relative.split("/")
     if slot == "storage":
         return where.storage
@@ -218,7 +219,7 @@ def test_planted_files_affect_nothing_outside_and_fail_only_their_request(
             ), error.reason
             return
         replaced = any(attack.slot.startswith("hidden") for attack in attacks)
-        if end == "commit" and not replaced:  # who replaces what was written owns the result
+        if end == "commit" and not replaced:  # whoever replaces the written file owns the result
             assert not path.is_symlink()
             assert np.array_equal(rows_in(path), finite_rows(0, 2))
             assert stat.S_IMODE(path.stat().st_mode) == options.mode
@@ -227,7 +228,7 @@ def test_planted_files_affect_nothing_outside_and_fail_only_their_request(
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "storage"])
 def test_planted_name_is_replaced_or_fails_the_request(slot: str, kind: str) -> None:
-    """The outcome for each name and each kind of thing, planted before the request is opened."""
+    """The outcome for each name and kind of file, planted before the request is opened."""
     relative = "folder/inner/a.safetensors"
     with place() as where, FileSink(where.storage, FORMAT) as sink:
         target = attacked(slot, where, relative, sink.token)
@@ -285,7 +286,7 @@ def test_replacement_between_system_calls_does_not_lead_outside(slot: str, kind:
                     where.plant(target, kind)
 
         with place(checkpoint) as where, FileSink(where.storage, FORMAT) as sink:
-            if slot != "folder":  # there the directories are made, too
+            if slot != "folder":  # the folders are created there, too
                 sink.open("earlier", where.storage / relative).fail("as a test")
             calls = 0
             try:
@@ -302,7 +303,7 @@ def test_replacement_between_system_calls_does_not_lead_outside(slot: str, kind:
 
 @pytest.mark.parametrize("kind", PLANTS)
 def test_planted_workspace_does_not_lead_outside(kind: str) -> None:
-    """A server removes what dead ones left; others can make a directory that looks like theirs."""
+    """A server removes leftovers of dead servers. Other users can create a similar directory."""
     with place() as where:
         (where.outside / "folder" / "x.safetensors.lock").touch()
         folders = [
@@ -335,7 +336,7 @@ def test_server_starts_beside_a_planted_lock_of_any_size(tmp_path: Path) -> None
 def test_direct_writes_go_to_the_created_file_after_a_replacement(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Direct I/O needs a second descriptor, which can only be had by name."""
+    """Direct I/O needs a second descriptor. It can only be opened by name."""
     with place() as where, FileSink(where.storage, FORMAT, FileOptions(io="direct")) as sink:
         file = sink.open("r", where.storage / "a.safetensors")
         hidden = where.storage / workspace_name(sink.token) / "a.safetensors.0"

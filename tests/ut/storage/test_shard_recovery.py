@@ -1,4 +1,4 @@
-"""The next server seals a dead one's shard, and changes nothing that it does not understand."""
+"""The next server seals shards of a dead server, and does not change invalid shards."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
-    """Leave two members, a request under way, and a third member without its line.
+    """Leave two members, an open request, and a third member without an index line.
 
-    Returns the stem of the shard and the paths of its two members.
+    Returns the stem of the shard and the paths of the two members.
     """
     sink = ShardSink(where, FORMAT, shard_bytes=MIB)
     paths = [publish(sink, where, name, tokens) for name, tokens in (("a", 3), ("b", 5))]
@@ -56,7 +56,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
         tar.write(headers(shard.end, "unsaid.safetensors", 50_000, 0o640, 0) + bytes(30_000))
     with open(where / f"{shard._stem}.jsonl", "ab") as index:
         index.write(b'{"name":"unsaid.safetensors","off')
-    # What the kernel does when a process dies: descriptors go, and with them the locks.
+    # Like the kernel after the death of a process: close descriptors, and thereby release locks.
     for each in sink._files.values():
         assert each.lock is not None
         each.lock.release()
@@ -88,7 +88,7 @@ def test_next_server_seals_shards_of_a_dead_server_once(
     for path, tokens in zip(paths, (3, 5), strict=True):
         assert np.array_equal(rows_of(path), finite_rows(0, tokens))
     state = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
-    # As if the server that sealed it had died before the manifest was there.
+    # As if the sealing server had died before it wrote the manifest.
     (tmp_path / f"{stem}.json").unlink()
     dead_workspace(tmp_path, stem.split("-")[1])
     ShardSink(tmp_path, FORMAT, shard_bytes=MIB).close()
@@ -99,7 +99,7 @@ def test_next_server_seals_shards_of_a_dead_server_once(
 def test_next_server_completes_an_interrupted_sealing(
     tmp_path: Path,
 ) -> None:
-    """At each of its system calls; without --long at each third one."""
+    """Kills at each system call; without --long at each third."""
     template = tmp_path / "template"
     stem, paths = leave_as_a_dead_server_would(template)
     for kill_at in itertools.count(1, 1 if is_long() else 3):
@@ -178,7 +178,7 @@ def test_link_in_place_of_a_shard_is_not_followed(
     assert "could not seal" in caplog.text
 
 
-# Tar files that are not what their indexes say
+# Tar files that contradict their indexes
 
 
 def flip_a_header(tar: Path, entry: Entry) -> None:
@@ -186,7 +186,7 @@ def flip_a_header(tar: Path, entry: Entry) -> None:
 
 
 def lose_the_first_page(tar: Path, entry: Entry) -> None:
-    """As after a loss of power without durability."""
+    """Happens after a loss of power without durability."""
     change(tar, 0, lambda data: bytes(len(data)), PAGE)
 
 
@@ -334,7 +334,7 @@ def test_recovery_truncates_after_the_last_member(tmp_path: Path, left: int) -> 
 
 
 def leave_dead(storage: Path, ids: list[str]) -> Path:
-    """Return the tar file of a shard of these requests, as a server leaves it that is killed."""
+    """Return the tar file of an unsealed shard of these requests."""
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
         for number, chosen in enumerate(ids):
             put(sink.open(f"x{number}", storage / f"{chosen}.safetensors", 3), 3, number)

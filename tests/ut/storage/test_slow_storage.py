@@ -1,4 +1,4 @@
-"""Slow, hanging or failing storage: no step waits for ever, and requests fail alone."""
+"""Slow, hanging or failing storage: no step waits forever, and requests fail alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_hanging_writes_fail_only_requests_whose_rows_wait(
         assert position <= 40
     assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT}
     assert engine.staging.wanted == {}
-    # The storage is still silent. New requests are refused at once, and others are not concerned.
+    # The storage still hangs. New requests are refused at once, other requests are not affected.
     engine.step(started(engine.start("c", 3)), [("c", 0, 3)])
     assert engine.outcomes["c"] == SILENT
     assert engine.last_report.ranks[0].unresponsive
@@ -91,7 +91,7 @@ def test_hanging_writes_fail_only_requests_whose_rows_wait(
 def test_unopened_request_is_logged_and_its_reason_stored_later(
     make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answer may have no room for the reason: with n > 1 vLLM drops kv_transfer_params."""
+    """The response may lack the reason: with n > 1 vLLM drops kv_transfer_params."""
     engine = make_engine()
     fill_ring(engine, storage)
     refused = [f"c{index}" for index in range(5)]
@@ -129,7 +129,7 @@ def test_unstored_reasons_are_bounded_in_memory_and_logged(
 def test_files_that_cannot_be_opened_do_not_block_writers(
     make_engine: Callable[..., Engine], locks: threading.Event
 ) -> None:
-    """Both writers wait for files that are not open; when these have failed they serve others."""
+    """Both writers wait for unopened files. After these fail, the writers serve other files."""
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("long", 9)), [("long", 0, 3)])
     silence(engine, locks)
@@ -175,7 +175,9 @@ TOO_SLOW = (
 def test_with_slow_storage_fail_rows_without_space_fail_and_steps_continue(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)  # it is slow here, not silent
+    monkeypatch.setattr(
+        storage_watch, "_UNRESPONSIVE_S", 30.0
+    )  # it is slow here, and does not hang
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)  # this is not about opening
     engine = make_engine(ring_rows=24, slow_storage="fail")
     engine.step(started(engine.start("a", 40), engine.start("b", 60)), [])
@@ -207,7 +209,7 @@ def test_with_slow_storage_fail_rows_without_space_fail_and_steps_continue(
 def test_with_slow_storage_fail_only_rows_without_a_slot_fail(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slots of four rows and a ring of six: the first twelve rows of a step have a place."""
+    """With two slots of four rows and a ring of six rows, the first twelve rows of a step fit."""
     monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)
     engine = make_engine(slow_storage="fail", slot_rows=4)
@@ -294,7 +296,7 @@ def test_log_names_storage_and_remedy_while_a_step_waits(
     storage.clear()
 
     class Answer(logging.Handler):
-        """The storage answers because there is a line; without one the test would never end."""
+        """The storage answers when the line is logged; otherwise the test would never end."""
 
         def emit(self, record: logging.LogRecord) -> None:
             if "slow storage" in record.getMessage():

@@ -1,6 +1,6 @@
 """`protocol: ascend`: the engine and the store are set up as vllm-ascend's KV connectors do it.
 
-Each thread that Ascend's transport takes the context of has an NPU first.
+A thread binds an NPU before Ascend's transport uses the context of the thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = MooncakeOptions(
 
 
 class FakeEngine:
-    """mooncake.engine.TransferEngine with what vllm-ascend calls of it; it records calls."""
+    """The methods of mooncake.engine.TransferEngine that vllm-ascend calls. Records the calls."""
 
     status = 0
 
@@ -82,7 +82,7 @@ class FakeStore:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """The engine that the process makes, where vllm-ascend is not loaded."""
+    """The engine that the process creates if vllm-ascend is not loaded."""
     fake = FakeEngine()
     module = ModuleType("mooncake.engine")
     module.TransferEngine = lambda: fake  # type: ignore[attr-defined]
@@ -340,7 +340,7 @@ def test_shared_engine_exists_in_vllm_ascend() -> None:
 def test_client_without_its_own_buffer_cannot_put_a_manifest(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vllm-ascend's scheduler has none either, and only asks which objects exist."""
+    """vllm-ascend's scheduler has no buffer either, and only asks which objects exist."""
     monkeypatch.setattr(mooncake_store, "_OWN_BUFFER", 0)
     client = MooncakeClient(MooncakeOptions(master_server_address=master.address), segment=16 << 20)
     with pytest.raises(MooncakeError, match="status -600"):
@@ -351,7 +351,7 @@ def test_client_without_its_own_buffer_cannot_put_a_manifest(
 def test_rows_pass_through_a_store_with_our_engine(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `ascend`, but for the transport."""
+    """As with `ascend`, except for the transport."""
     monkeypatch.delitem(sys.modules, "vllm_ascend", raising=False)
     initialised: list[str] = []
 

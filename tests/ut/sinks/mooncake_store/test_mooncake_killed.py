@@ -1,4 +1,4 @@
-"""A Mooncake store whose memory is in several processes, and one of these ends."""
+"""A Mooncake store with memory in several processes, one of which ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lending_memory(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_objects_survive_when_another_server_is_killed(tmp_path: Path) -> None:
-    """And what it stores in the seconds until the master notices, too."""
+    """This includes objects stored before the master notices the death."""
     require_mooncake()
     with (
         MooncakeMaster(tmp_path) as own,
@@ -103,10 +103,10 @@ def test_server_without_own_memory_stores_with_the_remaining_servers(tmp_path: P
 
 
 class Flaky:
-    """Puts of a client fail with these statuses, one after the other, and then succeed.
+    """A client whose puts fail with these statuses in order, and then succeed.
 
     Attributes:
-        now: seconds, which pass while somebody sleeps.
+        now: seconds that were slept.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_other_failures_are_not_repeated(sink: MooncakeSink, flaky: Flaky) -> No
 def test_after_the_retry_time_puts_fail_at_once_until_one_succeeds(
     sink: MooncakeSink, flaky: Flaky
 ) -> None:
-    """If nobody can be reached for longer, writers must not be kept for seconds by each request."""
+    """During a long outage, writers must not wait some seconds for each request."""
     flaky.statuses = [-800] * 10_000
     with pytest.raises(
         SinkError,
@@ -178,7 +178,7 @@ def test_after_the_retry_time_puts_fail_at_once_until_one_succeeds(
 
 
 def test_open_does_not_wait_until_the_reason_is_stored(sink: MooncakeSink, flaky: Flaky) -> None:
-    """A step waits for it, and the response has the reason."""
+    """A step waits for `open`, and the response has the reason."""
     flaky.statuses = [-800] * 100
     with pytest.raises(SinkError, match=r"mooncake\.local_buffer_size"):
         open_file(sink, tokens=sink.buffer_pool.size)

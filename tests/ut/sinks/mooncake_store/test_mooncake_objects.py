@@ -252,7 +252,7 @@ def test_padding_has_no_bytes_of_an_earlier_request(sink: MooncakeSink) -> None:
     assert data[240:256] == bytes(16) and data[296:] == bytes(24)
 
 
-# What readers are given
+# Arguments of readers
 
 
 @pytest.mark.parametrize("params", [{"hidden_states_error": "refused"}, {"handle": 3}, None, "", 3])
@@ -290,7 +290,7 @@ def test_object_can_be_read_with_the_code_of_the_page(
 
 
 def swap(sink: MooncakeSink, handle: str, rows: np.ndarray) -> None:
-    """Put other rows in place of those under a handle, whose manifest stays."""
+    """Replace the rows under a handle, and keep the manifest."""
     other = open_file(sink, "swapped", len(rows))
     other.write(0, rows)
     layout = packed_layout(FORMAT, len(rows))

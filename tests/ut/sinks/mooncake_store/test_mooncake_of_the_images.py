@@ -1,4 +1,4 @@
-"""Mooncake 0.3.11.post1, which vllm-ascend's images install: the sink and the reader work with it.
+"""Sink and reader work with Mooncake 0.3.11.post1, the release in vllm-ascend's images.
 
 Sources: `MOONCAKE_TAG` in Dockerfile of vllm-ascend 0.23.0 to 0.30.0rc2, and Mooncake's
 mooncake-integration/store/store_py.cpp:1598 in 0.3.11.post1.
@@ -142,7 +142,7 @@ def test_sink_and_reader_tests_pass_with_the_release_of_the_images(
 
 @pytest.mark.long
 def test_build_of_the_images_has_all_called_names(tmp_path: Path) -> None:
-    """By the names in its libraries: nothing here can import a module for aarch64."""
+    """Compares names in the libraries: a module for aarch64 cannot be imported here."""
     platform = [
         "--platform",
         "manylinux_2_35_aarch64",

@@ -1,4 +1,4 @@
-"""MooncakeSink, beyond the contract: its memory, and a store that is full, fails or goes."""
+"""MooncakeSink beyond the contract: memory, and stores that are full, fail or end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_requests_that_grow_in_turns_do_not_mix(sink: MooncakeSink, reader: Moon
 def test_handle_that_could_collide_with_another_key_is_refused(
     sink: MooncakeSink, handle: str
 ) -> None:
-    if handle == ".":  # what pathlib makes of nothing
+    if handle == ".":  # pathlib's form of an empty path
         assert handle_of("") != handle
         return
     with pytest.raises(SinkError, match="the handle cannot be used"):
@@ -176,7 +176,7 @@ def test_full_store_fails_the_request_and_evicts_no_rows(
 def test_manifests_of_removed_data_are_removed(sink: MooncakeSink) -> None:
     files = [committed(sink) for _ in range(3)]
     sink.client.remove([files[0].handle, files[2].handle])
-    while len(sink.published._handles) > 16:  # what other tests have left is looked at first
+    while len(sink.published._handles) > 16:  # leftovers of other tests are checked first
         sink.client.remove([committed(sink).handle])
     committed(sink)
     assert sink.client.exist([f"{file.handle}:manifest" for file in files]) == [False, True, False]
@@ -208,7 +208,7 @@ def test_dead_master_fails_requests_and_the_sink_survives(tmp_path: Path) -> Non
 
 
 def test_data_of_a_dead_server_is_reported_as_lost(tmp_path: Path) -> None:
-    """In a store of its own: in another one, somebody else's segment could hold it."""
+    """Uses a separate store: in a shared store, another segment could hold the data."""
     require_mooncake()
     with MooncakeMaster(tmp_path) as own, MooncakeReader(own.address) as reader:
         with MooncakeSink(options(own.address), FORMAT) as sink:
@@ -267,7 +267,7 @@ def test_server_configuration_of_the_page_is_valid() -> None:
 
 
 def test_rows_cross_the_network_to_readers_on_another_machine(tmp_path: Path) -> None:
-    """The master and the readers are on one machine, the server and its memory on the other."""
+    """Master and readers are on one machine, the server with the memory on the other."""
     require_mooncake()
 
     def process(machine: Machine, part: str, master: MooncakeMaster) -> subprocess.Popen[str]:
@@ -300,7 +300,7 @@ def fails(action: Callable[[], object]) -> bool:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    """Mooncake looks after its master every second."""
+    """Mooncake checks the master every second."""
     pause = threading.Event()
     for _ in range(600):
         if reached():
