@@ -256,9 +256,10 @@ def load(
         if response_id is not None and not belongs_to(
             owner := header.metadata.get("request_id", ""), response_id
         ):
-            owner = f", {owner}," if owner else ","
-            problem = f"these are rows of another request{owner} not of response {response_id}"
-            raise HiddenStatesError(path, problem)
+            owner = f", {owner}" if owner else ""
+            raise HiddenStatesError(
+                path, f"these are rows of another request{owner}, not of response {response_id}"
+            )
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(path, problem)
         return assembled(path, header, partial(read_tensor, place.fd, mapped=mmap), dequantize)

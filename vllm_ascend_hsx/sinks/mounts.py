@@ -13,7 +13,7 @@ _NFS = "Mount it with local_lock=none and without nolock on every machine that s
 _TRY = (
     "Test it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on "
     "another, with one FILE in this directory. 1 means that locks reach the other machine, 0 that "
-    "it does not."
+    "they do not."
 )
 
 

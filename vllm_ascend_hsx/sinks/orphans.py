@@ -70,7 +70,7 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
         nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
         logger.warning(
-            "%s: cleaned up after %s that died or could not clean up: %s",
+            "%s: leftovers of %s that died or could not clean up: %s",
             directory,
             which,
             done or nothing,

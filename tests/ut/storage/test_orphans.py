@@ -103,7 +103,7 @@ def test_one_line_of_the_log_says_what_was_recovered(
     (line,) = [record for record in caplog.records if "sinks.orphans" in record.name]
     assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
     assert line.getMessage() == (
-        f"{tmp_path}: cleaned up after a server that died or could not clean up: "
+        f"{tmp_path}: leftovers of a server that died or could not clean up: "
         "sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
     )
 
