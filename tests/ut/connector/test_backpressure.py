@@ -292,7 +292,7 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
     )
     reason = (
         "which names one file, and the first prompt and sample of the request uses it; send each "
-        "prompt on its own, with n=1"
+        "prompt in a request of its own, with n=1"
     )
     error = {
         "hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"

@@ -148,7 +148,7 @@ def test_id_with_a_hashed_file_name_is_explained(tmp_path: Path, name: str) -> N
         find(tmp_path, response_id)
 
 
-def test_long_id_without_a_hash_is_found(tmp_path: Path) -> None:
+def test_long_id_with_a_plain_file_name_is_found(tmp_path: Path) -> None:
     response_id = "cmpl-" + "x" * 180
     with pytest.raises(FileNotFoundError) as caught:
         find(tmp_path, response_id)
