@@ -257,7 +257,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
     "socket": (_socket, "a socket"),
     "directory": (Path.mkdir, "a directory"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
-    "link to itself": (lambda path: path.symlink_to(path.name), "a symbolic link"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "a broken symbolic link"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A marker beside a file: consumers need this file no longer, and `hsx clean` may remove it.
+"""A marker beside a file: consumers no longer need the file, and `hsx clean` may remove it.
 
 The marker of `NAME` is `NAME.acknowledged`. It names the file by size and time of change, so it
 says nothing about a later file of the same name. A marker is complete or absent.

@@ -20,7 +20,7 @@ VERSIONS_KEY = "weight_versions"  # in responses only
 EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 KEEP_KEY = "keep_aborted"
-SAMPLE_KEY = "sample_key"  # implies nothing: it has an effect on servers that sample only
+SAMPLE_KEY = "sample_key"  # has no effect unless the server samples
 PATH_OPTION = "allow_custom_save_path"
 
 _IMPLY_EXTRACTION = (PATH_KEY, OUTPUT_KEY, KEEP_KEY)
@@ -43,7 +43,7 @@ class ServerParams:
     Attributes:
         directory: directory of the files; None if the sink writes no files.
         include_output: whether rows of generated tokens are extracted by default.
-        allow_path: whether a request may choose its file.
+        allow_path: whether a request may choose the file.
         extract_all: whether requests are extracted by default.
         sample_rate: share of the requests that are extracted by default; None to follow
             `extract_all`.
@@ -96,8 +96,8 @@ def read_params(params: object, server: ServerParams, request_id: str = "") -> R
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
     if params.get("do_remote_prefill"):
-        # A proxy passes on the prefill server's answer. The path there is a file of that server and
-        # requests nothing here.
+        # A proxy passes on the response of the prefill server. The path in it is a file of that
+        # server, not a request to this server.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
     else:
         _refuse_unknown(params.keys() - _KNOWN, server)
@@ -119,10 +119,7 @@ def _refuse_unknown(keys: set[object], server: ServerParams) -> None:
         near = _similar(key) if isinstance(key, str) else None
         if near is not None or not server.has_others:
             hint = f"did you mean {near!r}?" if near else f"the keys are: {', '.join(_OF_REQUESTS)}"
-            raise ParamsError(
-                f"kv_transfer_params has the key {shown(key)}, which this server does not know; "
-                f"{hint}"
-            )
+            raise ParamsError(f"kv_transfer_params has the unknown key {shown(key)}; {hint}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,12 +130,12 @@ def _similar(key: str) -> str | None:
 
 
 def _by_default(params: Mapping[str, object], server: ServerParams, request_id: str) -> bool:
-    """Return whether a request is extracted that does not say so. All processes decide alike."""
+    """Return whether a request without EXTRACT_KEY is extracted. All processes agree."""
     key = params.get(SAMPLE_KEY)
     if SAMPLE_KEY in params and not isinstance(key, str):
         raise ParamsError(
-            f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a text, the same for all "
-            "requests to keep together"
+            f"kv_transfer_params.{SAMPLE_KEY} is {shown(key)}; use a string, the same for "
+            "all requests that belong together"
         )
     if server.sample_rate is None:
         return server.extract_all
@@ -157,29 +154,29 @@ def _read_bool(params: Mapping[str, object], key: str, default: bool) -> bool:
 def _read_path(value: object, server: ServerParams) -> Path:
     if isinstance(value, os.PathLike):  # from an LLM object in the engine's process
         value = os.fspath(value)
-    said = f"{_REFUSED_PATH}{shown(value)}"
+    refused = f"{_REFUSED_PATH}{shown(value)}"
     if server.directory is None:
         raise ParamsError(
-            f"{said}, but this server makes no files: it puts hidden states into a Mooncake "
-            "store; leave it out"
+            f"{refused}, but this server writes no files: it puts hidden states into a "
+            "Mooncake store; omit the key"
         )
     if not server.allow_path:
         raise ParamsError(
-            f"{said}, but this server names its files itself; leave it out, or start the server "
-            f"with kv_connector_extra_config.{PATH_OPTION}=true"
+            f"{refused}, but this server chooses file names itself; omit the key, or start the "
+            f"server with kv_connector_extra_config.{PATH_OPTION}=true"
         )
     remedy = (
         f"use a path below {server.directory} that ends with .safetensors, absolute or relative "
         "to it"
     )
     if not isinstance(value, str):
-        raise ParamsError(f"{said}; {remedy}")
+        raise ParamsError(f"{refused}; {remedy}")
     relative = _below(server.directory, value) if value.startswith("/") else value
     if relative is None:
-        raise ParamsError(f"{said}, which is not inside the storage directory; {remedy}")
+        raise ParamsError(f"{refused}, which is outside the storage directory; {remedy}")
     problem = path_refusal(relative)
     if problem is not None:
-        raise ParamsError(f"{said}, which cannot be used: {problem}; {remedy}")
+        raise ParamsError(f"{refused}, which cannot be used: {problem}; {remedy}")
     return server.directory / relative
 
 
@@ -189,9 +186,9 @@ def path_in_use(path: str) -> str:
 
 
 def one_file_for_all(path: object) -> str:
-    """Return the error for all but the first prompt and sample of a request that chose its file."""
-    problem = "which is one file, and is given to the first prompt and sample of a request"
-    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own, with n=1"
+    """Return the error for further prompts and samples of a request that chose a file."""
+    problem = "which names one file, and the first prompt and sample of the request uses it"
+    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt in a request of its own, with n=1"
 
 
 def refuses_path(error: str) -> bool:

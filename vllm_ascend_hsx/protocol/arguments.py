@@ -47,14 +47,14 @@ def require_text(name: str, value: Any, remedy: str) -> None:
 
 
 def require_path(name: str, value: Any, remedy: str, *, named: bool = False) -> Path:
-    """Return an argument as a path. Raise a ValueError unless it is a path of text.
+    """Return an argument as a path. Raise a ValueError unless it is a text path.
 
     An empty text is refused, because `Path("")` is the working directory.
 
     Args:
         name, value: of the argument.
         remedy: describes a right value.
-        named: whether the last part has to be a name, which `.` and `/` have not.
+        named: whether the path must end in a name; `.` and `/` do not.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text or (named and not Path(text).name):

@@ -42,7 +42,7 @@ class Digest:
             if not block:
                 raise OSError(
                     errno.EUCLEAN,
-                    f"the file was changed: it ends at byte {begin}, before its rows do",
+                    f"the file was truncated: it ends at byte {begin}, before its last row",
                 )
             self.update(block)
             begin += len(block)

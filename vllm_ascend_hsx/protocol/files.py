@@ -25,8 +25,10 @@ LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 class NotAFileError(OSError):
     """The path is not a regular file. `reason` is one sentence with the kind of the file."""
 
-    def __init__(self, path: str | os.PathLike[str], mode: int, more: str = "") -> None:
-        problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}{more}, not a regular file"
+    def __init__(self, path: str | os.PathLike[str], mode: int, kind: str = "") -> None:
+        problem = (
+            f"is {kind or _KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
+        )
         super().__init__(errno.EINVAL, f"it {problem}", os.fspath(path))
         self.reason = f"{os.path.basename(path)} {problem}"
 
@@ -119,7 +121,7 @@ def open_regular(
             raise
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(path, dir_fd):
-            raise NotAFileError(path, stat.S_IFLNK, " that leads nowhere") from error
+            raise NotAFileError(path, stat.S_IFLNK, "a broken symbolic link") from error
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error

@@ -212,7 +212,7 @@ def metadata_of(
     placeholders: Sequence[Placeholder] = (),
     origin: Origin = UNKNOWN,
 ) -> dict[str, str]:
-    """Return the metadata of a request's rows, wherever they are stored.
+    """Return the metadata of a request's rows, for a file or a store.
 
     Args:
         row_format: format of the rows.
@@ -221,7 +221,7 @@ def metadata_of(
         num_prompt_tokens: number of rows of the prompt.
         checksum: whether to reserve space for a checksum. `Digest.stamp` fills it in.
         arrived_ns: arrival time in nanoseconds since the epoch; None if unknown.
-        placeholders: rows of the images in the prompt. Those after the last row are left out.
+        placeholders: rows of the images in the prompt. Images after the last row are left out.
         origin: the weights that computed the rows, and whether the request was aborted.
     """
     return {
@@ -275,19 +275,17 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
             states, or has invalid metadata.
         OSError: if the file cannot be read.
     """
-    there = max(0, os.fstat(fd).st_size - offset)
-    size = there if size is None else size
-    if size > there:
-        raise FormatError(f"{there} of its {size} bytes are there")
+    available = max(0, os.fstat(fd).st_size - offset)
+    size = available if size is None else size
+    if size > available:
+        raise FormatError(f"it has {available} of {size} bytes")
     prefix = read_bytes(fd, _LENGTH.size, offset)
     if size < _LENGTH.size or len(prefix) < _LENGTH.size:
         raise FormatError(f"it has {size} bytes, too few for a safetensors file")
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
-        raise FormatError(
-            f"it has {size} bytes, and its first 8 say that the header alone has {length}"
-        )
+        raise FormatError(f"it has {size} bytes, but the first 8 state a header of {length} bytes")
     content = prefix + read_bytes(fd, length, offset + _LENGTH.size)
     try:
         entries = parse(content[_LENGTH.size :])
@@ -298,7 +296,7 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
             name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()
         }
     except ValueError as error:
-        raise FormatError(f"its header cannot be understood: {error}") from error
+        raise FormatError(f"its header is invalid: {error}") from error
     _check_places(tensors, offset, data_start, size)
     return Header(metadata, tensors, content)
 
@@ -331,7 +329,7 @@ def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:
 def check_metadata(value: object) -> dict[str, str]:
     """Return the metadata of a request. Raises ValueError if they are invalid."""
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ValueError("its metadata are not all strings")
+        raise ValueError("not all metadata are strings")
     "".join((*value, *value.values())).encode()  # a lone surrogate raises a ValueError
     version = value.get("format_version")
     if value.get("producer") == PRODUCER and version not in _READABLE:
@@ -384,16 +382,16 @@ def _check_places(
     for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if tensor.end > offset + size:
             raise FormatError(
-                f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}"
+                f"{_short(name)} ends at byte {tensor.end - offset}, but the file has {size} bytes"
             )
         if tensor.begin != end:
             raise FormatError(
-                f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it "
-                f"ends at {end - offset}"
+                f"{_short(name)} begins at byte {tensor.begin - offset}, but the preceding data "
+                f"end at byte {end - offset}"
             )
         end = tensor.end
     if end != offset + size:
-        raise FormatError(f"its tensors end at byte {end - offset}, and the file has {size}")
+        raise FormatError(f"its tensors end at byte {end - offset}, but the file has {size} bytes")
 
 
 def _short(value: object) -> str:

@@ -1,8 +1,8 @@
 """The heartbeat of a server, for machines that the server's locks do not reach.
 
 Lustre with localflock, NFS with nolock, and some other filesystems grant a flock on each machine
-alone. Therefore a server writes the name of the machine into its lock file, and touches that file
-while it lives.
+separately. Therefore a server writes the name of the machine into its lock file, and touches that
+file while it lives.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class HeldLock:
     ) -> HeldLock:
         """Create and lock the lock file, or take over an existing one.
 
-        Waits for at most some milliseconds; follows no symbolic link. A new file is locked before
+        Wait at most some milliseconds, and follow no symbolic link. A new file is locked before
         it gets the name, because readers conclude from a free lock file without data that the
         server has died.
 

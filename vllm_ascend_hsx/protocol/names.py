@@ -9,7 +9,7 @@ import re
 DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
-ACKNOWLEDGED_SUFFIX = ".acknowledged"  # a consumer needs the file no longer
+ACKNOWLEDGED_SUFFIX = ".acknowledged"  # consumers no longer need the file
 PARTIAL_SUFFIX = ".partial"
 SERVER_LOCK = "lock"  # in a server's hidden directory
 TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"  # a shard and the files beside it

@@ -21,7 +21,7 @@ import re
 _CHAT = "chatcmpl-"
 _NUMBERED = ("cmpl-", "generative-scoring-")
 _WITH_SAMPLES = (_CHAT, "generate-tokens-")
-# Clients of /v1/responses choose the id: it may begin like the id of a sample.
+# Clients of /v1/responses choose the id. It may begin like the id of a sample.
 _TURN = re.compile(r"(?:.*_)?[0-9]+", re.DOTALL)
 _LATER_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
 # At most seven digits: eight digits are the random suffix.
@@ -51,9 +51,9 @@ def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
 
 
 def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
-    """Return the ids that one prompt and sample can have, without the random digits.
+    """Return the possible ids of one prompt and sample, without the random digits.
 
-    Lists come in order of certainty: another client's own chat `NAME_0` looks like the first
+    The most certain list comes first: a client's own chat `NAME_0` looks like the first
     conversation of a batch called `NAME`.
     """
     turn = [f"{response_id}_{prompt}"] if sample == 0 else []  # only with n = 1

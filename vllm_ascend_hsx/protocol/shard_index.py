@@ -144,15 +144,15 @@ def end_of_members(fd: int, index: bytes) -> int:
     end = 0
     for number, line in enumerate(map(decode, split_lines(index)), 1):
         if not isinstance(line, Member):
-            raise ValueError(f"line {number} of its index cannot be used")
+            raise ValueError(f"line {number} of its index is invalid")
         if not is_headed(fd, line.offset, line.name, line.size, end):
             raise ValueError(
-                f"its index has {line.name!r} at byte {line.offset}, and the tar file has not"
+                f"its index has {line.name!r} at byte {line.offset}, but the tar file does not"
             )
         end = line.end
     if (size := os.fstat(fd).st_size) < end:
         raise ValueError(
-            f"its index has members up to byte {end}, and the tar file has {size} bytes"
+            f"its index has members up to byte {end}, but the tar file has {size} bytes"
         )
     return end
 
@@ -175,7 +175,7 @@ def check_end(fd: int, size: int, end: int, index: bytes) -> None:
         raise ValueError("its index ends in zeros")
     append = end_of_member(fd, end)
     if append is not None and size > append:
-        raise ValueError(f"the tar file has members after byte {append} that its index has not")
+        raise ValueError(f"the tar file has members after byte {append} that are not in its index")
 
 
 def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _common_metadata(fd: int, member: Member) -> dict[str, Any]:
         header = read_header(fd, member.offset, member.size)
         states = header.tensors[HIDDEN_STATES]
     except (FormatError, KeyError) as error:
-        raise OSError(f"the member {member.name!r} is not what its line says: {error!r}") from error
+        raise OSError(f"the member {member.name!r} does not match its line: {error!r}") from error
     common: dict[str, Any] = {
         key: value for key, value in header.metadata.items() if key not in _OF_ONE
     }

@@ -31,7 +31,7 @@ def parse(text: bytes | str) -> Any:
 
 
 def parse_unique(text: bytes | str) -> Any:
-    """Parse a JSON text that repeats no key. Other rules are those of `json.loads`.
+    """Parse a JSON text that repeats no key. Otherwise it accepts the same texts as `json.loads`.
 
     Raises:
         RepeatedKeyError: if an object has a key twice.

@@ -63,7 +63,7 @@ def numbers_and_names(versions: Sequence[WeightVersion]) -> list[list[Any]]:
 
 
 def encode_origin(origin: Origin) -> dict[str, str]:
-    """Return the metadata of rows. The fingerprint is there only if all rows have the same."""
+    """Return the metadata of rows. A fingerprint is included only if all rows have the same."""
     versions, fingerprints = origin.weights, {each.fingerprint for each in origin.weights}
     return {
         **(
@@ -80,7 +80,7 @@ def encode_origin(origin: Origin) -> dict[str, str]:
     }
 
 
-# The metadata that take most room.
+# The longest possible metadata.
 LONGEST = Origin([WeightVersion(2**63, "x" * 128, "0" * _FINGERPRINT_DIGITS)] * 2, is_aborted=True)
 
 

@@ -1,4 +1,4 @@
-"""Acknowledge files that consumers need no longer, so that `hsx clean` may remove them."""
+"""Acknowledge files that consumers no longer need. `hsx clean` may remove them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from vllm_ascend_hsx.reader.members import open_member
 
 
 def acknowledge(path: str | os.PathLike[str]) -> None:
-    """Mark a file as used, so that `hsx clean --older-than` or `--keep-bytes` may remove it.
+    """Mark a file as used. `hsx clean --older-than` or `--keep-bytes` may then remove it.
 
     Readers see no difference. A second call changes nothing. `remove` also removes the mark, and a
-    later file of the same name has none. This writes a small file beside the data and takes no
-    lock, so it works on any filesystem.
+    later file of the same name has none. This writes a small file beside the data without a
+    lock. It works on any filesystem.
 
     Args:
         path: a complete file as for `load`, or the tar file of a sealed shard. Bytes in a shard are

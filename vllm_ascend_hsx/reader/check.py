@@ -99,20 +99,17 @@ class Expected:
             return None
         prompt = len(self.prompt)
         parts = (
-            ("the prompt", self.prompt, token_ids[:prompt]),
-            ("the generated tokens", self.output, token_ids[prompt:]),
+            ("prompt", self.prompt, token_ids[:prompt]),
+            ("generated", self.output, token_ids[prompt:]),
         )
-        for what, expected, found in parts:
+        for part, expected, found in parts:
             if expected is None:
                 break
             if len(expected) != len(found):
-                return f"it has {len(found)} rows for {what} of {len(expected)} tokens"
+                return f"it has {len(found)} rows for {len(expected)} {part} tokens"
             wrong = np.flatnonzero(np.asarray(expected, dtype=np.int64) != found)
             if wrong.size:
-                return (
-                    f"token {wrong[0]} of {what} is {found[wrong[0]]} in it, and was "
-                    f"{expected[wrong[0]]}"
-                )
+                return f"{part} token {wrong[0]} is {found[wrong[0]]}, not {expected[wrong[0]]}"
         return None
 
 
@@ -223,7 +220,7 @@ def check(
         expected: tokens to compare with; if they differ, the rows are not read.
         data: read the rows: compare the checksum, and find numbers that are not finite.
         checksum: False to leave out the checksum.
-        norms: compute `token_norms`, which needs torch.
+        norms: compute `token_norms`. This needs torch.
         timeout: seconds to wait for a server that is still writing the file.
 
     Returns:
@@ -348,9 +345,9 @@ def _contradiction(found: Examination, token_ids: Numbers) -> str | None:
     """Describe a contradiction between metadata and tensors, or return None."""
     layer_ids, layers, prompt = found.kind.layer_ids, found.kind.layers, found.prompt_tokens
     if layer_ids and len(layer_ids) != layers:
-        return f"it names {len(layer_ids)} layer ids and has {layers} layers"
+        return f"it names {len(layer_ids)} layer ids, but has {layers} layers"
     if prompt is not None and not 0 <= prompt <= found.tokens:
-        return f"it says that {prompt} of its {found.tokens} tokens are the prompt's"
+        return f"it has {found.tokens} tokens, but states {prompt} prompt tokens"
     if found.tokens and int(token_ids.min()) < 0:
         return "it has a negative token id"
     return None

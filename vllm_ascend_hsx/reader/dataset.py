@@ -1,4 +1,4 @@
-"""A torch Dataset of files of hidden states, and its collate function."""
+"""A torch Dataset of files of hidden states, and a collate function."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[in
     layers = states.hidden_states.shape[1]
     if "layer_ids" not in states.metadata:
         raise HiddenStatesError(
-            path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen"
+            path, f"it does not state its layer ids, so {list(wanted)} cannot be chosen"
         )
     stored = states.layer_ids
     if len(stored) != layers:
-        raise HiddenStatesError(path, f"it names {len(stored)} layer ids and has {layers} layers")
+        raise HiddenStatesError(path, f"it names {len(stored)} layer ids, but has {layers} layers")
     if missing := [layer_id for layer_id in wanted if layer_id not in stored]:
         raise ValueError(
-            f"{path} has layers {stored} and not {missing}. Choose from those, or extract again."
+            f"{path} has layers {stored}, but not {missing}. Choose from these layers, or extract again."
         )
     return [stored.index(layer_id) for layer_id in wanted]
 
@@ -184,7 +184,7 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(kinds) > 1:
         found = " and ".join(f"{kind} ({path})" for kind, path in kinds.items())
         raise ValueError(
-            f"rows of one batch have different layers or dtypes: {found}. Choose them by "
+            f"rows of one batch have different layers or dtypes: {found}. Select them with "
             "layer_ids and dtype."
         )
     lengths = torch.tensor([len(item["token_ids"]) for item in items])

@@ -47,11 +47,12 @@ def find(
     Args:
         directory: the server's storage directory.
         response_id: the `id` of the response or of any chunk of its stream, such as `cmpl-5f...`. A
-            client that sends the header `X-Request-Id: NAME` knows it in advance: `cmpl-NAME` for
+            client that sends the header `X-Request-Id: NAME` can compute it: `cmpl-NAME` for
             completions, `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is the
             `request_id` that the client sends in the body. /inference/v1/generate answers with an
-            id that differs from the internal id `generate-tokens-NAME`. Choose no id that is
-            another id with `_` and a number: vLLM numbers conversations and turns like this.
+            id that differs from the internal id `generate-tokens-NAME`. Do not choose
+            an id that is another id plus `_` and a number: vLLM numbers conversations and turns
+            like this.
         prompt: index of the prompt in a request for several completions, of the item in a scoring
             request, of the conversation in a batch of chats, or of the turn in a response whose
             tools the server called.
@@ -101,9 +102,9 @@ def find(
         )
         if _is_hashed(forms[0][0]):
             problem += (
-                f", an id of {len(response_id)} characters: the name of its file ends with a "
-                "hash and cannot be told from it; "
-                "use kv_transfer_params of the response, or a shorter X-Request-Id"
+                f", an id of {len(response_id)} characters: its file name ends with a hash, so "
+                "the id does not lead to it; use kv_transfer_params of the response, or a "
+                "shorter X-Request-Id"
             )
         raise FileNotFoundError(problem)
     return Path(directory, best.pop())

@@ -74,19 +74,19 @@ _NOTHING = (
     f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
 )
 _DIED = (
-    "the server died before the file was complete, or its storage took no reason: it left an "
-    "unheld lock file and no data"
+    "the server died before the file was complete, or could not store the reason of a failure: "
+    "there is a free lock and no data"
 )
 _OUT_OF_REACH = (
-    "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not "
-    "reach the server's machine, or it has just died. Mount the directory on both with flock and "
-    "without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx doctor "
-    "--out` names the mount option"
+    "there is no file yet, its lock is free here, and so is the lock of a server on {}: locks do "
+    "not reach the server's machine, or the server has just died. Mount the directory on both with "
+    "flock and without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx "
+    "doctor --out` names the mount option"
 )
 
 
 class HiddenStatesError(Exception):
-    """There are no hidden states at `path`, and there will be none.
+    """There are no hidden states at `path`, and no server will write them.
 
     Attributes:
         path: the requested file.
@@ -145,8 +145,8 @@ class HiddenStates(_Stored):
         """Return rows and token ids as numpy arrays. Quantised rows are dequantised, as by `load`.
 
         numpy has no bfloat16. By default bfloat16 becomes float32, which has the same values, and
-        other dtypes stay. So the dtype follows from the file, and not from the packages that are
-        installed. The package ml_dtypes has a bfloat16 for numpy, which `dtype="bfloat16"` returns.
+        other dtypes stay. The default depends on the file, not on installed packages.
+        `dtype="bfloat16"` returns the bfloat16 of ml_dtypes.
 
         Args:
             dtype: "float16", "bfloat16", "float32" or "float64", as a name or as a type of numpy,
@@ -256,13 +256,9 @@ def load(
         if response_id is not None and not belongs_to(
             owner := header.metadata.get("request_id", ""), response_id
         ):
-            owner = owner or "by a producer that names none"
+            owner = f", {owner}" if owner else ""
             raise HiddenStatesError(
-                path,
-                (
-                    f"these are rows of another request, {owner}, and not of the response "
-                    f"{response_id}"
-                ),
+                path, f"these are rows of another request{owner}, not of response {response_id}"
             )
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(path, problem)
@@ -463,7 +459,7 @@ def failure_reason(path: Path) -> str:
     content = read_regular(path)
     if not content:
         return (
-            "the request failed, and the storage had no room for the reason: see the server's log"
+            "the request failed, and the storage had no space for the reason: see the server's log"
         )
     return reason_in(content, "reason")
 
@@ -471,9 +467,9 @@ def failure_reason(path: Path) -> str:
 def reason_in(content: bytes, key: str) -> str:
     """Return the reason of a failure, the text of `key` in a JSON object."""
     with suppress(ValueError):
-        if isinstance(said := parse(content), dict) and isinstance(said.get(key), str):
-            return str(said[key])
-    return f"the server reports a failure that cannot be understood: {content[:200]!r}"
+        if isinstance(value := parse(content), dict) and isinstance(value.get(key), str):
+            return str(value[key])
+    return f"the server's report of the failure is invalid: {content[:200]!r}"
 
 
 def difference(place: Place, header: Header) -> str | None:
@@ -491,5 +487,5 @@ def checksum_difference(expected: str, digest: Digest) -> str | None:
     return (
         None
         if found == expected
-        else f"it is not as it was written: its checksum is {found}, not {expected}"
+        else f"it has changed since it was written: its checksum is {found}, not {expected}"
     )

@@ -23,7 +23,7 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
     data or an error. No writer can take over the lock during that call.
 
     Raises:
-        OSError: if the lock cannot be opened, is not a regular file, or its filesystem has no
+        OSError: if the lock cannot be opened or is not a regular file, or the filesystem has no
             flock.
     """
     try:
@@ -49,7 +49,7 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
     Raises:
         ValueError: if the timeout is not a number of seconds.
         TimeoutError: if a writer still holds the lock.
-        OSError: if the lock cannot be opened, is not a regular file, or its filesystem has no
+        OSError: if the lock cannot be opened or is not a regular file, or the filesystem has no
             flock.
     """
     deadline = deadline_after(timeout)

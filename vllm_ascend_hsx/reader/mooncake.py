@@ -45,7 +45,7 @@ Handle = Mapping[str, Any] | str
 
 
 class MooncakeReader:
-    """A client of one store. Its methods are thread-safe.
+    """A client of one store. Thread-safe.
 
     Args:
         master_server_address: host:port of `mooncake_master`.
@@ -116,7 +116,7 @@ class MooncakeReader:
             if stated is None:
                 raise HiddenStatesError(
                     Path(handle),
-                    "it cannot be verified: its manifest names a checksum of no known kind",
+                    "it cannot be verified: its manifest names an unknown checksum algorithm",
                 )
             stated[1].update(data.numpy().data)
             if problem := checksum_difference(*stated):
@@ -167,16 +167,16 @@ class MooncakeReader:
             if left is not None and left <= 0:
                 if has_manifest or has_failed:
                     raise HiddenStatesError(
-                        Path(handle), f"it is in the store and cannot be read: {_OUT_OF_REACH}"
+                        Path(handle), f"it is in the store, but cannot be read: {_OUT_OF_REACH}"
                     )
                 if has_data:
                     problem = (
-                        "its data is there, but its manifest is not: somebody has removed it, or "
-                        "it went with a process that ended"
+                        "its data is in the store, but its manifest is missing: it was removed, or "
+                        "the process that held it in memory has ended"
                     )
                     raise HiddenStatesError(Path(handle), problem)
                 problem = f"nothing is in the store under {handle!r} after {timeout:g} s"
-                raise TimeoutError(f"{problem}: is the request done, and its server alive?")
+                raise TimeoutError(f"{problem}: has the request ended, and is its server alive?")
             time.sleep(delay if left is None else min(delay, left))
             delay = min(2 * delay, _LONGEST_POLL)
 
@@ -186,8 +186,10 @@ class MooncakeReader:
 
         stored = self._client.size(handle)
         if stored is None or stored < size:
-            found = "is not there any more" if stored is None else f"has {stored} bytes, not {size}"
-            raise HiddenStatesError(Path(handle), f"its data {found}: {_WHERE_IT_WENT}")
+            found = (
+                "is no longer in the store" if stored is None else f"has {stored} bytes, not {size}"
+            )
+            raise HiddenStatesError(Path(handle), f"its data {found}: {_REMOVED_OR_LOST}")
         data = torch.empty(stored, dtype=torch.uint8)
         self._client.register(data.data_ptr(), stored)
         try:
@@ -199,16 +201,16 @@ class MooncakeReader:
             self._client.unregister(data.data_ptr())
         if read != stored:
             raise HiddenStatesError(
-                Path(handle), f"its data is not there any more: {_WHERE_IT_WENT}"
+                Path(handle), f"its data is no longer in the store: {_REMOVED_OR_LOST}"
             )
         return data
 
 
 _OUT_OF_REACH = (
-    "the process that holds it has ended, or is not at the address that it gave "
-    "(mooncake.local_hostname)"
+    "the process that holds it in memory has ended, or its address (mooncake.local_hostname) "
+    "cannot be reached"
 )
-_WHERE_IT_WENT = "somebody has removed it, or the process whose memory it was in has ended"
+_REMOVED_OR_LOST = "it was removed, or the process that held it in memory has ended"
 
 
 def _handle(params: Handle) -> str:

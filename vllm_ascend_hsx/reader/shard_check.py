@@ -68,14 +68,14 @@ def _unreadable(path: Path, error: OSError) -> str | None:
     if isinstance(error, NotAFileError):
         return error.reason
     if missing.is_symlink() and not os.path.exists(missing):
-        return f"{missing.name} is a symbolic link that leads nowhere"
+        return f"{missing.name} is a broken symbolic link"
     if not isinstance(error, FileNotFoundError):
         return f"it cannot be read: {error.strerror or error}"
     if missing == index:
         return f"it has no *{INDEX}" if path.exists() and path != index else None
     with suppress(FileNotFoundError):  # the server removes both files
         if index.stat().st_size:
-            return "it is not there, and its index has lines"
+            return "it is missing, but its index has lines"
     return None
 
 
@@ -83,7 +83,7 @@ def _removals_problem(path: Path) -> str | None:
     lines = [decode(line) for line in split_lines(_content(path, REMOVED_MAX))]
     bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Tombstone)]
     return (
-        f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}"
+        f"{len(bad)} of the {len(lines)} lines of its index are invalid, first line {bad[0]}"
         if bad
         else None
     )
@@ -113,19 +113,19 @@ def _problem(path: Path, sealed: bool) -> str | None:
                     os.pread(fd, member.end - (at := member.offset + member.size), at)
                 ):
                     return (
-                        f"bytes follow {member.name!r} in the tar file that belong to no member, "
+                        f"the tar file has bytes after {member.name!r} that belong to no member, "
                         f"at byte {at}"
                     )
             expected = shard_manifest(fd, index, "")
     except ValueError as error:
         return str(error)
     try:
-        said = parse(read_regular(path.with_suffix(MANIFEST)))
-        wrong = [key for key in _COUNTED if said[key] != expected[key]]
+        stated = parse(read_regular(path.with_suffix(MANIFEST)))
+        wrong = [key for key in _COUNTED if stated[key] != expected[key]]
     except (ValueError, TypeError, KeyError) as error:
-        return f"its manifest cannot be understood: {error!r}"
+        return f"its manifest is invalid: {error!r}"
     return (
-        f"its manifest says {wrong[0]}={said[wrong[0]]!r}, and it has {expected[wrong[0]]!r}"
+        f"its manifest states {wrong[0]}={stated[wrong[0]]!r}, but it has {expected[wrong[0]]!r}"
         if wrong
         else None
     )

@@ -60,7 +60,7 @@ class UnreadableIndexError(PermissionError):
     """The requested rows may be in an index that this user may not read."""
 
     def __init__(self, path: Path) -> None:
-        remedy = "let this user read it (the server's option file_mode), or call as its owner"
+        remedy = "let this user read it (the server's option file_mode), or run as its owner"
         problem = f"{os.strerror(errno.EACCES)}; rows may be in this index: {remedy}"
         super().__init__(errno.EACCES, problem, os.fspath(path))
 
@@ -89,11 +89,11 @@ def member_problem(place: Place, header: Header, line: Member) -> str | None:
     ):
         if said != found:
             return (
-                f"its index leads to another request: there {what} is {said!r}, and {found!r} in "
-                "the shard"
+                f"its index describes another request: {what} is {said!r} in the index, and "
+                f"{found!r} in the shard"
             )
     if not is_headed(place.fd, place.offset, line.name, line.size):
-        return "its index leads to another request: in the shard that has another name or size"
+        return "its index describes another request: name or size differs in the shard"
     return None
 
 
@@ -194,7 +194,7 @@ class Shards:
             size = os.fstat(fd).st_size
             if size >= REMOVED_MAX:
                 problem = (
-                    f"the list of removed members has {size} bytes, and readers take "
+                    f"the list of removed members has {size} bytes, and the limit is "
                     f"{REMOVED_MAX}; write to a new directory"
                 )
                 raise OSError(errno.EFBIG, problem)
@@ -298,9 +298,7 @@ class Shards:
             return True
         except OSError as error:
             if error.errno in LEADS_NOWHERE and os.path.islink(path):
-                self._report(
-                    stem, error.errno, 0, f"{path.name} is a symbolic link that leads nowhere"
-                )
+                self._report(stem, error.errno, 0, f"{path.name} is a broken symbolic link")
                 return True
             if isinstance(error, FileNotFoundError):
                 return False
@@ -325,7 +323,7 @@ class Shards:
                         stem,
                         identity,
                         0,
-                        f"{path.name} has {end} bytes, more than the {most} that readers take",
+                        f"{path.name} has {end} bytes, more than the limit of {most}",
                     )
                     if stem != _REMOVED:
                         return True
@@ -356,9 +354,7 @@ class Shards:
             else:
                 self._members[line.name] = (*self._members.get(line.name, ()), (stem, line))
         if bad:
-            problem = (
-                f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used"
-            )
+            problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on are invalid"
             # Do not quote through a link: it may lead to a file that only this process may read.
             if not (self.directory / f"{stem}{INDEX}").is_symlink():
                 problem += f", first {bad[0][:_QUOTED].decode('utf-8', 'replace')!a}"

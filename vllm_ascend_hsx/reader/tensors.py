@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ROW_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, those that numpy has
+_NUMPY_DTYPES = ("float16", "float32", "float64")  # of rows, if numpy has the dtype
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
 _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
 # The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
@@ -86,11 +86,11 @@ def check_tensors(header: Header) -> None:
 def _check_quantization(
     metadata: dict[str, str], states: TensorInfo, scales: TensorInfo | None
 ) -> None:
-    said, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
-    if said not in (None, *QUANTIZATIONS.values()):
-        raise FormatError(f"its rows are quantised as {said!r}, which is unknown")
-    if scales is None and said is not None:
-        raise FormatError(f"its rows are {said}, but it has no {SCALES}")
+    method, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
+    if method not in (None, *QUANTIZATIONS.values()):
+        raise FormatError(f"its rows have the unknown quantization {method!r}")
+    if scales is None and method is not None:
+        raise FormatError(f"its rows are {method}, but it has no {SCALES}")
     if scales is None:
         return
     if (states.dtype, scales.dtype, scales.shape) != (FP8_DTYPE, "F32", (states.shape[0], 1, 1)):
@@ -161,7 +161,7 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        problem = "hidden states are read into torch tensors, and torch is not installed here"
+        problem = "torch is not installed, but hidden states are read into torch tensors"
         remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
         raise ModuleNotFoundError(f"{problem}; {remedy}", name="torch") from None
     dtype = torch_dtype(info.dtype)
@@ -194,7 +194,7 @@ def _mapped(fd: int, start: int, end: int) -> memoryview:
         OSError: if the file cannot be mapped.
     """
     if os.fstat(fd).st_size < end:
-        raise FormatError("it was cut off while it was read")
+        raise FormatError("it was truncated while it was being read")
     address = _libc.mmap(
         None,
         end - start,
@@ -252,6 +252,6 @@ def _read_into(fd: int, into: memoryview, offset: int) -> None:
     while into:
         read = os.preadv(fd, [into], offset)
         if read == 0:
-            raise FormatError(f"it ended at byte {offset} while it was read")
+            raise FormatError(f"it was truncated to {offset} bytes while it was being read")
         into = into[read:]
         offset += read

@@ -37,11 +37,11 @@ class _File(NamedTuple):
 
 
 class Acknowledged:
-    """The acknowledged files of a directory, to be removed oldest acknowledgement first.
+    """Remove the acknowledged files of a directory, oldest acknowledgement first.
 
     Args:
         dir_fd: the directory.
-        cleaning: counts and reports what is removed.
+        cleaning: counts and reports the removed files.
         dry_run: remove nothing.
 
     Attributes:
@@ -62,7 +62,7 @@ class Acknowledged:
         """
         for folder in folders:
             with (
-                self._cleaning.noting(f"could not look into {folder or '.'!r}"),
+                self._cleaning.noting(f"could not read {folder or '.'!r}"),
                 open_folder(self._dir_fd, folder or ".") as fd,
             ):
                 if fd >= 0:
@@ -80,7 +80,7 @@ class Acknowledged:
             if not is_old and (keep_bytes is None or self.num_bytes <= keep_bytes):
                 continue
             with (
-                self._cleaning.noting(f"could not look into {file.folder or '.'!r}"),
+                self._cleaning.noting(f"could not read {file.folder or '.'!r}"),
                 open_folder(self._dir_fd, file.folder or ".") as fd,
             ):
                 path = os.path.join(file.folder, file.name)
@@ -105,7 +105,7 @@ class Acknowledged:
 
     def _look_at(self, dir_fd: int, folder: str, name: str, has_marker: bool) -> None:
         with (
-            self._cleaning.noting(f"could not look at {os.path.join(folder, name)!r}"),
+            self._cleaning.noting(f"could not examine {os.path.join(folder, name)!r}"),
             suppress(FileNotFoundError),
         ):
             status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -148,7 +148,7 @@ class Acknowledged:
         if parts is None or not os.access(
             parts[0] + MANIFEST, os.F_OK, dir_fd=dir_fd, follow_symlinks=False
         ):
-            return False  # a server may be writing it, or it is no shard of ours
+            return False  # a server may be writing it, or this package did not write it
         if _acknowledged_at(dir_fd, name) is None:
             return False
         if not self._dry_run:

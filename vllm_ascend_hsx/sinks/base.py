@@ -15,7 +15,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
-NAME_USED = "this name already has rows: remove the file first, or name another one"
+NAME_USED = "this name already has rows: remove the file first, or choose another name"
 # The reason for every file that is incomplete when the server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 
@@ -41,7 +41,7 @@ class SinkError(Exception):
 class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
-    A file does not track its own state. The caller (`connector/extraction.py`) guarantees:
+    A file does not track its state. The caller (`connector/extraction.py`) guarantees:
     * The first write or copy runs alone. Later concurrent writes are for different positions.
       Several threads may write.
     * One call ends the file: `commit`, `fail` or `discard`.
@@ -105,8 +105,8 @@ class SinkFile(ABC):
             num_prompt_tokens: number of prompt tokens among them.
 
         Raises:
-            SinkError: if the file could not be published, or the name has rows by now. Those rows
-                stay. The file has ended.
+            SinkError: if the file could not be published, or another writer has published rows
+                under the name. These rows stay. The file has ended.
         """
 
     @abstractmethod

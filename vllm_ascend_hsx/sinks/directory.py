@@ -126,7 +126,7 @@ class Session:
         except OSError as error:
             if error.errno in LEADS_NOWHERE:
                 return False
-            problem = f"could not determine whether {self._directory} is still where it was"
+            problem = f"could not determine whether {self._directory} was moved or replaced"
             logger.error("%s", describe(problem, error))
             return True
 
@@ -221,14 +221,13 @@ class Session:
             if error.errno in _NO_FLOCK:
                 problem = f"is on a filesystem without flock: {error.strerror}"
                 remedy = (
-                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false "
-                    "and let readers "
-                    "wait for the file to appear."
+                    f"Mount it with flock, choose another directory, or set {LOCK_OPTION} to "
+                    "false and let readers wait for the file to appear."
                 )
             else:
                 problem = f"cannot be written: {error.strerror}"
                 user = f"the user that runs the server (uid {os.geteuid()})"
-                remedy = f"Make it writable for {user}, or name another one."
+                remedy = f"Make it writable for {user}, or choose another directory."
             raise _unusable(self._directory, problem, remedy) from error
 
     def _probe(self, direct: bool, memory: memoryview | None) -> Filesystem:
@@ -243,7 +242,7 @@ class Session:
 
         statx lacks the alignment on older kernels, and is wrong on some network filesystems.
         """
-        remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
+        remedy = f'Set {IO_OPTION} to "buffered", or choose a directory on a local disk.'
         with ExitStack() as undo:
             fd = self.workspace.create(_PROBE)
             undo.callback(os.close, fd)
@@ -265,12 +264,12 @@ class Session:
                     if error.errno in _NO_SPACE:
                         raise
                     refused = error
-            problem = f"takes no direct writes: {refused.strerror}"
+            problem = f"does not accept direct writes: {refused.strerror}"
             raise _unusable(self._directory, problem, remedy) from refused
 
     def _no_file(self, error: OSError) -> UserError:
-        problem = f"cannot hold a file: {error.strerror}"
-        remedy = "Free space or raise the quota there, or name another one."
+        problem = f"cannot store a file: {error.strerror}"
+        remedy = "Free space or raise the quota there, or choose another directory."
         return _unusable(self._directory, problem, remedy)
 
 
@@ -303,14 +302,16 @@ def _open_directory(path: Path) -> int:
         os.makedirs(path, exist_ok=True)
         return open_name(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError) as error:
-        problem = f"cannot be a directory: {error.filename} is not one"
-        raise _unusable(path, problem, "Name a directory, or remove what is there.") from error
+        problem = f"cannot be used: {error.filename} is not a directory"
+        raise _unusable(path, problem, "Choose a directory, or remove that file.") from error
     except OSError as error:
         problem = f"cannot be created or opened: {error.strerror}"
-        remedy = "Create it, writable for the user that runs the server, or name another one."
+        remedy = (
+            "Create it, writable for the user that runs the server, or choose another directory."
+        )
         raise _unusable(path, problem, remedy) from error
     except ValueError as error:
-        raise _unusable(path, f"is not a path: {error}", "Name a directory.") from error
+        raise _unusable(path, f"is not a path: {error}", "Give the path of a directory.") from error
 
 
 def _unusable(path: Path, problem: str, remedy: str) -> UserError:

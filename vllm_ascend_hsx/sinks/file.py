@@ -195,7 +195,7 @@ class DirectorySink(Sink):
         except OSError as error:
             is_gone = isinstance(error, FileNotFoundError)
             problem = (
-                f"{self._directory} is not there any more"
+                f"{self._directory} no longer exists"
                 if is_gone
                 else f"{self._directory} cannot be used"
             )
@@ -205,7 +205,7 @@ class DirectorySink(Sink):
         try:
             storage = self._enter(session, relative.split("/")[:-1])
         except OSError as error:
-            problem = describe("a directory on the way to it cannot be entered", error)
+            problem = describe("a folder in its path cannot be opened", error)
             raise SinkError(request_id, path, reason or problem) from cause or error
         file = RequestFile(
             self, session, storage, request_id, path, relative, expected_tokens, arrived_ns
@@ -269,7 +269,7 @@ class DirectorySink(Sink):
                 "request %r, %s: %s",
                 file.request_id,
                 file.path,
-                describe("its name may have rows", error),
+                describe("could not determine whether its name has rows", error),
             )
             file.withdraw()
         else:
@@ -290,16 +290,14 @@ class DirectorySink(Sink):
             if former.has_lock:
                 return former
             what = "lock" if former.has_workspace else "hidden directory"
-            problem = (
-                f"somebody has removed the {what} of this server; it makes another hidden directory"
-            )
+            problem = f"the {what} of this server was removed; creating a new hidden directory"
             logger.warning("%s: %s", self._directory, problem)
         else:
             if not os.path.exists(self._directory):
                 code = errno.ENOENT
                 raise FileNotFoundError(code, os.strerror(code), os.fspath(self._directory))
             logger.warning(
-                "%s is another directory than before; new files go there", self._directory
+                "%s was replaced by another directory; new files are written there", self._directory
             )
         self._session = self._new_session()
         self.release(former)

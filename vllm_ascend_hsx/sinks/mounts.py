@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_ALONE = "locks hold on each machine alone"
+_ALONE = "locks do not reach other machines"
 _LUSTRE = "Mount it with flock and without localflock on every machine that shares it."
 _NFS = "Mount it with local_lock=none and without nolock on every machine that shares it."
 _TRY = (
-    "Try it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on "
+    "Test it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on "
     "another, with one FILE in this directory. 1 means that locks reach the other machine, 0 that "
     "they do not."
 )
@@ -46,7 +46,7 @@ def local_locks(line: str) -> LocalLocks | None:
     if kind == "nfs" and local:  # version 3; nfs4 lacks these options
         return LocalLocks(f"nfs is mounted with {local}: {_ALONE}", _NFS)
     if kind in ("gpfs", "fuse") or kind.startswith("fuse."):
-        return LocalLocks(f"{kind} may keep locks on each machine alone", _TRY)
+        return LocalLocks(f"{kind} may not pass locks on to other machines", _TRY)
     return None
 
 

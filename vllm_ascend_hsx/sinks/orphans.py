@@ -62,7 +62,7 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         directory: path of the directory, for the log.
     """
     cleaning = Cleaning(dir_fd)
-    with cleaning.noting("could not look for what dead servers left"):
+    with cleaning.noting("could not search for leftovers of dead servers"):
         cleaning.run()
     done = cleaning.words("sealed {}", "removed {}")
     if cleaning.servers:
@@ -70,7 +70,10 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
         nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
         logger.warning(
-            "%s: after %s that died or could not clean up: %s", directory, which, done or nothing
+            "%s: leftovers of %s that died or could not clean up: %s",
+            directory,
+            which,
+            done or nothing,
         )
     elif done:
         logger.info("%s: %s", directory, done)
@@ -196,7 +199,7 @@ class Cleaning:
         return removed
 
     def _remove_lost_shards(self, dir_fd: int, folder: str) -> None:
-        """Remove what is left of shards without a tar file, except for those of a server."""
+        """Remove index and manifest of lost shards, unless a server may use the shard."""
         with os.scandir(dir_fd) as entries:
             names = {entry.name for entry in entries}
         parts = {parsed[:2] for name in names if (parsed := parse_shard_name(name))}
@@ -269,15 +272,17 @@ class Cleaning:
 
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
         """Remove locks without data in an open folder, once. Return the tokens of workspaces."""
-        tokens, lonely = _look(dir_fd)
+        tokens, without_data = _look(dir_fd)
         self._keeps_locks = self._keeps_locks or _any_elsewhere(dir_fd, tokens)
-        if lonely and not self._has_looked_above:
+        if without_data and not self._has_looked_above:
             self._has_looked_above = True
             self._keeps_locks = self._keeps_locks or self._is_below_another()
-        if lonely and not self._keeps_locks and folder not in self._cleaned:
+        if without_data and not self._keeps_locks and folder not in self._cleaned:
             with os.scandir(dir_fd) as entries:
                 names = (each.name for each in entries if each.name.endswith(_DATA_LOCK))
-                locks = [name for name in names if hash(name.removesuffix(LOCK_SUFFIX)) in lonely]
+                locks = [
+                    name for name in names if hash(name.removesuffix(LOCK_SUFFIX)) in without_data
+                ]
             for name in locks:
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"):
                     self._remove_lock(dir_fd, folder, name)
@@ -357,8 +362,8 @@ def _look(dir_fd: int) -> tuple[list[str], set[int]]:
                 locked.append(hash(name.removesuffix(LOCK_SUFFIX)))
             elif name.endswith(_DATA_ERROR):
                 decided.append(hash(name.removesuffix(ERROR_SUFFIX)))
-    lonely = np.setdiff1d(np.frombuffer(locked, np.int64), np.frombuffer(decided, np.int64))
-    return tokens, set(lonely.tolist())
+    without_data = np.setdiff1d(np.frombuffer(locked, np.int64), np.frombuffer(decided, np.int64))
+    return tokens, set(without_data.tolist())
 
 
 def _any_elsewhere(dir_fd: int, tokens: list[str]) -> bool:

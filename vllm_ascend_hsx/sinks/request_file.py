@@ -109,7 +109,9 @@ class RequestFile(SinkFile):
                 self._encoder.keep(0, source.scales[:num_rows])
             file.copy(source, num_rows)
         except OSError as error:
-            problem = f"rows [0, {num_rows}) could not be copied from the request that has them"
+            problem = (
+                f"rows [0, {num_rows}) could not be copied from the file of an earlier request"
+            )
             raise self._error(describe(problem, error)) from error
 
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
@@ -134,7 +136,7 @@ class RequestFile(SinkFile):
     def fail(self, reason: str, close: bool = True) -> None:
         self._withdraw()
         if close:
-            self._attempt("close its data", self._close_data)  # first: the reason needs space
+            self._attempt("close its file", self._close_data)  # first: the reason needs space
         self._leave_reason(reason)
         self._end(keeps_lock=True)
         if close:
@@ -146,8 +148,8 @@ class RequestFile(SinkFile):
         self.close()
 
     def close(self) -> None:
-        self._attempt("close its data", self._close_data)
-        self._attempt("close the directory", lambda: self.session.leave(self.storage))
+        self._attempt("close its file", self._close_data)
+        self._attempt("close its folder", lambda: self.session.leave(self.storage))
         self._sink.release(self.session)
 
     def refuse(self, reason: str) -> None:
@@ -155,7 +157,7 @@ class RequestFile(SinkFile):
         self._leave_reason(reason)
         if self.lock is not None:
             self._attempt("remove the lock", self.lock.remove)
-        self._attempt("close the directory", lambda: self.session.leave(self.storage))
+        self._attempt("close its folder", lambda: self.session.leave(self.storage))
 
     def withdraw(self) -> None:
         """Release lock and folder without a change at the path, instead of opening the file."""
@@ -164,7 +166,7 @@ class RequestFile(SinkFile):
                 "release the lock",
                 self.lock.release if self._sink.keeps_locks else self.lock.remove,
             )
-        self._attempt("close the directory", lambda: self.session.leave(self.storage))
+        self._attempt("close its folder", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:
         """Return the hidden file. The first call creates it. Raises SinkError if that fails."""
@@ -172,7 +174,7 @@ class RequestFile(SinkFile):
             try:
                 self._data = self._sink.make_data(self)
             except OSError as error:
-                reason = self._describe("the file of its rows could not be created", error)
+                reason = self._describe("the file for its rows could not be created", error)
                 raise self._error(reason) from error
         return self._data
 
@@ -181,7 +183,7 @@ class RequestFile(SinkFile):
         if source is not None:
             source.release()
         if self._data is not None:
-            self._attempt("remove its rows", self._data.withdraw)
+            self._attempt("remove its file", self._data.withdraw)
 
     def _close_data(self) -> None:
         if self._data is not None:
@@ -215,7 +217,7 @@ class RequestFile(SinkFile):
                 write_at(fd, memoryview(text.encode("ascii")), 0)
             except OSError as error:
                 # A full disk has room for a name. An empty file means that the request failed.
-                logger.error("%s", describe(f"{self.path}{ERROR_SUFFIX} stays empty", error))
+                logger.error("%s", describe(f"{self.path}{ERROR_SUFFIX} has no reason", error))
                 os.ftruncate(fd, 0)
 
     def _end(self, keeps_lock: bool) -> None:
@@ -234,7 +236,7 @@ class RequestFile(SinkFile):
 
     def _describe(self, problem: str, error: OSError) -> str:
         if not self.session.has_workspace:
-            problem += ", because somebody has removed the hidden directory of this server"
+            problem += ", because the hidden directory of this server was removed"
         return describe(problem, error)
 
     def _error(self, reason: str) -> SinkError:

@@ -21,8 +21,9 @@ _LARGEST_SPARE = 64 << 20  # bytes
 class ShardSink(DirectorySink):
     """Publishes requests as members of shards: each complete hidden file is appended.
 
-    Arguments and errors are those of DirectorySink. `shard_bytes` is the size at which a shard is
-    sealed and the next one begins. `options.io` has no effect: rows go through the page cache.
+    Arguments and errors are the same as in DirectorySink. `shard_bytes` is the size at which a
+    shard is sealed and the next one begins. `options.io` has no effect: rows go through the page
+    cache.
     """
 
     keeps_locks = False

@@ -47,9 +47,7 @@ from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
 
-_LOST = (
-    "its tar file was removed: put it back, or give its requests up with `hsx clean --lost-shards`"
-)
+_LOST = "its tar file was removed: restore it, or drop its requests with `hsx clean --lost-shards`"
 
 
 class Shard:
@@ -159,7 +157,7 @@ class Shard:
         data = encode(line)
         self.is_sound = False
         if not self.is_there():
-            raise OSError(errno.ENOENT, "somebody has removed the shard")
+            raise OSError(errno.ENOENT, "the shard was removed")
         write_at(self._index_fd, memoryview(data), self._index_end)
         if self._durable:
             os.fdatasync(self._index_fd)
@@ -177,7 +175,7 @@ class Shard:
         try:
             if not self.is_there():
                 logger.error(
-                    "%s was removed or cut off by somebody while it was written", self._stem + TAR
+                    "%s was removed or truncated while it was being written", self._stem + TAR
                 )
             elif not self._index_end:
                 self._storage.unlink(self._stem + TAR)
@@ -288,7 +286,7 @@ class SessionShards:
                 shard.seal(workspace)
         except OSError as error:
             self._session.tidy = False
-            problem = "a shard could not be sealed, which the next server will do"
+            problem = "a shard could not be sealed; the next server will seal it"
             logger.error("%s", describe(problem, error))
 
 

@@ -53,8 +53,8 @@ class Storage:
 
         Args:
             names: path components.
-            durable: sync the folders. Then the names survive a power failure, even those of folders
-                that another process created.
+            durable: sync the folders. Then all names in the path survive a power failure, even if
+                another process created the folders.
 
         Returns:
             This object if `names` is empty, otherwise a new object that the caller closes.
@@ -274,7 +274,7 @@ def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) 
             if not block:
                 raise OSError(
                     errno.EUCLEAN,
-                    f"the file was changed: it ends at byte {begin + position}, before its rows do",
+                    f"the file was truncated: it ends at byte {begin + position}, before its last row",
                 )
             copied = len(block)
             write_at(target, memoryview(block), offset + position)

@@ -24,9 +24,9 @@ class Workspace:
     """A hidden directory for files that are renamed when they are complete.
 
     The kernel releases the lock when the server dies: a directory with a free lock is an orphan.
-    Locks may not reach a server on another machine, so that server must also have had no heartbeat
-    for some minutes. The lock file names the machine, and then the folders in which the server has
-    created locks of requests, one per line.
+    Locks may not reach a server on another machine: for this server, the last heartbeat must also
+    be some minutes old. The lock file names the machine, and then the folders in which the server
+    has created locks of requests, one per line.
 
     Attributes:
         token: part of the directory's name.
@@ -65,7 +65,7 @@ class Workspace:
                 made = cls._make(parent_fd, token, use_lock, lock_mode)
                 if made is not None:
                     return made
-        problem = "every hidden directory was locked or removed by another process at once"
+        problem = "other processes locked or removed each new hidden directory"
         raise OSError(errno.EAGAIN, problem)
 
     @classmethod
@@ -215,7 +215,7 @@ def _require_no_heartbeat(lock: HeldLock, workspace: str, dir_fd: int) -> None:
     if beat is not None and is_recent(beat, workspace, dir_fd):
         problem = (
             f"its lock is free here, but its server had a heartbeat on {beat.machine} a few "
-            "minutes ago: it has just died, or locks do not reach this machine"
+            "minutes ago: the server has just died, or locks do not reach this machine"
         )
         raise OSError(errno.ENOLCK, problem)
 

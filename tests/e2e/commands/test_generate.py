@@ -367,7 +367,7 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
     assert damaged.name in said
     code, shown = hsx("inspect", damaged)
     assert code == 1
-    assert "not as it was written" in " ".join(shown.split())
+    assert "changed since it was written" in " ".join(shown.split())
 
 
 def hsx(*words: object) -> tuple[int, str]:

@@ -182,7 +182,7 @@ def test_a_path_is_refused_for_there_are_no_files(session: EngineSession) -> Non
     request = session.add(tokens(5), {"max_tokens": 1, **CHOOSES})
     session.settle()
     assert (
-        "this server makes no files: it puts hidden states into a Mooncake store"
+        "this server writes no files: it puts hidden states into a Mooncake store"
         in answer(request)["hidden_states_error"]
     )
     assert len(request.tokens) == 1
@@ -228,7 +228,7 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
         assert (len(under_way.tokens), len(later.tokens)) == (4, 2)
         # Whichever is noticed first: a broken connection, or a second without an answer.
         reasons = (
-            "mooncake_master does not answer: see that it runs",
+            "mooncake_master does not answer: check that it is running",
             "the storage did not answer for 1 s",
         )
         assert any(reason in answer(later)["hidden_states_error"] for reason in reasons)

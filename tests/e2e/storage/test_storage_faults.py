@@ -129,10 +129,10 @@ def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_co
     stage.session.call("catch_up")
     stage.session.settle()
     assert bool(stage.session.call("inject", [])) == (how == "an error")
-    reason = "EIO" if how == "an error" else "the file was changed: it ends at byte"
+    reason = "EIO" if how == "an error" else "the file was truncated: it ends at byte"
     with pytest.raises(
         HiddenStatesError,
-        match=rf"rows \[0, 128\) could not be copied from the request that has them: .*{reason}",
+        match=rf"rows \[0, 128\) could not be copied from the file of an earlier request: .*{reason}",
     ):
         load(path, 10)
     assert reason in (victim.kv_transfer_params or {})["hidden_states_error"]
@@ -215,7 +215,7 @@ def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_
     alone = stage.add(tokens(30), name="alone", expect="nothing")
     stage.until(lambda: alone.finished)
     assert not under_way.finished
-    assert f"{storage} is not there any more" in alone.kv_transfer_params["hidden_states_error"]
+    assert f"{storage} no longer exists" in alone.kv_transfer_params["hidden_states_error"]
     if how == "a new directory":
         storage.mkdir()
     else:
@@ -232,4 +232,4 @@ def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_
         load(former / path.name, 10)
     left = {each.name for each in former.iterdir() if each.suffix != ".lock"}
     assert left == {f"{path.name}.error"}, "nothing but the reason"
-    assert f"{storage} is another directory than before" in stage.session.log
+    assert f"{storage} was replaced by another directory" in stage.session.log

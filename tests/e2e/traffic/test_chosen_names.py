@@ -131,7 +131,7 @@ def test_a_planted_link_fails_its_request_and_leads_nowhere(
     )
     session.settle()
     assert (
-        "a directory on the way to it cannot be entered: Not a directory"
+        "a folder in its path cannot be opened: Not a directory"
         in through.kv_transfer_params["hidden_states_error"]
     )
     assert len(through.tokens) == 2

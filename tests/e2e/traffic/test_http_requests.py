@@ -149,11 +149,11 @@ def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
         ),
         (
             {"kv_transfer_params": {"hidden_states_path": "x" * 10_000}},
-            "(10000 characters), but this server names its files itself",
+            "(10000 characters), but this server chooses file names itself",
         ),
         (
             {"kv_transfer_params": {"hidden_states_path": None}},
-            "is None, but this server names its files itself",
+            "is None, but this server chooses file names itself",
         ),
         (
             {"kv_transfer_params": {"hidden_states": {"a": [1]}}},

@@ -225,7 +225,7 @@ def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(
     )
     assert main(["inspect", str(path), *(["--plot", str(tmp_path / "x.png")] if plot else [])]) == 1
     said = capsys.readouterr().out
-    for words in ("it names 1 layer ids and has 2 layers", "layer #0", "layer #1"):
+    for words in ("it names 1 layer ids, but has 2 layers", "layer #0", "layer #1"):
         assert words in said
 
 

@@ -455,8 +455,8 @@ def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None
 def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file", FileOptions())
-    assert found.verdict == "problem" and "cannot be a directory" in found.found
-    assert found.what_to_do == "Name a directory, or remove what is there."
+    assert found.verdict == "problem" and "is not a directory" in found.found
+    assert found.what_to_do == "Choose a directory, or remove that file."
 
 
 def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(

@@ -62,7 +62,7 @@ def test_the_file_that_a_request_chooses_is_either(
         )
     with pytest.raises(
         ParamsError,
-        match=r"hidden_states_path is '/elsewhere/a\.safetensors', which is not inside the storage directory",
+        match=r"hidden_states_path is '/elsewhere/a\.safetensors', which is outside the storage directory",
     ):
         read_params({"hidden_states_path": kind(Path("/elsewhere/a.safetensors"))}, server)
 

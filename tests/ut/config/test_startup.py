@@ -275,7 +275,7 @@ def test_storage_is_probed_once_in_a_process_unless_it_was_refused(
     assert probed == [tmp_path / "a"] * 2
     (tmp_path / "b").write_text("")
     for _ in range(2):
-        with pytest.raises(UserError, match="is not one"):
+        with pytest.raises(UserError, match="is not a directory"):
             read_settings(serve(tmp_path / "b"))
     (tmp_path / "b").unlink()
     assert read_settings(serve(tmp_path / "b")).row_format.row_bytes
@@ -308,7 +308,7 @@ def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.Monke
     )
     with pytest.raises(
         UserError,
-        match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]",
+        match=r"sink='mooncake' cannot be used: Mooncake's package cannot be imported.*\[mooncake\]",
     ):
         read_settings(config)
 

@@ -291,8 +291,8 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
     reason = (
-        "which is one file, and is given to the first prompt and sample of a request; send each "
-        "prompt on its own, with n=1"
+        "which names one file, and the first prompt and sample of the request uses it; send each "
+        "prompt in a request of its own, with n=1"
     )
     error = {
         "hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"

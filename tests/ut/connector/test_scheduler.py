@@ -278,7 +278,7 @@ def test_in_a_store_no_request_chooses_a_file() -> None:
     scheduler.on_new_request(request)
     assert not scheduler.extracts("r")
     assert (
-        "'a.safetensors', but this server makes no files: it puts hidden states"
+        "'a.safetensors', but this server writes no files: it puts hidden states"
         in scheduler.on_finished(request)["hidden_states_error"]
     )
 

@@ -172,7 +172,9 @@ def test_a_copy_that_fails_fails_its_request_alone(
     engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
     engine.wait_until_decided("next")
     engine.collect()
-    assert "could not be copied from the request that has them" in (engine.outcomes["failed"] or "")
+    assert "could not be copied from the file of an earlier request" in (
+        engine.outcomes["failed"] or ""
+    )
     assert "Input/output error" in reason_of(engine.path("failed"))
     assert_right(engine, "next", 5)
 

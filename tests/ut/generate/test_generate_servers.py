@@ -260,7 +260,7 @@ def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(
     bench.output /= "link"
     code, printed = bench.run("--concurrency", 8, records=60)
     assert (code, len(bench.server.seen)) == (2, 4), printed
-    problem = "a directory on the way to it cannot be entered: Not a directory (ENOTDIR)"
+    problem = "a folder in its path cannot be opened: Not a directory (ENOTDIR)"
     remedy = "mend its storage, or name a folder in it, and no link, with --output"
     assert (
         f"{bench.server.url}: the server could not store the hidden states: {problem}; {remedy}"

@@ -54,7 +54,7 @@ def _number(cell: str) -> float:
     return float(cell.rstrip("%").replace(",", "")) if cell else 0.0
 
 
-def test_a_file_has_half_the_bytes(measured: str) -> None:
+def test_quantised_file_has_half_the_bytes(measured: str) -> None:
     sizes = tables(measured)[0]
     assert sizes
     for bfloat16, fp8, share in sizes.values():

@@ -1,4 +1,4 @@
-"""What a checksum covers: every bit of a file; files of earlier versions are verified as before."""
+"""A checksum covers every bit of a file. Files of earlier versions are still verified."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def a_file(where: Path, quantization: str | None = None, request_id: str = "x") 
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(
+def test_flipped_bit_is_found_anywhere_in_the_file(
     tmp_path: Path, quantization: str | None
 ) -> None:
     path = a_file(tmp_path, quantization)
     good = path.read_bytes()
     assert load(path, 0, verify=True).layer_ids == [2, 0, 3]
     text = good.rindex(b"}", 0, good.index(b"    ")) + 1
-    # All of the header's text, some of its padding, and what follows it.
+    # All of the text and some padding of the header, and the bytes after it.
     for place in (*range(text), *range(text, 4096, 97), *range(4096, len(good))):
         for bit in (place % 8, (place + 3) % 8) if place < text else (place % 8,):
             path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
@@ -68,16 +68,14 @@ def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(
 @pytest.mark.parametrize(
     "request_id", ['"checksum":"00000000"', '","checksum":"', "\\", "雪\0\ud800"], ids=ascii
 )
-def test_what_a_request_is_called_does_not_disturb_its_checksum(
-    tmp_path: Path, request_id: str
-) -> None:
+def test_checksum_is_right_for_any_request_id(tmp_path: Path, request_id: str) -> None:
     path = a_file(tmp_path, request_id=request_id)
     metadata = load(path, 0, verify=True).metadata
     assert metadata["checksum"] == checksum_of(path.read_bytes())
     assert metadata["format_version"] == "2"
 
 
-def test_a_file_of_version_1_is_verified_by_its_data_as_before(tmp_path: Path) -> None:
+def test_file_of_version_1_is_verified_by_its_data(tmp_path: Path) -> None:
     path = a_file(tmp_path)
     old = as_version_1(path.read_bytes())
     path.write_bytes(old)
@@ -90,7 +88,7 @@ def test_a_file_of_version_1_is_verified_by_its_data_as_before(tmp_path: Path) -
         assert examine(path).problem is not None
 
 
-def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_path: Path) -> None:
+def test_member_has_the_checksum_of_its_file_in_the_index(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         publish(sink, tmp_path, "before")
         file = sink.open("x", tmp_path / "x.safetensors", 3)
@@ -105,7 +103,7 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
     )
 
 
-# How it is made
+# Computation
 
 
 @settings(max_examples=depth(300))
@@ -114,7 +112,7 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
     luck=st.randoms(use_true_random=False),
     extra=st.integers(0, 2),
 )
-def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
+def test_checksum_does_not_depend_on_the_order_of_writes(
     tmp_path_factory: pytest.TempPathFactory,
     spans: list[tuple[int, int]],
     luck: random.Random,
@@ -137,7 +135,7 @@ def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_wri
     assert said["checksum"] == checksum_of(data)
 
 
-def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
+def test_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
     # RFC 3720, B.4: 32 bytes of zeros, of ones, and counting up.
     for data, expected in (
         (bytes(32), "8a9136aa"),
@@ -158,7 +156,7 @@ def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
         ([(0, 4), (4, 12), (12, 13)], False),  # a row more than the request turns out to have
         ([(0, 4), (0, 4), (4, 12)], False),  # preempted and computed again
         ([(4, 12), (0, 4)], False),
-        ([(0, 4), (2, 12)], True),  # preempted, and cut elsewhere
+        ([(0, 4), (2, 12)], True),  # preempted, with other spans
         ([(0, 4), (4, 13)], True),
     ],
     ids=[
@@ -170,7 +168,7 @@ def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
         "a row too many in the last piece",
     ],
 )
-def test_only_what_is_left_of_a_piece_is_read_again(
+def test_only_remnants_of_overwritten_parts_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
 ) -> None:
     calls = Calls()
@@ -183,7 +181,7 @@ def test_only_what_is_left_of_a_piece_is_read_again(
     assert ("pread" in calls.made) == reads
 
 
-def test_a_write_that_failed_half_way_does_not_count(
+def test_failed_write_is_not_in_the_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FileSink(tmp_path, SMALL) as sink:
@@ -202,7 +200,7 @@ def test_a_write_that_failed_half_way_does_not_count(
     assert metadata(file.path)["checksum"] == checksum_of(file.path.read_bytes())
 
 
-def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
+def test_file_without_a_checksum_names_none(tmp_path: Path) -> None:
     with FileSink(tmp_path, SMALL, FileOptions(checksum="none")) as sink:
         assert not sink.writes_side_by_side
         file = sink.open("a", tmp_path / "a.safetensors")
@@ -210,7 +208,7 @@ def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
     assert not [key for key in metadata(file.path) if key.startswith("checksum")]
 
 
-def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
+def test_truncated_file_gets_no_checksum(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(10))
     checksum = Checksums(0)
     with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):

@@ -1,4 +1,4 @@
-"""An error of the storage names the file, whichever call it comes from."""
+"""Storage errors of any call name the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_file(directory: Path) -> Path:
 
 
 def fail(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the call fail from its `number`-th time on. Returns a count of the calls."""
+    """Let a function fail from call `number` on. Return the counter of calls."""
     real, calls = getattr(CALLS[call], call), [0]
 
     def broken(*arguments: Any, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def fail(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("make", [a_file, write_member], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("reader", READERS)
-def test_an_error_of_storage_names_the_file(
+def test_error_of_storage_names_the_file(
     reader: str,
     call: str,
     make: Callable[[Path], Path],
@@ -80,7 +80,7 @@ def test_an_error_of_storage_names_the_file(
     raise AssertionError("more calls than expected")
 
 
-def test_verify_names_what_it_could_not_read(
+def test_verify_names_unreadable_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_member(tmp_path / "shards")
@@ -94,7 +94,7 @@ def test_verify_names_what_it_could_not_read(
 
 
 @pytest.mark.parametrize("make", [a_file, write_member], ids=lambda make: make.__name__)
-def test_what_is_read_and_written_in_pieces_is_whole(
+def test_short_reads_and_writes_are_completed(
     make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pread, preadv, pwrite = os.pread, os.preadv, os.pwrite

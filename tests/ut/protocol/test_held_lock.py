@@ -1,4 +1,4 @@
-"""HeldLock: held before it has its name, taken over from earlier requests, and given back."""
+"""HeldLock: locked before it has the name, taken over from earlier requests, and released."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", link)
 
 
-def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(
+def test_lock_is_created_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_hard_links(monkeypatch)
@@ -43,10 +43,10 @@ def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(
     held.remove()
 
 
-def test_where_locks_do_not_follow_links_a_lock_is_seen_under_its_name_all_the_same(
+def test_lock_is_visible_where_locks_do_not_follow_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on bindfs, which makes a node of each name; the kernel keeps locks by node."""
+    """bindfs creates a node for each name, and the kernel keeps locks by node."""
 
     def link(
         source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool
@@ -74,7 +74,7 @@ def test_locks_follow_links_on_this_filesystem_and_the_probe_leaves_nothing(tmp_
     os.close(dir_fd)
 
 
-def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
+def test_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
     acquire(tmp_path).release()
     inode = os.stat(tmp_path / "f.lock").st_ino
     held = acquire(tmp_path)
@@ -83,7 +83,7 @@ def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) ->
     held.release()
 
 
-def test_a_reader_still_busy_with_an_earlier_file_does_not_stop_a_new_request(
+def test_reader_of_an_earlier_file_does_not_block_a_new_request(
     tmp_path: Path,
 ) -> None:
     acquire(tmp_path).release()
@@ -97,14 +97,14 @@ def test_a_reader_still_busy_with_an_earlier_file_does_not_stop_a_new_request(
     assert listing(tmp_path) == ["f.lock"]
 
 
-def test_a_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
+def test_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
     held = acquire(tmp_path)
     with pytest.raises(LockHeldError):
         acquire(tmp_path)
     held.release()
 
 
-def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(
+def test_lock_file_removed_during_takeover_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire(tmp_path).release()
@@ -123,7 +123,7 @@ def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(
     held.release()
 
 
-def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(
+def test_reader_that_locks_a_new_lock_file_first_does_not_block_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_hard_links(monkeypatch)
@@ -144,7 +144,7 @@ def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(
     held.release()
 
 
-def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) -> None:
+def test_lease_on_the_lock_file_does_not_block_the_worker(tmp_path: Path) -> None:
     """A user who may write the file can make open() wait for 45 s (fs/lease-break-time)."""
     acquire(tmp_path).release()
     lessee = os.open(tmp_path / "f.lock", os.O_RDWR)
@@ -163,7 +163,7 @@ def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) ->
         signal.signal(signal.SIGIO, ignored)
 
 
-def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path: Path) -> None:
+def test_reader_continues_with_the_lock_that_replaced_its_lock(tmp_path: Path) -> None:
     name = tmp_path / "f.lock"
     first = acquire(tmp_path)
     woken = threading.Event()
@@ -181,7 +181,7 @@ def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path
     assert woken.wait(30)
 
 
-def test_removing_a_lock_spares_the_one_that_took_its_name(tmp_path: Path) -> None:
+def test_removing_a_lock_keeps_its_replacement(tmp_path: Path) -> None:
     first = acquire(tmp_path)
     os.unlink(tmp_path / "f.lock")
     second = acquire(tmp_path)
@@ -192,19 +192,19 @@ def test_removing_a_lock_spares_the_one_that_took_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("decided", [False, True])
-def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(
+def test_free_lock_is_left_over_only_if_its_request_did_not_end(
     tmp_path: Path, decided: bool
 ) -> None:
-    """The request may be published between the listing of a directory and the look at its lock."""
+    """The request may be published after the directory was listed and before its lock is tried."""
     lock = tmp_path / "a.safetensors.lock"
     lock.touch()
     assert is_left_over(lock, lambda: decided) is not decided
 
 
-def test_a_line_that_a_full_disk_cuts_off_is_taken_back(
+def test_incomplete_line_on_a_full_disk_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next line would be glued to it, and the folder in it would be forgotten."""
+    """Otherwise the next line would be appended to it, and the folder in that line be lost."""
     dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lock = HeldLock.create(dir_fd, "lock", 0o644)
     assert lock is not None

@@ -1,4 +1,4 @@
-"""File names made from request ids: one safe path component each, and never the same one twice."""
+"""File names of request ids: one safe path component each, and no collisions."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("request_id", ORDINARY)
-def test_an_ordinary_id_stays_readable(request_id: str) -> None:
+def test_ordinary_id_stays_readable(request_id: str) -> None:
     assert file_name(request_id) == f"{request_id}.safetensors"
 
 
 @pytest.mark.parametrize("request_id", CHANGED, ids=ascii)
-def test_an_id_that_must_be_changed_gets_a_hash(request_id: str) -> None:
+def test_id_that_must_be_changed_gets_a_hash(request_id: str) -> None:
     assert "~" in file_name(request_id)
 
 
@@ -89,7 +89,7 @@ def test_every_name_is_one_safe_path_component(request_id: str) -> None:
 
 @given(ANY_TEXT | HOSTILE)
 @example("a" * 300)
-def test_the_longest_companion_still_fits(request_id: str) -> None:
+def test_longest_companion_still_fits(request_id: str) -> None:
     name = file_name(request_id)
     for companion in (
         name + LOCK_SUFFIX,
@@ -107,7 +107,7 @@ def test_two_ids_never_share_a_file(request_ids: list[str]) -> None:
 
 
 @given(HOSTILE)
-def test_no_id_can_be_chosen_to_meet_a_changed_one(request_id: str) -> None:
+def test_no_id_collides_with_a_sanitised_id(request_id: str) -> None:
     name = file_name(request_id)
     chosen = name.removesuffix(DATA_SUFFIX)
     assert chosen == request_id or file_name(chosen) != name
@@ -139,7 +139,7 @@ def test_no_data_file_has_the_name_of_a_companion(request_id: str, other: str) -
     ],
     ids=ascii,
 )
-def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str) -> None:
+def test_invalid_client_name_is_refused_with_the_reason(name: str, words: str) -> None:
     assert words in str(refusal(name))
 
 
@@ -155,10 +155,10 @@ def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str)
     ],
 )
 @pytest.mark.parametrize("path", ["{}/x.safetensors", "a/{}/x.safetensors", "{}/b/x.safetensors"])
-def test_no_directory_takes_the_name_of_a_file_of_ours(ours: str, path: str) -> None:
+def test_folder_with_a_reserved_name_is_refused(ours: str, path: str) -> None:
     assert "is reserved for files" in str(path_refusal(path.format(ours)))
 
 
 @pytest.mark.parametrize("folder", ["hsx-run1", "shards", "a.tar.d", "json", "v1.2"])
-def test_a_directory_may_be_called_almost_like_one(folder: str) -> None:
+def test_folder_with_an_almost_reserved_name_is_accepted(folder: str) -> None:
     assert path_refusal(f"{folder}/x.safetensors") is None

@@ -1,4 +1,4 @@
-"""Any value in kv_transfer_params is either understood or refused by name in the response."""
+"""Any value in kv_transfer_params is either accepted or refused by name in the response."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS = JSON | st.fixed_dictionaries(
 
 
 def make_request(request_id: str, params: Any, output: int = 2) -> Any:
-    """As much of vllm.v1.request.Request as is read."""
+    """The attributes of vllm.v1.request.Request that are read."""
     return SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=[1, 2, 3],
@@ -64,7 +64,7 @@ def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionSche
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
-    """Have requests scheduled; the paths of those that are extracted."""
+    """Schedule requests. Return the paths of the extracted requests."""
     return [start.path for start in scheduler_harness.schedule(scheduler, *requests).started]
 
 
@@ -74,7 +74,7 @@ def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
 @example(request_id="r", params=5, allow_path=False)
 @example(request_id="r", params={"hidden_states_path": "\ud800.safetensors"}, allow_path=True)
 @example(request_id="../" * 3000, params={"hidden_states_path": "../" * 3000}, allow_path=True)
-def test_nothing_that_a_client_sends_stops_the_scheduler_or_leads_outside(
+def test_client_parameters_neither_stop_the_scheduler_nor_leave_the_directory(
     request_id: str, params: Any, allow_path: bool
 ) -> None:
     play(request_id, params, allow_path)
@@ -84,12 +84,12 @@ def test_nothing_that_a_client_sends_stops_the_scheduler_or_leads_outside(
 @pytest.mark.parametrize(
     "value", [HUGE, -HUGE, nested(100_000), {"a": nested(5_000)}, "\ud800" * 10_000], ids="abcde"
 )
-def test_what_python_cannot_write_down_is_refused_all_the_same(key: str | None, value: Any) -> None:
+def test_unprintable_values_are_refused(key: str | None, value: Any) -> None:
     play("r", value if key is None else {key: value}, allow_path=True)
 
 
 def play(request_id: str, params: Any, allow_path: bool) -> None:
-    """The life of a request in the scheduler, and what must hold whatever its client sent."""
+    """Run a request through the scheduler, and check the invariants for any client input."""
     scheduler = make_scheduler(allow_path)
     request = make_request(request_id, params)
     scheduler.on_new_request(request)
@@ -128,17 +128,15 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
     ],
     ids=ascii,
 )
-def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(
-    chosen: str, path: str
-) -> None:
+def test_path_below_the_directory_is_accepted_if_clients_may_choose(chosen: str, path: str) -> None:
     directory = Path(
         "/data/y/../x"
-    )  # as the administrator wrote it; responses name it so, and its plain form is as good
+    )  # as configured; responses use this form, and requests may use the normal form
     params = read_params({"hidden_states_path": chosen}, ServerParams(directory, allow_path=True))
     assert os.path.normpath(str(params.path)) == path
     with pytest.raises(
         ParamsError,
-        match="names its files itself.*kv_connector_extra_config.allow_custom_save_path=true",
+        match="chooses file names itself.*kv_connector_extra_config.allow_custom_save_path=true",
     ):
         read_params({"hidden_states_path": chosen}, ServerParams(directory))
 
@@ -155,10 +153,10 @@ def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(
         ("a//b.safetensors", "it is not a plain, printable name"),
         ("/data/x/../y.safetensors", "it is not a plain, printable name"),
         ("/data/x//y.safetensors", "it is not a plain, printable name"),
-        ("/data/xy.safetensors", "is not inside the storage directory"),
-        ("/data/x", "is not inside the storage directory"),
-        ("/etc/passwd.safetensors", "is not inside the storage directory"),
-        ("//data/x/a.safetensors", "is not inside the storage directory"),
+        ("/data/xy.safetensors", "is outside the storage directory"),
+        ("/data/x", "is outside the storage directory"),
+        ("/etc/passwd.safetensors", "is outside the storage directory"),
+        ("//data/x/a.safetensors", "is outside the storage directory"),
         ("", "it is not a plain, printable name"),
         ("a.safetensors/", "is reserved for files"),
         ("a/b/", "it is not a plain, printable name"),
@@ -213,7 +211,7 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
     ],
     ids=repr,
 )
-def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extracted(
+def test_with_extract_requested_only_requests_with_our_keys_are_extracted(
     params: Any, extracted: bool
 ) -> None:
     server = ServerParams(Path("/data"), allow_path=True, extract_all=False, has_others=True)
@@ -231,12 +229,12 @@ def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extract
 )
 @pytest.mark.parametrize("has_others", [False, True])
 @pytest.mark.parametrize("value", [False, True, None])
-def test_a_misspelt_key_is_refused_by_name(
+def test_misspelt_key_is_refused_by_name(
     key: str, words: str, has_others: bool, value: object
 ) -> None:
     with pytest.raises(
         ParamsError,
-        match=re.escape(f"has the key {key!r}, which this server does not know; {words}"),
+        match=re.escape(f"has the unknown key {key!r}; {words}"),
     ):
         read_params(
             {key: value, "hidden_states": True}, ServerParams(Path("/data"), has_others=has_others)
@@ -267,11 +265,11 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_a_key_of_another_connector_is_taken_beside_it_and_refused_without_it(key: str) -> None:
+def test_key_of_another_connector_is_accepted_only_beside_it(key: str) -> None:
     assert read_params({key: 1}, ServerParams(Path("/data"), has_others=True)).extract
     with pytest.raises(
         ParamsError,
-        match=f"has the key '{key}', which this server does not know; the keys are: hidden_states, ",
+        match=f"has the unknown key '{key}'; the keys are: hidden_states, ",
     ):
         read_params({key: 1}, ServerParams(Path("/data")))
 
@@ -285,7 +283,7 @@ def sampled(request_id: str, params: Any = None, rate: float = 0.1) -> bool:
     return read_params(params, replace(SAMPLING, sample_rate=rate), request_id).extract
 
 
-def test_a_server_that_samples_extracts_the_share_that_it_was_told() -> None:
+def test_sampling_extracts_the_configured_share() -> None:
     for rate in (0.01, 0.1, 0.5):
         share = (
             sum(sampled(f"cmpl-{number}-0-0123abcd", rate=rate) for number in range(20_000))
@@ -303,7 +301,7 @@ def test_all_processes_and_versions_sample_the_same_requests() -> None:
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_together(
+def test_requests_of_one_id_or_sample_key_are_sampled_together(
     number: int,
 ) -> None:
     children = [
@@ -328,16 +326,14 @@ def test_prompts_and_samples_of_a_request_and_all_requests_of_a_key_are_sampled_
     ],
     ids=repr,
 )
-def test_a_request_that_says_whether_it_is_extracted_is_not_sampled(
-    params: Any, extracted: bool
-) -> None:
+def test_explicit_request_is_not_sampled(params: Any, extracted: bool) -> None:
     assert sampled("r", params, rate=1e-9) is extracted
     assert sampled("r", {**params, "sample_key": "k"}, rate=1e-9) is extracted
     assert sampled("r", {**params, "hidden_states": False}, rate=1.0) is False
 
 
 @pytest.mark.parametrize("extract_all", [True, False])
-def test_a_key_has_no_effect_on_a_server_that_does_not_sample(extract_all: bool) -> None:
+def test_sample_key_has_no_effect_without_sampling(extract_all: bool) -> None:
     server = ServerParams(Path("/data"), extract_all=extract_all)
     assert {read_params({"sample_key": str(number)}, server).extract for number in range(100)} == {
         extract_all
@@ -346,15 +342,15 @@ def test_a_key_has_no_effect_on_a_server_that_does_not_sample(extract_all: bool)
 
 @pytest.mark.parametrize("server", [SAMPLING, ServerParams(Path("/data"))], ids=["sampling", "all"])
 @pytest.mark.parametrize("key", [None, 7, ["a"], True])
-def test_a_key_that_is_no_text_is_refused(server: ServerParams, key: object) -> None:
+def test_sample_key_must_be_a_string(server: ServerParams, key: object) -> None:
     with pytest.raises(
         ParamsError,
-        match=r"kv_transfer_params\.sample_key is .*; use a text, the same for all requests to keep together",
+        match=r"kv_transfer_params\.sample_key is .*; use a string, the same for all requests that belong together",
     ):
         read_params({"sample_key": key}, server, "r")
 
 
-def test_a_request_that_is_not_sampled_reaches_nothing_behind_the_decision() -> None:
+def test_unsampled_request_stops_at_the_decision() -> None:
     class Untouchable:
         request_id, pooling_params, kv_transfer_params = (
             "r",
@@ -374,13 +370,13 @@ def test_a_request_that_is_not_sampled_reaches_nothing_behind_the_decision() -> 
 
 
 @pytest.mark.parametrize("extract_all", [True, False])
-def test_the_file_that_a_prefilling_server_named_is_not_asked_for_here(extract_all: bool) -> None:
+def test_path_of_a_prefill_server_is_ignored(extract_all: bool) -> None:
     passed_on = {"do_remote_prefill": True, "hidden_states_path": "/elsewhere/a.safetensors"}
     params = read_params(passed_on, ServerParams(Path("/data"), extract_all=extract_all))
     assert (params.extract, params.path) == (extract_all, None)
 
 
-def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
+def test_refused_request_is_not_extracted_and_its_response_says_why() -> None:
     scheduler, request = (
         make_scheduler(allow_path=False),
         make_request("r", {"hidden_states_path": "a.safetensors"}),
@@ -394,9 +390,7 @@ def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
 
 @pytest.mark.parametrize("progress", ["waiting", "running"])
 @pytest.mark.parametrize("other", ["a.safetensors", "/data/a.safetensors"])
-def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwards(
-    progress: str, other: str
-) -> None:
+def test_name_is_refused_while_another_request_is_writing_it(progress: str, other: str) -> None:
     scheduler = make_scheduler(allow_path=True)
     first, second, third = (
         make_request(name, {"hidden_states_path": other}) for name in ("first", "second", "third")
@@ -416,7 +410,7 @@ def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwar
     assert schedule(scheduler, third) == ["/data/a.safetensors"]
 
 
-def test_the_name_that_the_server_gave_a_request_under_way_cannot_be_chosen() -> None:
+def test_name_of_an_open_request_cannot_be_chosen() -> None:
     scheduler = make_scheduler(allow_path=True)
     victim, thief = (
         make_request("cmpl-1", None),

@@ -43,7 +43,7 @@ A, B = "0a" * 16, "0b" * 16  # fingerprints
 )
 @example("", [0], "", 2**42, [])
 @example("", [0], "", 2**42, [Placeholder("image", 2**40, 2**40)] * 300)
-def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
+def test_header_always_fits_in_the_reserved_space(
     request_id: str, layer_ids: list[int], model: str, tokens: int, placeholders: list[Placeholder]
 ) -> None:
     layout = FileLayout(
@@ -59,12 +59,12 @@ def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_know
 
 
 @pytest.mark.parametrize("size", range(0, PAGE, 64))
-def test_the_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> None:
+def test_longest_versions_of_weights_fit_wherever_a_page_ends(size: int) -> None:
     layout = FileLayout(FORMAT, "x" * size, 2**63)
     assert len(layout.header(2**40, 2**40, checksum=True, origin=LONGEST)) == layout.data_start
 
 
-def test_an_ordinary_header_takes_one_page() -> None:
+def test_ordinary_header_takes_one_page() -> None:
     layers = tuple(range(62))
     assert (
         FileLayout(
@@ -86,7 +86,7 @@ def test_an_ordinary_header_takes_one_page() -> None:
     ],
     ids=["unknown", "no checkpoint", "one", "loaded again", "two", "of a trainer"],
 )
-def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
+def test_fingerprint_is_stated_only_if_all_rows_share_it(
     tmp_path: Path, versions: list[WeightVersion], fingerprint: str | None
 ) -> None:
     layout, path = FileLayout(FORMAT, "a"), tmp_path / "f"
@@ -101,13 +101,13 @@ def test_a_fingerprint_is_told_only_if_it_is_that_of_all_rows(
     "text",
     ["", "[]", "3", "[3]", "[[3]]", '[["3",""]]', '[[-1,""]]', "[[1,2]]", '[[1,""],[2,""],[3,""]]'],
 )
-def test_versions_that_cannot_be_understood_are_refused(text: str) -> None:
+def test_invalid_weight_versions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="are not versions of weights"):
         weight_versions_of({"weight_versions": text})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, 'a"b', "a\\b", "\n", "雪", 3, None], ids=ascii)
-def test_a_name_that_a_header_may_have_no_room_for_is_refused(name: object) -> None:
+def test_too_long_weight_version_name_is_refused(name: object) -> None:
     with pytest.raises(
         ValueError, match="cannot be named .* use 1 to 128 printable ASCII characters"
     ):
@@ -124,7 +124,7 @@ def test_every_name_fits_and_reads_back(name: str, number: int) -> None:
 @pytest.mark.parametrize(
     "request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii
 )
-def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
+def test_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
     path = tmp_path / "f"
     layout = FileLayout(FORMAT, request_id)
     path.write_bytes(layout.header(2, 1).ljust(layout.file_size(2), b"\1"))
@@ -164,14 +164,14 @@ def test_images_that_overlap_or_are_not_within_the_prompt_are_refused(text: str)
         (((1,), 3, "BF16"), "rows of 6 bytes"),
     ],
 )
-def test_a_row_format_that_cannot_be_stored_is_refused(
+def test_row_format_that_cannot_be_stored_is_refused(
     arguments: tuple[tuple[int, ...], int, str], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         RowFormat(*arguments)
 
 
-def test_our_reading_of_a_header_agrees_with_safetensors_own_writer(tmp_path: Path) -> None:
+def test_header_reader_agrees_with_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tensors = {
         "hidden_states": torch.ones(5, 2, 3, dtype=torch.bfloat16),
@@ -204,13 +204,13 @@ def _file(header: object, data: bytes = b"") -> bytes:
     ("content", "words"),
     [
         (b"", "too few"),
-        (b"\xff" * 100, "the header alone"),
-        ((200).to_bytes(8, "little") + b"{}", "the header alone"),
-        ((2).to_bytes(8, "little") + b"{x", "cannot be understood"),
-        (_file([1]), "cannot be understood"),
+        (b"\xff" * 100, "the first 8 state a header"),
+        ((200).to_bytes(8, "little") + b"{}", "the first 8 state a header"),
+        ((2).to_bytes(8, "little") + b"{x", "its header is invalid"),
+        (_file([1]), "its header is invalid"),
         (
             _file({"t": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}, b"x"),
@@ -218,11 +218,11 @@ def _file(header: object, data: bytes = b"") -> bytes:
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [-2, 0]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [-1], "data_offsets": [1, 0]}}, b"x"),
-            "cannot be understood",
+            "its header is invalid",
         ),
         (
             _file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"),
@@ -230,7 +230,7 @@ def _file(header: object, data: bytes = b"") -> bytes:
         ),
     ],
 )
-def test_what_is_not_a_complete_safetensors_file_is_named(
+def test_incomplete_safetensors_file_is_refused_with_the_reason(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     path = tmp_path / "f"

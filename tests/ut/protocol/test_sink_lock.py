@@ -1,4 +1,4 @@
-"""The lock protocol against every reader it must serve, in every order of their steps and ours."""
+"""The lock protocol with every supported reader, in every order of steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READERS = {"speculators": speculators_reader, "vLLM": vllm_reader}
 
 
 def our_reader(path: Path) -> Reader:
-    """`load` with no time to wait, until it need not wait."""
+    """Call `load` with timeout 0 until it returns."""
     while True:
         yield
         try:
@@ -40,7 +40,7 @@ ALL_READERS = READERS | {"ours": our_reader}
 def run_interleaved(
     directory: Path, reader: Callable[[Path], Reader], steps: Callable[[int], int]
 ) -> tuple[Stepped, int]:
-    """Open, write and commit three rows while a reader runs: `steps(i)` steps before our call i.
+    """Open, write and commit three rows. A reader runs `steps(i)` steps before our call i.
 
     The reader starts when `open` has returned, before the response can leave. Returns the reader
     and the number of our calls.
@@ -72,10 +72,10 @@ def assert_complete(result: dict[str, torch.Tensor] | None) -> None:
 
 
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_stopped_between_any_two_of_its_steps_at_any_of_ours_gets_the_whole_file(
+def test_reader_paused_at_any_step_of_a_commit_gets_the_whole_file(
     tmp_path: Path, reader: str
 ) -> None:
-    """At every call of our commit, with every number of steps; it makes the rest afterwards."""
+    """Pauses at every call of the commit, after every number of steps of the reader."""
     _, calls = run_interleaved(tmp_path / "count", ALL_READERS[reader], lambda call: 0)
     assert calls > 8
     for stop_at in range(calls):
@@ -105,10 +105,10 @@ def test_any_interleaving_of_a_reader_with_a_commit_gives_the_whole_file(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_commit_that_removed_the_lock_file_would_break_readers(
+def test_commit_that_removed_the_lock_file_would_break_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """Why the lock file stays: the same interleavings, with the removal of a tidier protocol."""
+    """Shows why the lock file stays: the same interleavings, with a removal."""
     monkeypatch.setattr(HeldLock, "release", _remove_and_release)
     broken = 0
     for stop_at in range(25):
@@ -131,7 +131,7 @@ def _remove_and_release(held: HeldLock) -> None:
 
 @pytest.mark.parametrize("end", ["fail", "discard"])
 @pytest.mark.parametrize("reader", ALL_READERS)
-def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_rows(
+def test_reader_of_a_failed_or_aborted_request_wakes_without_rows(
     tmp_path: Path, end: str, reader: str
 ) -> None:
     for before in range(4):
@@ -152,7 +152,7 @@ def test_a_reader_of_a_request_that_failed_or_was_aborted_is_let_go_and_sees_no_
 
 
 @pytest.mark.parametrize("event", ["commit", "fail", "discard", "another consumer takes the file"])
-def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls(
+def test_reader_is_right_whatever_happens_between_its_system_calls(
     tmp_path: Path, event: str
 ) -> None:
     outcomes = set()
@@ -204,10 +204,10 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
     )
 
 
-def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_server_died(
+def test_reader_during_open_never_reports_a_dead_server(
     tmp_path: Path,
 ) -> None:
-    """It may know the name before the response: by `find`, or as its client chose it."""
+    """Readers may know the name before the response: by `find`, or because a client chose it."""
     seen = set()
     with FileSink(tmp_path, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
         path = tmp_path / "cmpl-1.safetensors"
@@ -233,10 +233,10 @@ def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_serve
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "a stale lock is there"])
-def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
+def test_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
     tmp_path: Path, earlier: bool
 ) -> None:
-    """A lock without data, where there was none at the first look: a server has begun."""
+    """A lock without data that was absent at the first check: a server has started the file."""
     outcomes = set()
     for happens_at in range(40):
         directory = tmp_path / str(happens_at)
@@ -264,7 +264,7 @@ def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_fo
             try:
                 load(path, 0)
             except (TimeoutError, FileNotFoundError, HiddenStatesError) as error:
-                # What the reader only gives back comes after its verdict, which was true.
+                # Later calls only release resources: the result was already right.
                 began = (
                     os.path.exists(f"{path}.lock")
                     and is_held(Path(f"{path}.lock"))

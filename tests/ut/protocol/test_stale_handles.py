@@ -24,7 +24,7 @@ from vllm_ascend_hsx.sinks.storage import DIRECTORY, Storage, open_folder
 
 
 def stale(monkeypatch: pytest.MonkeyPatch, times: int, call: str = "open") -> list[object]:
-    """Let so many calls of a function of os find a stale name, and return the names of all."""
+    """Let this number of calls of a function of os fail with ESTALE. Return all names."""
     names: list[object] = []
     real = getattr(os, call)
 
@@ -81,7 +81,7 @@ LOOKS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_stale_name_is_opened_once_more_and_no_further_time(
+def test_stale_name_is_opened_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -102,7 +102,7 @@ def test_a_stale_name_is_opened_once_more_and_no_further_time(
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_stale_name_is_looked_up_once_more_and_no_further_time(
+def test_stale_name_is_looked_up_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     (tmp_path / "lock").touch()

@@ -1,4 +1,4 @@
-"""acknowledge marks one file as used: readers see nothing of it, and a later file has no mark."""
+"""acknowledge marks one file as used. Readers are not affected, and later files have no mark."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_acknowledged(path: Path) -> bool:
     return marker.exists() and acknowledges(marker.read_bytes(), path.stat())
 
 
-def test_an_acknowledged_file_is_read_found_and_checked_as_before(
+def test_acknowledged_file_is_read_found_and_checked(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, seen = path.parent, []
@@ -56,7 +56,7 @@ def test_an_acknowledged_file_is_read_found_and_checked_as_before(
     assert is_acknowledged(path)
 
 
-def test_a_second_acknowledgement_changes_nothing(path: Path) -> None:
+def test_second_acknowledgement_changes_nothing(path: Path) -> None:
     vllm_ascend_hsx.acknowledge(path)
     os.utime(marker_of(path), (1, 1))
     vllm_ascend_hsx.acknowledge(path)
@@ -67,14 +67,14 @@ def test_a_second_acknowledgement_changes_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"size": 1}', b"\xff" * 100], ids=repr)
-def test_a_marker_that_says_nothing_of_this_file_is_replaced(path: Path, content: bytes) -> None:
+def test_marker_of_another_file_is_replaced(path: Path, content: bytes) -> None:
     marker_of(path).write_bytes(content)
     assert not is_acknowledged(path)
     vllm_ascend_hsx.acknowledge(path)
     assert is_acknowledged(path)
 
 
-def test_a_later_file_of_the_name_is_not_acknowledged(path: Path) -> None:
+def test_later_file_of_the_name_is_not_acknowledged(path: Path) -> None:
     vllm_ascend_hsx.acknowledge(path)
     path.unlink()  # without `remove`
     with FileSink(path.parent, FORMAT) as sink:
@@ -83,7 +83,7 @@ def test_a_later_file_of_the_name_is_not_acknowledged(path: Path) -> None:
     assert not is_acknowledged(path)
 
 
-def test_a_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(
+def test_moved_file_keeps_its_acknowledgement_and_a_copy_has_none(
     path: Path, tmp_path: Path
 ) -> None:
     vllm_ascend_hsx.acknowledge(path)
@@ -119,7 +119,7 @@ def test_only_a_complete_file_can_be_acknowledged(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.acknowledged"))
 
 
-def test_shards_are_acknowledged_whole_and_sealed(tmp_path: Path) -> None:
+def test_only_whole_sealed_shards_are_acknowledged(tmp_path: Path) -> None:
     shards = sealed_shards(tmp_path / "sealed")
     tars = sorted(shards.glob("*.tar"))
     with pytest.raises(
@@ -136,9 +136,7 @@ def test_shards_are_acknowledged_whole_and_sealed(tmp_path: Path) -> None:
         vllm_ascend_hsx.acknowledge(open_tar)
 
 
-def test_a_marker_that_cannot_be_written_leaves_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_marker_leaves_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -150,7 +148,7 @@ def test_a_marker_that_cannot_be_written_leaves_nothing(
     assert sorted(os.listdir(path.parent)) == before
 
 
-def test_the_longest_name_has_room_for_the_marker(tmp_path: Path) -> None:
+def test_longest_name_leaves_space_for_the_marker(tmp_path: Path) -> None:
     name = file_name("x" * 400)
     assert len(name) == NAME_MAX - COMPANION_ROOM
     (tmp_path / name).write_bytes(b"x")
@@ -158,5 +156,5 @@ def test_the_longest_name_has_room_for_the_marker(tmp_path: Path) -> None:
     assert is_acknowledged(tmp_path / name)
 
 
-def test_no_folder_that_a_client_chooses_takes_the_name_of_a_marker() -> None:
+def test_folder_named_like_a_marker_is_refused() -> None:
     assert path_refusal("a.safetensors.acknowledged/b.safetensors") is not None

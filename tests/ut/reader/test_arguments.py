@@ -182,14 +182,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 @pytest.fixture
 def _a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory has one file, which no wrong argument may reach."""
+    """The working directory has one file. No wrong argument may reach it."""
     write(tmp_path, "a", rows_of(3))
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("_a_file")
 @pytest.mark.parametrize("label", WRONG)
-def test_a_wrong_argument_is_named_with_value_and_remedy(label: str) -> None:
+def test_wrong_argument_is_one_error_with_value_and_remedy(label: str) -> None:
     call, argument, remedy = WRONG[label]
     with pytest.raises(ValueError, match=f"^{re.escape(argument)}.*{re.escape(remedy)}") as raised:
         call()
@@ -197,7 +197,7 @@ def test_a_wrong_argument_is_named_with_value_and_remedy(label: str) -> None:
     assert Path(FILE).exists()
 
 
-def test_every_function_and_class_of_the_package_is_in_the_table() -> None:
+def test_table_has_every_function_and_class_of_the_package() -> None:
     words = " ".join(name for call, *_ in WRONG.values() for name in call.__code__.co_names)
     callable_names = {
         name for name in vllm_ascend_hsx.__all__ if callable(getattr(vllm_ascend_hsx, name))
@@ -207,7 +207,7 @@ def test_every_function_and_class_of_the_package_is_in_the_table() -> None:
 
 @pytest.mark.usefixtures("_a_file")
 @pytest.mark.parametrize("key", ["layer_ids", "num_prompt_tokens"])
-def test_a_key_that_the_metadata_lack_is_named_with_the_file_and_the_keys_there(key: str) -> None:
+def test_missing_metadata_key_is_named_with_file_and_present_keys(key: str) -> None:
     for metadata, there in (({}, "none"), ({"model": "m"}, "model")):
         save_file(
             {"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)},
@@ -225,8 +225,8 @@ def test_a_key_that_the_metadata_lack_is_named_with_the_file_and_the_keys_there(
 
 
 @pytest.mark.usefixtures("_a_file")
-def test_items_of_other_layers_or_dtypes_make_no_batch() -> None:
-    """torch would convert rows of other dtypes to that of the first."""
+def test_items_of_different_layers_or_dtypes_are_not_batched() -> None:
+    """torch would convert all rows to the dtype of the first."""
     one = HiddenStatesDataset([FILE])[0]
     for options, other in (
         (dict(layer_ids=[2]), r"\[1, 8\] torch.bfloat16"),
@@ -234,12 +234,12 @@ def test_items_of_other_layers_or_dtypes_make_no_batch() -> None:
     ):
         with pytest.raises(
             ValueError,
-            match=rf"\[2, 8\] torch.bfloat16 \({FILE}\) and {other} .*Choose them by layer_ids and dtype",
+            match=rf"\[2, 8\] torch.bfloat16 \({FILE}\) and {other} .*Select them with layer_ids and dtype",
         ):
             collate([one, HiddenStatesDataset([FILE], **options)[0]])  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("_a_file")
-def test_an_item_is_not_a_slice() -> None:
+def test_item_is_not_a_slice() -> None:
     with pytest.raises(TypeError, match="slice"):
         HiddenStatesDataset([FILE])[:1]  # type: ignore[index]

@@ -17,7 +17,7 @@ from vllm_ascend_hsx.reader.shards import Shards
 NAME = "a.safetensors"
 
 
-def test_an_index_whose_reading_failed_is_read_again(
+def test_index_is_read_again_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = tmp_path / (shard_stem("89abcdef", 0) + INDEX)
@@ -33,7 +33,7 @@ def test_an_index_whose_reading_failed_is_read_again(
     assert shards.find(NAME) is not None
 
 
-def test_an_index_that_lost_a_part_is_read_to_its_end(tmp_path: Path) -> None:
+def test_index_that_lost_a_part_is_read_to_the_end(tmp_path: Path) -> None:
     index = tmp_path / (shard_stem("89abcdef", 0) + INDEX)
     line = encode(Member(NAME, 512, 9, 1, "", "", time.time_ns()))
     index.write_bytes(bytes(40 * MIB) + b"\n" + line)

@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "files"
 
 
-def test_an_item_is_a_file(directory: Path) -> None:
+def test_item_is_a_file(directory: Path) -> None:
     dataset = HiddenStatesDataset(directory)
     assert len(dataset) == 3
     item = dataset[2]
@@ -35,13 +35,13 @@ def test_an_item_is_a_file(directory: Path) -> None:
     assert item["path"] == str(directory / "c.safetensors")
 
 
-def test_layers_are_chosen_by_id_and_rows_converted_and_cut(directory: Path) -> None:
+def test_items_select_layers_and_convert_and_truncate_rows(directory: Path) -> None:
     item = HiddenStatesDataset(directory, layer_ids=[4], dtype=torch.float32, max_tokens=5)[2]
     assert torch.equal(item["hidden_states"], rows_of(17)[:5, 1:].float())
     assert len(item["token_ids"]) == len(item["is_output"]) == 5
 
 
-def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut(
+def test_placeholders_are_masked_in_items_and_batches(
     tmp_path: Path,
 ) -> None:
     images = [Placeholder("image", 1, 3), Placeholder("image", 6, 2)]
@@ -56,9 +56,7 @@ def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(
-    directory: Path, workers: int
-) -> None:
+def test_loader_workers_pad_and_mask_batches(directory: Path, workers: int) -> None:
     loader = DataLoader(
         HiddenStatesDataset(directory),
         batch_size=3,
@@ -78,23 +76,23 @@ def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(
     assert [Path(path).stem for path in batch["paths"]] == list(LENGTHS)
 
 
-def test_a_layer_that_a_file_lacks_is_named(directory: Path) -> None:
-    with pytest.raises(ValueError, match=r"a.safetensors has layers \[2, 4\] and not \[3\]"):
+def test_missing_layer_is_named(directory: Path) -> None:
+    with pytest.raises(ValueError, match=r"a.safetensors has layers \[2, 4\], but not \[3\]"):
         HiddenStatesDataset(directory, layer_ids=[2, 3])[0]
 
 
 @pytest.mark.parametrize("source", ["empty", []])
-def test_a_dataset_of_nothing_is_refused(tmp_path: Path, source: str | list[str]) -> None:
+def test_empty_dataset_is_refused(tmp_path: Path, source: str | list[str]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no \\*.safetensors files|names no file"):
         HiddenStatesDataset(tmp_path / source if isinstance(source, str) else source)
 
 
-def test_a_changed_file_is_found_if_that_is_wanted(directory: Path) -> None:
+def test_changed_file_is_found_with_verify(directory: Path) -> None:
     path = directory / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     HiddenStatesDataset([path])[0]
-    with pytest.raises(HiddenStatesError, match="not as it was written"):
+    with pytest.raises(HiddenStatesError, match="changed since it was written"):
         HiddenStatesDataset([path], verify=True)[0]
 
 
@@ -131,7 +129,7 @@ print(descriptors, kept, mapped())
 """
 
 
-def test_a_kept_item_holds_no_descriptor_and_the_mapping_ends_with_it(tmp_path: Path) -> None:
+def test_item_holds_no_descriptor_and_frees_its_mapping(tmp_path: Path) -> None:
     fp8 = write(tmp_path / "fp8", "a", rows_of(3), quantization="fp8")
     paths = [write(tmp_path / "files", "a", rows_of(3)), write_member(tmp_path), fp8]
     done = subprocess.run([sys.executable, "-c", KEEPER, *paths], capture_output=True, text=True)

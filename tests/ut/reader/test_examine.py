@@ -1,4 +1,4 @@
-"""`examine` finds what is wrong with a file, and nothing that is not."""
+"""`examine` finds the problems of a file, and no false ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_ascend_hsx.reader.load import HiddenStatesError, open_dir
 from vllm_ascend_hsx.sinks.file import FileSink
 
 
-def test_a_good_file_is_described(tmp_path: Path) -> None:
+def test_good_file_is_described(tmp_path: Path) -> None:
     rows = rows_of(50)
     found = examine(write(tmp_path, "a", rows, prompt=40), norms=True)
     assert (found.problem, found.verdict) == (None, "verified")
@@ -39,9 +39,7 @@ def test_a_good_file_is_described(tmp_path: Path) -> None:
     assert np.allclose(found.token_norms, norms)
 
 
-def test_large_files_are_looked_at_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = examine(write(tmp_path, "a", rows_of(50)), norms=True)
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 1)
     in_blocks = examine(whole.path, norms=True)
@@ -49,10 +47,10 @@ def test_large_files_are_looked_at_in_blocks(
     assert in_blocks.norms == pytest.approx(whole.norms)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
+def test_file_truncated_while_being_read_is_reported_as_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To touch a page of a mapped file that has gone ends the process."""
+    """Reading a truncated page of a mapped file would end the process."""
     path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
     seen = []
 
@@ -62,12 +60,12 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(
 
     monkeypatch.setattr(check, "_BLOCK", 1 << 20)
     monkeypatch.setattr(check, "_not_finite", cut_off)
-    assert "while it was read" in str(examine(path).problem)
+    assert "while it was being read" in str(examine(path).problem)
     assert seen == ["hidden_states"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_named(
+def test_non_finite_value_is_named(
     tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
@@ -82,16 +80,16 @@ def test_large_values_are_finite(tmp_path: Path) -> None:
     assert examine(write(tmp_path, "a", rows_of(5, scale=1e30))).problem is None
 
 
-def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Path) -> None:
+def test_changed_byte_is_found_unless_checksums_are_off(tmp_path: Path) -> None:
     path = write(tmp_path, "a", rows_of(5))
     data = bytearray(path.read_bytes())
     data[-50] ^= 1
     path.write_bytes(data)
-    assert "it is not as it was written" in str(examine(path).problem)
+    assert "it has changed since it was written" in str(examine(path).problem)
     assert examine(path, checksum=False).problem is None
 
 
-def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
+def test_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
     save_file(
         {"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors"
     )
@@ -116,12 +114,12 @@ def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
             {"layer_ids": "[1]"},
-            "names 1 layer ids and has 2",
+            "names 1 layer ids, but has 2",
         ),
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)},
             {"num_prompt_tokens": "4"},
-            "says that 4 of its 3",
+            "has 3 tokens, but states 4 prompt tokens",
         ),
         (
             {"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3) - 1},
@@ -130,20 +128,20 @@ def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_problem(
+def test_contradictions_are_reported(
     tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], problem: str
 ) -> None:
     save_file(tensors, tmp_path / "x.safetensors", metadata or None)
     assert problem in str(examine(tmp_path / "x.safetensors").problem)
 
 
-def test_a_file_that_is_not_there_or_no_file_is_a_problem(tmp_path: Path) -> None:
+def test_missing_or_irregular_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no header")
     assert "this is not a file of hidden states" in str(examine(tmp_path / "x.safetensors").problem)
     assert "cannot be read" in str(examine(tmp_path / "y.safetensors").problem)
 
 
-def test_a_file_that_is_still_written_says_so(tmp_path: Path) -> None:
+def test_open_file_is_reported_as_still_written(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         file = sink.open("a", tmp_path / "a.safetensors")
         assert examine(file.path).problem == "a server is still writing it"
@@ -162,26 +160,24 @@ KNOWN = {
     "as expected": (Expected([0, 1, 2], [3]), None),
     "nothing known": (Expected(None, None), None),
     "a prompt alone": (Expected([0, 1, 2], None), None),
-    "another prompt": (Expected([0, 9, 2], [3]), "token 1 of the prompt is 1 in it, and was 9"),
+    "another prompt": (Expected([0, 9, 2], [3]), "prompt token 1 is 1, not 9"),
     "a longer prompt": (
         Expected([0, 1, 2, 3, 4], None),
-        "it has 4 rows for the prompt of 5 tokens",
+        "it has 4 rows for 5 prompt tokens",
     ),
     "rows of an output": (
         Expected([0, 1], ()),
-        "it has 2 rows for the generated tokens of 0 tokens",
+        "it has 2 rows for 0 generated tokens",
     ),
     "another output": (
         Expected([0, 1], [2, 9]),
-        "token 1 of the generated tokens is 3 in it, and was 9",
+        "generated token 1 is 3, not 9",
     ),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_tokens_are_compared_with_what_is_known_before_rows_are_read(
-    tmp_path: Path, name: str
-) -> None:
+def test_expected_tokens_are_compared_before_rows_are_read(tmp_path: Path, name: str) -> None:
     expected, problem = KNOWN[name]
     path = write(tmp_path, "a", rows_of(4))
     assert (
@@ -213,7 +209,7 @@ def test_each_byte_of_the_rows_is_read_once(
 
 
 @given(st.sampled_from(sorted(check._EXPONENTS)), st.binary(min_size=8, max_size=64))
-def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
+def test_finite_check_agrees_with_torch(dtype: str, data: bytes) -> None:
     data = data[: len(data) // 8 * 8]
     numbers = torch.frombuffer(bytearray(data), dtype=tensors.torch_dtype(dtype))
     bad = (~numbers.to(torch.float64).isfinite()).nonzero()
@@ -226,7 +222,7 @@ def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Let this process allocate no more than another 2 GiB."""
+    """Limit this process to another 2 GiB of memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))
@@ -235,7 +231,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_file_larger_than_memory_costs_itself_alone(
+def test_file_larger_than_memory_fails_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = 50 * 10**9

@@ -1,4 +1,4 @@
-"""Index lines and manifests that lead to another request's rows, or to nothing."""
+"""Index lines and manifests that describe other rows, or none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def storage(tmp_path: Path) -> Path:
 
 
 def exchanged(storage: Path, *keys: str) -> tuple[int, int]:
-    """Give each of two members of one length what the other has under some keys."""
+    """Exchange the values of some keys between two members of equal length."""
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
         for i in (6, 7):
             publish(sink, storage, f"r{i}", 4, version=i)
@@ -68,7 +68,7 @@ def test_rows_of_another_request_are_never_returned(
     storage: Path, label: str, options: dict[str, bool]
 ) -> None:
     for number in exchanged(storage, *KEYS[label]):
-        with pytest.raises(HiddenStatesError, match="its index leads to another request"):
+        with pytest.raises(HiddenStatesError, match="its index describes another request"):
             load(storage / member_name(number), 0, **options)
         assert "another request" in str(examine(storage / member_name(number)).problem)
     for number in range(6):
@@ -88,7 +88,7 @@ def test_rows_of_another_request_are_never_returned(
         dict(size=0),
     ],
 )
-def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
+def test_line_without_a_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
     index = index_of(storage)
     lines = [json.loads(text) for text in index.read_bytes().splitlines()]
     index.write_bytes(
@@ -109,7 +109,7 @@ def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict
     ],
     ids=ascii,
 )
-def test_members_of_any_request_and_any_name_are_their_lines(
+def test_members_of_any_request_and_name_match_their_lines(
     tmp_path: Path, request_id: str, path: str
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -147,16 +147,16 @@ def test_members_of_version_1_are_read_and_verified(storage: Path) -> None:
     ],
     ids=range(5),
 )
-def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, text: bytes) -> None:
+def test_invalid_manifest_is_one_problem(tmp_path: Path, text: bytes) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a")
     next(tmp_path.glob("hsx-*.json")).write_bytes(text)
     ((_, problem),) = shard_problems(tmp_path)
-    assert "cannot be understood" in problem
+    assert "its manifest is invalid" in problem
     assert len(list(open_dir(tmp_path))) == 1
 
 
-def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(
+def test_index_with_a_future_mtime_hides_no_later_members(
     tmp_path: Path,
 ) -> None:
     index = tmp_path / "hsx-deadbeef-000000.jsonl"
@@ -170,23 +170,23 @@ def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(
 @pytest.mark.parametrize(
     "target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256]
 )
-def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
+def test_broken_link_in_place_of_an_index_is_reported_and_skipped(
     storage: Path, target: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (storage / "hsx-deadbeef-000000.jsonl").symlink_to(target)
     shards = Shards(storage)
     assert len(shards.members()) == len(shards.members()) == 6
-    assert caplog.text.count("leads nowhere") == 1
+    assert caplog.text.count("broken symbolic link") == 1
     assert len(list(open_dir(storage))) == 6
     assert verify.main([str(storage), "--json", "--jobs", "1"]) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["good"] == 6 and "leads nowhere" in said["bad"][0]["problem"]
+    assert said["good"] == 6 and "broken symbolic link" in said["bad"][0]["problem"]
 
 
-def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
+def test_linked_shards_are_read_and_link_targets_are_not_quoted(
     storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A cache of downloads has links to files with other names."""
+    """Caches of downloads consist of links to files with other names."""
     links, secret = tmp_path / "links", tmp_path / "secret"
     links.mkdir()
     for path in storage.glob("hsx-*"):
@@ -194,14 +194,12 @@ def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
     secret.write_text("the password\n")
     (links / "hsx-deadbeef-000000.jsonl").symlink_to(secret)
     assert len(list(open_dir(links))) == 6
-    assert "hsx-deadbeef-000000.jsonl: 1 lines from byte 0 on cannot be used" in caplog.text
+    assert "hsx-deadbeef-000000.jsonl: 1 lines from byte 0 on are invalid" in caplog.text
     assert "password" not in caplog.text
 
 
 @pytest.mark.parametrize("mark", [None, "nowhere"])
-def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(
-    storage: Path, mark: str | None
-) -> None:
+def test_listed_members_are_found_without_the_mark(storage: Path, mark: str | None) -> None:
     (storage / "hsx-shards").unlink()
     if mark is not None:
         (storage / "hsx-shards").symlink_to(mark)
@@ -209,10 +207,8 @@ def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(
 
 
 @pytest.mark.parametrize("late", ["the rest of the index", "the target of a link"])
-def test_a_manifest_that_is_copied_before_its_index_hides_nothing(
-    tmp_path: Path, late: str
-) -> None:
-    """In whatever order a directory is copied, beside a reader that looks meanwhile."""
+def test_manifest_copied_before_its_index_hides_no_members(tmp_path: Path, late: str) -> None:
+    """Copies a directory in any order, while a reader lists it."""
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()
     copy.mkdir()
@@ -226,7 +222,7 @@ def test_a_manifest_that_is_copied_before_its_index_hides_nothing(
         (copy / index.name).write_bytes(content[: content.index(b"\n") + 9])
     shutil.copy(index.with_suffix(".json"), copy)
     shards = Shards(copy)
-    os.utime(copy, (1, 1))  # nothing that follows is noticed by the directory's time
+    os.utime(copy, (1, 1))  # later changes do not change the directory's mtime
     seen = list(shards.members())
     assert seen == ([] if late == "the target of a link" else names[:1])
     with open(

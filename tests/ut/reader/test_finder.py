@@ -1,4 +1,4 @@
-"""A file is found by the response's id, for every prompt and sample, whatever the id looks like."""
+"""Files are found by the response's id, for every prompt, sample and form of id."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_prompt_and_sample_of_a_response_is_found(tmp_path: Path, response_
 @pytest.mark.parametrize("sample", [None, 0], ids=["n=1", "n>1"])
 @pytest.mark.parametrize("response_id", ["cmpl-a", "chatcmpl-a", "generate-tokens-a", "id"])
 @pytest.mark.parametrize("suffix", ["", ".lock", ".error"])
-def test_a_file_is_found_whatever_became_of_it(
+def test_file_is_found_in_every_state(
     tmp_path: Path, response_id: str, sample: int | None, digits: str | None, suffix: str
 ) -> None:
     (path,) = put(tmp_path, internal_id(response_id, 0, sample, digits), suffix=suffix)
@@ -83,7 +83,7 @@ def test_a_file_is_found_whatever_became_of_it(
         ("chatcmpl-job", "chatcmpl-job-0-0123abcd"),
     ],
 )
-def test_the_file_of_a_response_whose_id_differs_by_a_number_is_not_found(
+def test_file_of_an_id_that_differs_by_a_number_is_not_found(
     tmp_path: Path, response_id: str, others: str
 ) -> None:
     put(tmp_path, others)
@@ -100,7 +100,7 @@ def test_each_turn_of_a_response_and_each_conversation_of_a_batch_is_found(
     assert {number: find(tmp_path, response_id, prompt=number) for number in turns} == turns
 
 
-def test_a_request_whose_client_numbers_its_own_requests_is_not_taken_for_a_turn_of_another(
+def test_numbered_client_id_is_not_mistaken_for_a_turn(
     tmp_path: Path,
 ) -> None:
     first, second = put(tmp_path, "chatcmpl-row-0123abcd", "chatcmpl-row_0-0123abcd")
@@ -117,7 +117,7 @@ def test_any_id_is_found(
     assert find(directory, response_id, prompt=prompt, sample=sample or 0) == path
 
 
-def test_data_and_lock_are_one_file_and_two_requests_of_one_id_are_told_apart(
+def test_two_requests_of_one_id_are_reported(
     tmp_path: Path,
 ) -> None:
     (path,) = put(tmp_path, internal_id("cmpl-id", 0))
@@ -129,7 +129,7 @@ def test_data_and_lock_are_one_file_and_two_requests_of_one_id_are_told_apart(
 
 
 @pytest.mark.parametrize(("prompt", "sample"), [(1, 0), (0, 1), (3, 3)])
-def test_what_is_not_there_is_named(tmp_path: Path, prompt: int, sample: int) -> None:
+def test_missing_response_is_named(tmp_path: Path, prompt: int, sample: int) -> None:
     put(tmp_path, internal_id("cmpl-id", 0, 0))
     with pytest.raises(FileNotFoundError, match=f"prompt {prompt}, sample {sample} of 'cmpl-id'"):
         find(tmp_path, "cmpl-id", prompt=prompt, sample=sample)
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, prompt: int, sample: int) ->
     ["x" * 200, "x" * 400, "é" * 180, "x" * 100_000],
     ids=lambda name: f"{name[0]} {len(name)} times",
 )
-def test_an_id_whose_file_has_a_hashed_name_is_told_so(tmp_path: Path, name: str) -> None:
+def test_id_with_a_hashed_file_name_is_explained(tmp_path: Path, name: str) -> None:
     response_id = f"cmpl-{name}"
     put(tmp_path, internal_id(response_id))
     problem = rf"of 'cmpl-{name[:95]}'\.\.\., an id of {len(response_id)} characters: .* use kv_transfer_params of the response"
@@ -148,7 +148,7 @@ def test_an_id_whose_file_has_a_hashed_name_is_told_so(tmp_path: Path, name: str
         find(tmp_path, response_id)
 
 
-def test_an_id_that_is_merely_long_is_found_or_not_there(tmp_path: Path) -> None:
+def test_long_id_with_a_plain_file_name_is_found(tmp_path: Path) -> None:
     response_id = "cmpl-" + "x" * 180
     with pytest.raises(FileNotFoundError) as caught:
         find(tmp_path, response_id)

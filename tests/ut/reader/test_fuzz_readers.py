@@ -1,7 +1,7 @@
-"""Mutated files, shards, ledgers and manifests: readers raise what they document, and soon.
+"""Readers of mutated files, shards, ledgers and manifests raise documented errors, and soon.
 
-`--fuzz-inputs N` tries N inputs. What was found is in the tables of test_hostile_files.py and
-test_hostile_shards.py, whose values are used here.
+`--fuzz-inputs N` tries N inputs. The findings are in the tables of test_hostile_files.py and
+test_hostile_shards.py. Their values are used here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 INPUTS = 500
 SHARES = {"file": 0.5, "shard": 0.1, "ledger": 0.1, "manifest": 0.25, "error": 0.05}
-pytestmark = pytest.mark.timeout(0)  # each input has a limit of its own
+pytestmark = pytest.mark.timeout(0)  # each input has a separate limit
 
 # JSON as text, for json.dumps writes neither infinite depth nor a key twice.
 RAW = [
@@ -68,7 +68,7 @@ def run(
     request: pytest.FixtureRequest,
     strategy: st.SearchStrategy[Any],
 ) -> None:
-    """Call `target` with as many examples as are this one's share."""
+    """Call `target` with its share of the examples."""
     asked = request.config.getoption("fuzz_inputs")
     number = max(20, int((asked or INPUTS) * SHARES[inputs]))
     tried = 0
@@ -171,7 +171,7 @@ def file_mutations(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def line_mutations(content: bytes, bad: list[bytes]) -> st.SearchStrategy[bytes]:
-    """Lines of JSON of which one is another, or a bad one is among them, or bytes are others."""
+    """Lines of JSON with a changed line, a bad line, or changed bytes."""
     lines = content.split(b"\n")[:-1]
     some = st.sampled_from(lines)
 
@@ -192,7 +192,7 @@ def line_mutations(content: bytes, bad: list[bytes]) -> st.SearchStrategy[bytes]
 
 
 def look_at_file(path: Path) -> None:
-    """Everything that reads a file, with nothing but the documented exceptions."""
+    """Call all readers of a file. Only documented exceptions are allowed."""
     for options in (
         {},
         {"mmap": True},
@@ -277,7 +277,7 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     def target(changed: tuple[str, bytes]) -> None:
         for name, content in {**whole, changed[0]: changed[1]}.items():
             (where / name).write_bytes(content)
-        known.clear()  # indexes only grow, and what was read of them is not read again
+        known.clear()  # indexes only grow, and lines are read once
         shards = Shards(where)
         found = shards.members()
         assert shards.members() == found == Shards(where).members()

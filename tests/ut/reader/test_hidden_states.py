@@ -1,4 +1,4 @@
-"""What a loaded file says about itself, and its rows in numpy."""
+"""Properties of loaded hidden states, and rows in numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def states_of(dtype: torch.dtype) -> HiddenStates:
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_rows_of_bfloat16_become_the_same_numbers_in_float32(tmp_path: Path, mmap: bool) -> None:
+def test_bfloat16_rows_become_equal_float32_rows(tmp_path: Path, mmap: bool) -> None:
     for path in (write(tmp_path / "files", "a", rows_of(3)), write_member(tmp_path)):
         rows, token_ids = load(path, mmap=mmap).numpy()
         assert rows.dtype == np.float32 and np.array_equal(rows, rows_of(3).float().numpy())
@@ -28,7 +28,7 @@ def test_rows_of_bfloat16_become_the_same_numbers_in_float32(tmp_path: Path, mma
 
 
 @pytest.mark.parametrize("dequantize", [False, True])
-def test_quantised_rows_are_those_that_load_returns(tmp_path: Path, dequantize: bool) -> None:
+def test_numpy_dequantises_like_load(tmp_path: Path, dequantize: bool) -> None:
     path = write(tmp_path, "a", rows_of(3), quantization="fp8")
     rows = load(path, dequantize=dequantize).numpy().hidden_states
     assert rows.dtype == np.float32 and np.array_equal(
@@ -37,7 +37,7 @@ def test_quantised_rows_are_those_that_load_returns(tmp_path: Path, dequantize: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_rows_of_a_dtype_that_numpy_has_are_shared_and_not_converted(dtype: torch.dtype) -> None:
+def test_numpy_dtypes_are_shared_without_conversion(dtype: torch.dtype) -> None:
     states = states_of(dtype)
     rows = states.numpy().hidden_states
     states.hidden_states[0, 0, 0] = 7
@@ -46,9 +46,7 @@ def test_rows_of_a_dtype_that_numpy_has_are_shared_and_not_converted(dtype: torc
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_dtype_is_chosen_by_name_or_by_the_type_of_a_library(
-    stored: torch.dtype, name: str
-) -> None:
+def test_dtype_is_given_by_name_or_type(stored: torch.dtype, name: str) -> None:
     states = states_of(stored)
     for dtype in (name, np.dtype(name), getattr(np, name), getattr(torch, name)):
         rows = states.numpy(dtype).hidden_states
@@ -56,8 +54,8 @@ def test_a_dtype_is_chosen_by_name_or_by_the_type_of_a_library(
         assert np.array_equal(rows, states.hidden_states.to(getattr(torch, name)).numpy())
 
 
-def test_bfloat16_is_that_of_ml_dtypes_and_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed packages do not choose the dtype. The stand-in shows the bits."""
+def test_bfloat16_of_ml_dtypes_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed packages do not affect the default dtype. A stand-in shows the bits."""
     states, bits = states_of(torch.bfloat16), rows_of(3).view(torch.int16).numpy()
     for module in (None, SimpleNamespace(bfloat16=np.int16)):
         monkeypatch.setitem(sys.modules, "ml_dtypes", module)  # type: ignore[arg-type]
@@ -75,7 +73,7 @@ def test_bfloat16_is_that_of_ml_dtypes_and_only_on_request(monkeypatch: pytest.M
     assert raised.value.name == "ml_dtypes"
 
 
-def test_what_is_printed_names_the_file_and_not_the_numbers(tmp_path: Path) -> None:
+def test_repr_names_the_file_and_not_the_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "a", rows_of(3000))
     fp8 = write(tmp_path, "b", rows_of(3), quantization="fp8")
     expected = (
@@ -99,7 +97,7 @@ def test_what_is_printed_names_the_file_and_not_the_numbers(tmp_path: Path) -> N
     assert repr(dataset) == f"HiddenStatesDataset(2 files from '{path}' on, {options})"
 
 
-def test_a_path_does_not_make_the_tuple_longer(tmp_path: Path) -> None:
+def test_path_is_not_part_of_the_tuple(tmp_path: Path) -> None:
     path = write(tmp_path, "a", rows_of(3))
     states = load(str(path))
     assert states.path == path and len(states) == 4

@@ -1,4 +1,4 @@
-"""Readers meet files that no server wrote: each is one clear error, and costs others nothing."""
+"""Files that no server wrote: each is one clear error, and other files are not affected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def name(letter: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["data", "error", "lock", "tar"])
-def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, what: str) -> None:
+def test_load_refuses_irregular_files_at_once(storage: Path, kind: str, what: str) -> None:
     path = storage / name("c" if what == "tar" else "a")
     place = {"data": path, "tar": next(storage.glob("*.tar"))}.get(
         what, path.with_name(f"{path.name}.{what}")
@@ -58,7 +58,7 @@ def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
+def test_inspect_and_verify_name_irregular_files_and_continue(
     storage: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = plant_no_file(storage / name("a"), kind)
@@ -81,7 +81,7 @@ def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "link to a lock", "link to nothing"])
-def test_a_lock_without_data_that_no_server_made_ends_the_wait_and_verify_goes_on(
+def test_foreign_lock_without_data_ends_the_wait(
     storage: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = storage / f"{name('e')}.lock"
@@ -101,7 +101,7 @@ def test_a_lock_without_data_that_no_server_made_ends_the_wait_and_verify_goes_o
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suffix", ["tar", "json", "jsonl"])
-def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_alone(
+def test_irregular_file_of_a_shard_affects_that_shard_only(
     storage: Path, kind: str, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = next(storage.glob(f"*.{suffix}"))
@@ -120,9 +120,7 @@ def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_al
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(
-    storage: Path, kind: str
-) -> None:
+def test_remove_does_not_write_into_irregular_files(storage: Path, kind: str) -> None:
     plant_no_file(storage / "hsx-removed.jsonl", kind)
     assert len(promptly(lambda: list(open_dir(storage)))) == 4
     with pytest.raises(OSError, match="removed"):
@@ -138,7 +136,7 @@ def test_links_are_followed_to_data_and_lock(storage: Path, tmp_path: Path) -> N
     assert len(promptly(lambda: load(storage / name("a"), 1, verify=True)).token_ids) == 3
 
 
-def test_open_dir_raises_for_a_bad_file_or_tells_its_caller_and_goes_on(storage: Path) -> None:
+def test_open_dir_raises_for_a_bad_file_or_calls_on_bad(storage: Path) -> None:
     (storage / name("b")).write_bytes(b"nothing")
     with pytest.raises(HiddenStatesError, match=name("b")):
         list(open_dir(storage))
@@ -147,7 +145,7 @@ def test_open_dir_raises_for_a_bad_file_or_tells_its_caller_and_goes_on(storage:
     assert [error.path for error in told] == [storage / name("b")]
 
 
-# Headers that are JSON and make no sense
+# Headers that are JSON and invalid
 
 
 def file_of(header: bytes, data: bytes) -> bytes:
@@ -231,7 +229,7 @@ def write_odd(path: Path, label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ODD_HEADERS)
-def test_a_header_that_makes_no_sense_is_one_error(tmp_path: Path, label: str) -> None:
+def test_invalid_header_is_one_error(tmp_path: Path, label: str) -> None:
     path = tmp_path / "odd.safetensors"
     write_odd(path, label)
     before = open_fds()
@@ -244,17 +242,17 @@ def test_a_header_that_makes_no_sense_is_one_error(tmp_path: Path, label: str) -
         HiddenStatesDataset([path])[0]
 
 
-def test_a_plain_header_is_none_of_them(tmp_path: Path) -> None:
+def test_valid_header_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "plain.safetensors"
     path.write_bytes(file_of(json.dumps(PLAIN).encode(), bytes(40)))
     assert load(path, 0).hidden_states.shape == (2, 1, 3)
 
 
 @pytest.mark.parametrize("value", [2**27, 2**63, 2**64 - 1])
-def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, value: int) -> None:
+def test_header_longer_than_its_file_is_not_read(tmp_path: Path, value: int) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(value.to_bytes(8, "little") + bytes(100))
-    with pytest.raises(HiddenStatesError, match="the header alone"):
+    with pytest.raises(HiddenStatesError, match="the first 8 state a header"):
         load(path, 0)
 
 
@@ -293,7 +291,7 @@ def states() -> HiddenStates:
 @pytest.mark.parametrize(
     "text", ["[1,", "3", '{"a":1}', DEEP, "[1.5]", "[true]", "9" * 5000], ids=range(7)
 )
-def test_metadata_that_was_changed_is_a_documented_error(states: HiddenStates, text: str) -> None:
+def test_changed_metadata_is_a_documented_error(states: HiddenStates, text: str) -> None:
     with pytest.raises(KeyError):
         _ = states.layer_ids
     changed = states._replace(metadata={"layer_ids": text, "num_prompt_tokens": text + "x"})
@@ -317,11 +315,11 @@ def test_token_ids_of_other_producers_become_int64(tmp_path: Path) -> None:
     ["[" * 100_000, '{"reason":' + DEEP + "}", "[1]", "null", "\udcff", '{"reason":1e400}'],
     ids=range(6),
 )
-def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
+def test_invalid_error_file_is_still_a_failure(
     tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.safetensors.error").write_bytes(reason.encode("utf-8", "surrogateescape"))
-    with pytest.raises(HiddenStatesError, match="cannot be understood") as raised:
+    with pytest.raises(HiddenStatesError, match="report of the failure is invalid") as raised:
         load(tmp_path / "a.safetensors", 0)
     assert len(raised.value.reason) < 1000
     assert verify.main([str(tmp_path), "--json", "--jobs", "1"]) == 1
@@ -332,7 +330,7 @@ def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
     ("dtype", "shape"),
     [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])],
 )
-def test_rows_of_no_size_or_any_number_are_one_bad_file(
+def test_rows_of_invalid_shape_are_one_bad_file(
     tmp_path: Path, dtype: str, shape: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = math.prod(shape)
@@ -353,7 +351,7 @@ def test_rows_of_no_size_or_any_number_are_one_bad_file(
     assert "bad" in capsys.readouterr().out
 
 
-def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(
+def test_name_too_long_for_companions_is_read_and_removed(
     tmp_path: Path,
 ) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
@@ -370,7 +368,7 @@ def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(
 
 
 @pytest.mark.parametrize("name", ["x" * 300, ".error", "a/../" + "y" * 256])
-def test_inspect_of_what_cannot_be_there_is_one_line(
+def test_inspect_of_an_impossible_path_is_one_line(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect.main([str(tmp_path / name)]) == 2

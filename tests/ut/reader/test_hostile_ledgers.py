@@ -1,4 +1,4 @@
-"""Changed ledgers of `hsx generate` are refused, or read without the lines that make no sense."""
+"""Changed ledgers of `hsx generate` are refused, or read without the invalid lines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from vllm_ascend_hsx.generate.ledger import open_ledger
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
-def test_generate_refuses_a_ledger_that_is_no_regular_file(
-    tmp_path: Path, kind: str, which: str
-) -> None:
+def test_generate_refuses_an_irregular_ledger(tmp_path: Path, kind: str, which: str) -> None:
     plant_no_file(tmp_path / which, kind)
     with pytest.raises(InputError, match=f"--output .*{which}"):
         promptly(lambda: open_ledger(tmp_path, {}))
 
 
-def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+def test_linked_ledger_is_not_written(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"no line")
     output = tmp_path / "rows"
@@ -39,7 +37,7 @@ ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,
 IDENTITY = "0a" * 16
 
 
-def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
+def test_invalid_ledger_lines_are_skipped(tmp_path: Path) -> None:
     request = {"a": 1}
     server = {
         "model": "m",
@@ -72,9 +70,7 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("other", ["{}", '{"layer_ids":[]}'])
-def test_a_line_about_another_server_is_refused_however_odd_it_is(
-    tmp_path: Path, other: str
-) -> None:
+def test_odd_line_of_another_server_is_refused(tmp_path: Path, other: str) -> None:
     first = open_ledger(tmp_path, {})
     first.note_server({"model": "m", "layer_ids": [1]})
     first.close()

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.reader.load import HiddenStatesError, open_dir, remove
 from vllm_ascend_hsx.sinks.file import FileSink
 
 
-def test_a_directory_gives_its_complete_files_one_at_a_time(sink: FileSink, tmp_path: Path) -> None:
+def test_open_dir_yields_complete_files_one_at_a_time(sink: FileSink, tmp_path: Path) -> None:
     for number in range(4):
         committed(sink, tmp_path, f"r{number}", tokens=number + 1)
     sink.open("failed", tmp_path / "failed.safetensors").fail("x")
@@ -32,7 +32,7 @@ def test_a_directory_gives_its_complete_files_one_at_a_time(sink: FileSink, tmp_
 
 
 @pytest.mark.parametrize("name", ["missing", "dangling"])
-def test_a_directory_that_does_not_exist_is_no_empty_data_set(
+def test_missing_directory_is_an_error(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def test_a_directory_that_does_not_exist_is_no_empty_data_set(
         list(open_dir(name))
 
 
-def test_a_file_that_another_producer_still_writes_is_passed_over(tmp_path: Path) -> None:
+def test_open_file_of_another_producer_is_skipped(tmp_path: Path) -> None:
     save_file(
         {"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.arange(1)},
         tmp_path / "f.safetensors",
@@ -52,14 +52,14 @@ def test_a_file_that_another_producer_still_writes_is_passed_over(tmp_path: Path
     assert len(list(open_dir(tmp_path))) == 1
 
 
-def test_a_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
+def test_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"12345")
     with pytest.raises(HiddenStatesError, match=r"broken\.safetensors"):
         list(open_dir(tmp_path))
 
 
 @pytest.mark.parametrize(("keep_data", "left"), [(False, []), (True, ["cmpl-1.safetensors"])])
-def test_remove_takes_the_file_and_its_companions(
+def test_remove_deletes_the_file_and_its_companions(
     sink: FileSink, tmp_path: Path, keep_data: bool, left: list[str]
 ) -> None:
     path = committed(sink, tmp_path)
@@ -68,10 +68,10 @@ def test_remove_takes_the_file_and_its_companions(
     assert listing(tmp_path) == left
 
 
-def test_remove_leaves_no_lock_without_data_at_any_time(
+def test_remove_never_leaves_a_lock_without_data(
     sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader would take such a lock for that of a server that died."""
+    """A reader would conclude from such a lock that the server died."""
     path, unlink = committed(sink, tmp_path), os.unlink
     seen: list[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""What consumers get: the rows, or the reason, as soon as there is one."""
+"""Consumers get the rows or the reason as soon as possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [1, 700])
-def test_a_file_is_verified_and_a_byte_that_changed_is_found(
+def test_verify_finds_a_changed_byte(
     sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path, tokens=tokens)
@@ -40,7 +40,9 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(
     for changed in (len(data) - 1, len(data) - tokens * 8 - 1):
         path.write_bytes(data[:changed] + bytes([data[changed] ^ 1]) + data[changed + 1 :])
         load(path, mmap=mmap)
-        with pytest.raises(HiddenStatesError, match="it is not as it was written: its checksum is"):
+        with pytest.raises(
+            HiddenStatesError, match="it has changed since it was written: its checksum is"
+        ):
             load(path, verify=True, mmap=mmap)
 
 
@@ -79,7 +81,7 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
     else:
         with pytest.raises(
             HiddenStatesError,
-            match=f"another request, {request_id}, and not of the response cmpl-1.b$",
+            match=f"another request, {request_id}, not of response cmpl-1.b$",
         ):
             load(path, response_id="cmpl-1.b")
 
@@ -109,7 +111,7 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
         ),
     ],
 )
-def test_ids_that_differ_by_a_number_are_told_apart(
+def test_ids_that_differ_by_a_number_are_distinguished(
     tmp_path: Path, response_id: str, its: list[str], others: list[str]
 ) -> None:
     path = tmp_path / "chosen.safetensors"
@@ -130,7 +132,7 @@ def test_ids_that_differ_by_a_number_are_told_apart(
 @pytest.mark.parametrize(
     "make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"]
 )
-def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_gets_its_name(
+def test_open_file_cannot_be_removed(
     tmp_path: Path, make_sink: Callable[..., DirectorySink]
 ) -> None:
     path = tmp_path / "chosen.safetensors"
@@ -150,16 +152,16 @@ def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_g
         load(path)
 
 
-def test_rows_of_a_producer_that_names_no_request_are_of_no_response(tmp_path: Path) -> None:
+def test_rows_without_a_request_id_belong_to_no_response(tmp_path: Path) -> None:
     save_file(
         {"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)},
         tmp_path / "a.safetensors",
     )
-    with pytest.raises(HiddenStatesError, match="a producer that names none"):
+    with pytest.raises(HiddenStatesError, match="another request, not of response cmpl-1"):
         load(tmp_path / "a.safetensors", response_id="cmpl-1")
 
 
-def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
+def test_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(checksum="none")) as sink:
         path = committed(sink, tmp_path)
     with pytest.raises(HiddenStatesError, match="has no crc32c checksum"):
@@ -168,7 +170,7 @@ def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 700])
-def test_a_complete_file_is_loaded_at_once(
+def test_complete_file_is_loaded_at_once(
     sink: FileSink, tmp_path: Path, tokens: int, mmap: bool
 ) -> None:
     file = written(sink, tmp_path, tokens=tokens)
@@ -182,7 +184,7 @@ def test_a_complete_file_is_loaded_at_once(
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_changing_what_was_loaded_changes_no_file(
+def test_changing_loaded_tensors_changes_no_file(
     sink: FileSink, tmp_path: Path, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path)
@@ -190,26 +192,26 @@ def test_changing_what_was_loaded_changes_no_file(
     assert_rows(load(path, 0), 5)
 
 
-def test_a_mapped_file_can_be_removed_while_it_is_used(sink: FileSink, tmp_path: Path) -> None:
+def test_mapped_file_can_be_removed_while_in_use(sink: FileSink, tmp_path: Path) -> None:
     states = load(committed(sink, tmp_path, tokens=3000), 0, mmap=True)
     remove(tmp_path / "cmpl-1.safetensors")
     assert_rows(states, 3000)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_file_that_is_cut_off_behind_its_header_is_no_crash(
+def test_file_truncated_after_its_header_is_an_error_not_a_crash(
     sink: FileSink, tmp_path: Path, mmap: bool
 ) -> None:
     path = committed(sink, tmp_path, tokens=3000)
     with open(path, "rb") as file:
         header = read_header(file.fileno())
         os.truncate(path, 8192)
-        with pytest.raises(FormatError, match="while it was read"):
+        with pytest.raises(FormatError, match="while it was being read"):
             read_tensor(file.fileno(), header.tensors["hidden_states"], mmap)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
+def test_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
     states = torch.randn(3, 1, 3).to(torch.bfloat16)
     path = tmp_path / "f.safetensors"
     save_file(
@@ -257,7 +259,7 @@ def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: b
         (None, "too few"),
     ],
 )
-def test_a_file_that_holds_no_hidden_states_is_named(
+def test_file_that_holds_no_hidden_states_is_named(
     tmp_path: Path, tensors: dict[str, torch.Tensor] | None, words: str
 ) -> None:
     path = tmp_path / "f.safetensors"
@@ -274,7 +276,7 @@ def test_a_file_that_holds_no_hidden_states_is_named(
 # Reasons
 
 
-def test_the_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> None:
+def test_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> None:
     file = written(sink, tmp_path)
     file.fail("rows [3, 5) could not be written: No space left on device (ENOSPC)")
     with pytest.raises(HiddenStatesError) as raised:
@@ -300,7 +302,7 @@ signal.pause()
 """
 
 
-def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
+def test_reader_reports_a_killed_server(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", KILLED_SERVER, tmp_path],
         env={**os.environ, "PYTHONPATH": SOURCE},
@@ -319,7 +321,7 @@ def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
         load(path, 30)
 
 
-def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
+def test_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"no hidden states, lock or error.*cmpl-1\.safetensors"
     ):
@@ -327,15 +329,13 @@ def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reason":', '{"why": 1}'])
-def test_an_error_file_that_cannot_be_understood_is_still_an_error(
-    tmp_path: Path, text: str
-) -> None:
+def test_unreadable_error_file_is_still_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "f.safetensors.error").write_text(text)
-    with pytest.raises(HiddenStatesError, match="cannot be understood"):
+    with pytest.raises(HiddenStatesError, match="report of the failure is invalid"):
         load(tmp_path / "f.safetensors", 0)
 
 
-def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
+def test_package_exports_the_reader_without_heavy_imports() -> None:
     code = (
         "import sys, vllm_ascend_hsx as hsx\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -357,7 +357,7 @@ def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
     assert "no_such_name" in result.stdout
 
 
-def test_a_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
+def test_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(
         {"hidden_states": torch.ones(1, 1, 4)},

@@ -1,4 +1,4 @@
-"""Readers sleep until the server has ended a file, and give up when their time is over."""
+"""Readers sleep until a file ends, and raise TimeoutError after the timeout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ assert not any(name.split(".")[0] in ("vllm", "torch_npu", "vllm_ascend") for na
     ],
     ids=["commit", "fail", "discard"],
 )
-def test_a_reader_asleep_in_another_process_wakes_when_the_file_ends(
+def test_reader_asleep_in_another_process_wakes_when_the_file_ends(
     sink: FileSink, tmp_path: Path, end: Callable[[RequestFile], None], report: str, timeout: str
 ) -> None:
     file = written(sink, tmp_path)
@@ -83,9 +83,7 @@ def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_reader_gives_up_when_its_time_is_over(
-    sink: FileSink, tmp_path: Path, timeout: float
-) -> None:
+def test_reader_times_out(sink: FileSink, tmp_path: Path, timeout: float) -> None:
     file = written(sink, tmp_path)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="still locked by its writer"):
@@ -93,7 +91,7 @@ def test_a_reader_gives_up_when_its_time_is_over(
     assert timeout <= time.monotonic() - started < timeout + 5
 
 
-def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends(
+def test_repeated_timeouts_use_one_thread_and_one_descriptor(
     sink: FileSink, tmp_path: Path
 ) -> None:
     file = written(sink, tmp_path)
@@ -109,9 +107,7 @@ def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends
     assert len(open_fds()) == len(fds) - 2, "the sleeper's, the lock's and the data's"
 
 
-def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(
-    sink: FileSink, tmp_path: Path
-) -> None:
+def test_timed_out_reader_does_not_block_the_next_request(sink: FileSink, tmp_path: Path) -> None:
     file = written(sink, tmp_path)
     with pytest.raises(TimeoutError):
         load(file.path, 0.001)
@@ -121,10 +117,10 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(
     assert_rows(load(path, 30), 2)
 
 
-def test_member_that_is_published_between_two_looks_is_found(
+def test_member_published_between_two_checks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of a shard drops its lock with its publication."""
+    """A request in a shard removes its lock when it is published."""
     path = tmp_path / "a.safetensors"
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         file = sink.open("a", path, 2)
@@ -144,8 +140,8 @@ def test_member_that_is_published_between_two_looks_is_found(
         assert looks[0] is None and len(looks) == 2
 
 
-def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:
-    """As the workers of torch's DataLoader do, after the parent has begun to wait."""
+def test_forked_process_waits_with_its_own_thread(sink: FileSink, tmp_path: Path) -> None:
+    """Like workers of torch's DataLoader that start while the parent waits."""
     file = written(sink, tmp_path)
     while not lock_wait._sleepers:  # a millisecond may be over before anybody was asked to sleep
         with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""What consumers see of shards: `load` and its relatives, datasets, and the commands."""
+"""Shards read with `load`, `find`, `open_dir`, datasets and the commands."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def storage(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
-def test_load_takes_the_path_of_a_response_whether_rows_are_in_a_file_or_in_a_shard(
-    storage: Path, mmap: bool, verify: bool
-) -> None:
+def test_load_accepts_paths_of_files_and_members(storage: Path, mmap: bool, verify: bool) -> None:
     for i in range(5):
         states = load(storage / f"r{i}-0123abcd.safetensors", mmap=mmap, verify=verify)
         assert np.array_equal(bits(states.hidden_states), finite_rows(0, 3 + i, i))
@@ -73,7 +71,7 @@ def test_changes_to_mapped_tensors_stay_private(storage: Path) -> None:
     assert np.array_equal(rows_of(path, verify=True), finite_rows(0, 4, 1))
 
 
-def test_a_member_that_was_changed_is_found_by_its_checksum(
+def test_changed_member_is_found_by_its_checksum(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Shards(storage).find("r2-0123abcd.safetensors")
@@ -82,17 +80,17 @@ def test_a_member_that_was_changed_is_found_by_its_checksum(
     with open(tar, "r+b") as file:
         os.pwrite(file.fileno(), b"\xff\x00\xff", member.offset + member.size - 50)
     load(storage / member.name)
-    with pytest.raises(HiddenStatesError, match="not as it was written"):
+    with pytest.raises(HiddenStatesError, match="changed since it was written"):
         load(storage / member.name, verify=True)
     assert verify.main([str(storage), "--json", "--jobs", "1"]) == 1
     (bad,) = json.loads(capsys.readouterr().out.splitlines()[-1])["bad"]
     assert bad["path"].endswith(member.name)
     os.truncate(tar, member.offset + 100)
-    with pytest.raises(HiddenStatesError, match="of its .* bytes are there"):
+    with pytest.raises(HiddenStatesError, match="it has .* of .* bytes"):
         load(storage / member.name)
 
 
-def test_new_members_are_found_while_the_server_writes_and_only_new_lines_are_read(
+def test_new_members_are_found_by_reading_only_new_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = Shards(tmp_path)
@@ -115,7 +113,7 @@ def test_new_members_are_found_while_the_server_writes_and_only_new_lines_are_re
     assert len(shards.members()) == 30
 
 
-def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None:
+def test_torn_and_invalid_lines_are_skipped(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         path = publish(sink, tmp_path, "a")
     (index,) = tmp_path.glob("*.jsonl")
@@ -130,11 +128,11 @@ def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None
     assert list(shards.members()) == [path.name]
     with open(index, "ab") as file:
         file.write(good.replace(b'"a-', b'"b-')[40:])
-    # By its manifest the index is complete: this object does not read it again, another one does.
+    # The manifest says that the index is complete: only a new object reads it again.
     assert list(Shards(tmp_path).members()) == [path.name, path.name.replace("a-", "b-")]
 
 
-def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(
+def test_removal_hides_its_member_in_any_order_of_lines(
     tmp_path: Path,
 ) -> None:
     name, stems = "x.safetensors", [f"hsx-0000000{number}-000000" for number in range(3)]
@@ -173,7 +171,7 @@ def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(
     "changes",
     [{"stem": "../x"}, {"stem": 3}, {"offset": -1}, {"gone": False}, {"name": "../x.safetensors"}],
 )
-def test_removal_that_names_no_member_cannot_be_used(changes: dict[str, Any]) -> None:
+def test_removal_without_a_member_is_invalid(changes: dict[str, Any]) -> None:
     values = {"name": "x.safetensors", "stem": "hsx-00000001-000000", "offset": 1, "gone": True}
     assert decode(json.dumps(values).encode()) == Tombstone(
         "x.safetensors", "hsx-00000001-000000", 1
@@ -181,7 +179,7 @@ def test_removal_that_names_no_member_cannot_be_used(changes: dict[str, Any]) ->
     assert decode(json.dumps(values | changes).encode()) is None
 
 
-def test_line_of_a_member_in_the_list_of_removed_ones_cannot_be_used_nor_the_reverse(
+def test_members_and_removals_are_not_accepted_in_each_others_lists(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stem = "hsx-00000001-000000"
@@ -193,10 +191,10 @@ def test_line_of_a_member_in_the_list_of_removed_ones_cannot_be_used_nor_the_rev
         encode(Member("y.safetensors", 1, 1, 1, "", "", 1))
     )
     assert list(Shards(tmp_path).members()) == ["x.safetensors"]
-    assert caplog.text.count("1 lines from byte 0 on cannot be used") == 2
+    assert caplog.text.count("1 lines from byte 0 on are invalid") == 2
 
 
-def test_shards_that_were_moved_or_taken_away_are_seen_so(storage: Path, tmp_path: Path) -> None:
+def test_moved_and_removed_shards_are_noticed(storage: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shards = Shards(storage)
     before = shards.members()
@@ -212,7 +210,7 @@ def test_shards_that_were_moved_or_taken_away_are_seen_so(storage: Path, tmp_pat
         assert load(elsewhere / name, verify=True).token_ids.numel() == before[name].tokens
 
 
-def test_a_directory_of_files_is_not_searched_for_shards(
+def test_directory_of_files_is_not_searched_for_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x.safetensors").touch()
@@ -237,7 +235,7 @@ def test_open_dir_gives_files_and_members(storage: Path) -> None:
     assert list(found) == sorted(found)
 
 
-def test_files_and_shards_in_folders_are_read_as_members_in_folders_are(
+def test_files_and_shards_in_folders_are_read(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FileSink(storage, FORMAT) as files:
@@ -259,7 +257,7 @@ def test_files_and_shards_in_folders_are_read_as_members_in_folders_are(
     assert f"bad: {tar}: " in capsys.readouterr().out
 
 
-def test_a_folder_below_a_server_s_directory_has_the_members_of_that_server(storage: Path) -> None:
+def test_folder_has_the_members_of_the_server_above(storage: Path) -> None:
     folder = storage / "folder"
     with (
         ShardSink(storage, FORMAT, shard_bytes=20_000) as shards,
@@ -294,7 +292,7 @@ def test_a_folder_below_a_server_s_directory_has_the_members_of_that_server(stor
     assert not list(open_dir(folder / "in"))
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_of_open_dir_and_datasets(
+def test_unreadable_folder_is_an_error_of_open_dir_and_datasets(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir
@@ -312,7 +310,7 @@ def test_a_folder_that_cannot_be_read_is_an_error_of_open_dir_and_datasets(
         HiddenStatesDataset(storage)
 
 
-def test_a_member_that_is_removed_is_seen_by_nobody_and_the_others_are(storage: Path) -> None:
+def test_removed_member_is_hidden_and_other_members_stay(storage: Path) -> None:
     path, other = storage / "r0-0123abcd.safetensors", storage / "r1-0123abcd.safetensors"
     elsewhere = Shards(storage)  # as another process has it
     assert elsewhere.find(path.name) is not None
@@ -328,12 +326,12 @@ def test_a_member_that_is_removed_is_seen_by_nobody_and_the_others_are(storage: 
     assert not list(shard_problems(storage)), "its bytes are where they were"
     HsxTransfer(storage).delete(str(other))
     assert elsewhere.find(other.name) is None
-    remove(path)  # again, and what was never there
+    remove(path)  # again, and a member that never existed
     remove(storage / "never-there.safetensors")
     assert len((storage / "hsx-removed.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_backend_of_speculators_reads_members(storage: Path, tmp_path: Path) -> None:
+def test_speculators_backend_reads_members(storage: Path, tmp_path: Path) -> None:
     with ShardSink(tmp_path / "cache", FORMAT, shard_bytes=MIB) as sink:
         put(sink.open("x", tmp_path / "cache" / "hs_7.safetensors", 4), 4)
     transfer = HsxTransfer(tmp_path / "cache")
@@ -347,7 +345,7 @@ def test_the_backend_of_speculators_reads_members(storage: Path, tmp_path: Path)
     assert len(generated["token_ids"]) == 4
 
 
-def test_find_leads_from_a_response_to_its_member(tmp_path: Path) -> None:
+def test_find_returns_the_member_of_a_response(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "cmpl-abc-1")
         publish(sink, tmp_path, "cmpl-abc-0")
@@ -359,9 +357,7 @@ def test_find_leads_from_a_response_to_its_member(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_has_members_and_files_in_the_workers_of_a_loader_too(
-    storage: Path, workers: int
-) -> None:
+def test_dataset_has_members_and_files_in_loader_workers(storage: Path, workers: int) -> None:
     dataset = HiddenStatesDataset(storage, verify=True)
     assert len(dataset) == 7
     context = "spawn" if workers else None
@@ -390,7 +386,7 @@ def test_a_dataset_has_members_and_files_in_the_workers_of_a_loader_too(
         )
 
 
-def test_a_dataset_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no shards with members"):
         HiddenStatesDataset(tmp_path)
 
@@ -398,9 +394,7 @@ def test_a_dataset_of_nothing_is_refused(tmp_path: Path) -> None:
 # The commands
 
 
-def test_inspect_and_verify_look_at_members(
-    storage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_and_verify_read_members(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(files_in(storage)) == 7
     assert examine(storage / "r3-0123abcd.safetensors").verdict == "verified"
     assert inspect.main([str(storage / "r3-0123abcd.safetensors")]) == 0
@@ -420,23 +414,23 @@ DAMAGE = {
     "a line names another": (
         "jsonl",
         lambda data: data.replace(b'"name":"r0', b'"name":"q0'),
-        "and the tar file has not",
+        "but the tar file does not",
     ),
     "a line too many": (
         "jsonl",
         lambda data: data + data.replace(b'"offset":', b'"offset":9'),
-        "and the tar file has not",
+        "but the tar file does not",
     ),
     "another count": (
         "json",
         lambda data: data.replace(b'"members": ', b'"members": 1'),
-        "its manifest says members=",
+        "its manifest states members=",
     ),
-    "no manifest": ("json", lambda data: b"[]", "its manifest cannot be understood"),
+    "no manifest": ("json", lambda data: b"[]", "its manifest is invalid"),
     "another checksum": (
         "jsonl",
         lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'),
-        "its manifest says index_checksum=",
+        "its manifest states index_checksum=",
     ),
     "more after its end": (
         "tar",
@@ -481,9 +475,9 @@ def test_verify_compares_manifest_index_and_tar_file(storage: Path, damage: str)
 
 @pytest.mark.parametrize(
     ("gone", "words"),
-    [("tar", "it is not there, and its index has lines"), ("jsonl", "it has no *.jsonl")],
+    [("tar", "it is missing, but its index has lines"), ("jsonl", "it has no *.jsonl")],
 )
-def test_verify_misses_a_file_of_a_shard(storage: Path, gone: str, words: str) -> None:
+def test_verify_reports_a_missing_file_of_a_shard(storage: Path, gone: str, words: str) -> None:
     stem = sorted(walked(storage))[0]
     (storage / f"{stem}.{gone}").unlink()
     assert [problem for _, problem in shard_problems(storage)] == [words]

@@ -1,4 +1,4 @@
-"""Shards of which a reader cannot see all: another user's, of two directories, of any size."""
+"""Shards that a reader sees only in part: of another user, of two directories, of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 @pytest.fixture
 def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Keep this user from opening a file; permissions do not keep root out."""
+    """Let this user not open a file. Permissions do not apply to root."""
     closed = set()
     real = os.open
 
@@ -43,7 +43,7 @@ def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_an_index_of_another_user_hides_no_rows_but_its_own(
+def test_unreadable_index_hides_only_its_own_rows(
     tmp_path: Path, close_to_readers: Callable[[Path], None], sealed: bool
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as theirs:
@@ -59,7 +59,7 @@ def test_an_index_of_another_user_hides_no_rows_but_its_own(
     for _ in range(2):
         assert len(load(path, 0, verify=True).token_ids) == 3
         assert find(tmp_path, "ours") == path
-        for name in ("theirs", "never"):  # nobody can tell which of the two it is
+        for name in ("theirs", "never"):  # either of the two is possible
             with pytest.raises(
                 PermissionError,
                 match=f"rows may be in this index: let this user read it.*{index.name}",
@@ -89,7 +89,7 @@ def test_an_index_of_another_user_hides_no_rows_but_its_own(
         remove(tmp_path / "never.safetensors")
 
 
-def test_an_index_that_becomes_readable_is_read(
+def test_index_that_becomes_readable_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_to_readers: Callable[[Path], None]
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -101,10 +101,10 @@ def test_an_index_that_becomes_readable_is_read(
     assert len(load(path, 0).token_ids) == 3
 
 
-def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
+def test_unreadable_list_of_removals_is_an_error(
     tmp_path: Path, close_to_readers: Callable[[Path], None]
 ) -> None:
-    """Else the rows in it would be there again."""
+    """Otherwise removed rows would reappear."""
     unsealed_shard(tmp_path)
     remove(tmp_path / member_name(0))
     close_to_readers(tmp_path / "hsx-removed.jsonl")
@@ -120,9 +120,7 @@ def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
 
 
 @pytest.mark.parametrize("order", ["top first", "top last"])
-def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(
-    tmp_path: Path, order: str
-) -> None:
+def test_newest_rows_of_nested_servers_are_read(tmp_path: Path, order: str) -> None:
     path = tmp_path / "sub" / "x.safetensors"
     with (
         ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top,
@@ -140,7 +138,7 @@ def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(
         load(path, 0)
 
 
-def test_shards_without_their_mark_are_an_error_that_names_it(tmp_path: Path) -> None:
+def test_missing_mark_is_an_error_that_names_it(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         path = publish(sink, tmp_path, "folder/a")
     (tmp_path / "hsx-shards").unlink()
@@ -155,7 +153,7 @@ def test_shards_without_their_mark_are_an_error_that_names_it(tmp_path: Path) ->
 # Any size
 
 
-def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
+def test_list_of_removals_is_read_up_to_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unsealed_shard(tmp_path)
@@ -169,16 +167,13 @@ def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
     with caplog.at_level(logging.WARNING):
         assert list(Shards(tmp_path).members()) == [member_name(i) for i in range(1, 6)]
     assert sum(read) <= (513 << 20) + 16 * MIB
-    assert (
-        "hsx-removed.jsonl has 1073741824 bytes, more than the 536870912 that readers take"
-        in caplog.text
-    )
+    assert "hsx-removed.jsonl has 1073741824 bytes, more than the limit of 536870912" in caplog.text
     assert [problem for _, problem in shard_problems(tmp_path)] == [
         "it cannot be read: its index has 1073741824 bytes, more than any server writes"
     ]
 
 
-def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(
+def test_removals_beyond_the_limit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsealed_shard(tmp_path)
@@ -187,7 +182,7 @@ def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(
     monkeypatch.setattr(reader_shards, "REMOVED_MAX", removed.stat().st_size)
     with pytest.raises(
         OSError,
-        match=r"the list of removed members has \d+ bytes, and readers take .*write to a new directory",
+        match=r"the list of removed members has \d+ bytes, and the limit is .*write to a new directory",
     ) as caught:
         remove(tmp_path / member_name(1))
     assert caught.value.errno == errno.EFBIG

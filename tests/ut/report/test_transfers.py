@@ -97,7 +97,7 @@ class Plain(FileSink):
             raise UserError(
                 "shared_storage_path",
                 str(directory),
-                "takes no direct writes: Bad address",
+                "does not accept direct writes: Bad address",
                 "Set io.",
             )
         super().__init__(directory, row_format)
@@ -131,12 +131,12 @@ def test_a_file_from_pinned_memory_is_read_and_compared(
         (
             (True, False),
             BROKE,
-            "from pinned memory alone, --output takes no direct writes: Bad address.",
+            "from pinned memory alone, --output does not accept direct writes: Bad address.",
         ),
         (
             (True, True),
             NOT_RUN,
-            "not measured here: --output takes no direct writes: Bad address. Name a directory",
+            "not measured here: --output does not accept direct writes: Bad address. Name a directory",
         ),
     ],
     ids=["from pinned memory alone", "from any memory"],

@@ -1,4 +1,4 @@
-"""Rows that a request has from another one, copied with their checksum and their scales."""
+"""Rows copied from the file of an earlier request, with checksum and scales."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SINKS = {
 
 
 def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "source") -> RowSource:
-    """Publish a request, and return its rows."""
+    """Publish a request, and return the source of the rows."""
     file = open_request(sink, where, name, tokens)
     file.keeps_source = True
     put(file, tokens)
@@ -65,7 +65,7 @@ def continue_from(
     tokens: int,
     name: str = "next",
 ) -> RequestFile:
-    """Publish a request that has its first rows from another one."""
+    """Publish a request whose first rows are copied."""
     file = sink.open(
         "x" * 5000, where / f"{name}-0123abcd.safetensors", tokens
     )  # a header of another size
@@ -77,9 +77,7 @@ def continue_from(
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_copied_rows_are_those_of_their_source_and_the_others_its_own(
-    kind: str, tmp_path: Path
-) -> None:
+def test_copied_rows_equal_the_source_and_later_rows_are_its_own(kind: str, tmp_path: Path) -> None:
     with SINKS[kind](tmp_path) as sink:
         put(
             open_request(sink, tmp_path, "before"), 4, version=2
@@ -111,10 +109,10 @@ def test_copied_rows_are_those_of_their_source_and_the_others_its_own(
         assert (bits(copied.hidden_states) == bits(computed.hidden_states)).all(), name
 
 
-def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(
+def test_wrong_byte_in_a_copy_is_found_by_the_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksum is that of the rows that were computed, not of what the copy has."""
+    """The checksum covers the computed rows, not the copied bytes."""
 
     def copy(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
         storage.copy_into(source, size, target, offset, begin)
@@ -132,7 +130,7 @@ def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_digest_of_a_beginning_is_that_of_its_bytes_and_a_change_of_them_is_noticed(
+def test_digest_of_a_prefix_is_right_and_detects_changes(
     data: st.DataObject,
 ) -> None:
     content = data.draw(st.binary(min_size=1, max_size=300))
@@ -157,7 +155,7 @@ def _sum(content: bytes) -> int:
     return digest.value
 
 
-def test_the_sums_of_a_file_end_with_that_of_all_its_rows(tmp_path: Path) -> None:
+def test_last_sum_of_a_file_covers_all_rows(tmp_path: Path) -> None:
     part = bytes(range(256)) * 4096
     sums = Checksums(8)
     for index in (2, 0, 1):
@@ -194,7 +192,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, cut_and_grow, cut_in_half, cut_the_last_row, empty])
-def test_a_source_that_was_changed_in_place_fails_the_request(
+def test_source_that_was_changed_in_place_fails_the_request(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     with files(tmp_path) as sink:
@@ -203,7 +201,7 @@ def test_a_source_that_was_changed_in_place_fails_the_request(
         file = open_request(sink, tmp_path, "next", 300)
         with pytest.raises(
             SinkError,
-            match=r"could not be copied from the request that has them: the file was changed.*EUCLEAN",
+            match=r"could not be copied from the file of an earlier request: the file was (changed|truncated).*EUCLEAN",
         ) as failed:
             file.copy(source, 299)
         assert "rows [0, 299)" in failed.value.reason
@@ -211,7 +209,7 @@ def test_a_source_that_was_changed_in_place_fails_the_request(
     source.release()
 
 
-def test_nothing_is_appended_after_a_hole_of_a_shard_that_was_cut_off(tmp_path: Path) -> None:
+def test_truncated_shard_gets_no_further_members(tmp_path: Path) -> None:
     with shards(tmp_path) as sink:
         put(open_request(sink, tmp_path, "first"), 300)
         (cut,) = tmp_path.glob("*.tar")
@@ -221,7 +219,7 @@ def test_nothing_is_appended_after_a_hole_of_a_shard_that_was_cut_off(tmp_path: 
         assert len(list(tmp_path.glob("*.tar"))) == 2
 
 
-def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Path) -> None:
+def test_rows_are_copied_from_a_removed_or_sealed_source(tmp_path: Path) -> None:
     with shards(tmp_path) as sink:
         source = make_source(sink, tmp_path, 6)
     for path in tmp_path.iterdir():
@@ -247,7 +245,7 @@ def break_copies(source: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("break_it", [truncate, break_copies])
 @pytest.mark.parametrize("kind", ["files", "fp8"])
-def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
+def test_source_that_cannot_be_read_fails_the_request_with_the_reason(
     kind: str, break_it: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SINKS[kind](tmp_path) as sink:
@@ -257,7 +255,7 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
             break_it(source, patch)
             with pytest.raises(
                 SinkError,
-                match=r"rows \[0, 299\) could not be copied from the request that has them",
+                match=r"rows \[0, 299\) could not be copied from the file of an earlier request",
             ):
                 file.copy(source, 299)
         file.fail("as a test")
@@ -266,9 +264,7 @@ def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
 
 
 @pytest.mark.parametrize("kind", ["files", "shards"])
-def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(
-    kind: str, tmp_path: Path
-) -> None:
+def test_unkept_and_failed_requests_leave_no_descriptor(kind: str, tmp_path: Path) -> None:
     with SINKS[kind](tmp_path) as sink:
         put(open_request(sink, tmp_path, "first"), 3)
         before = sorted(os.listdir("/proc/self/fd"))
@@ -285,8 +281,8 @@ def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(
         assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_rows_that_are_computed_again_replace_copied_ones(tmp_path: Path) -> None:
-    """As after a preemption, if the prefix cache has lost some of them."""
+def test_recomputed_rows_replace_copied_rows(tmp_path: Path) -> None:
+    """Happens after a preemption, if the prefix cache has lost some of the rows."""
     with files(tmp_path) as sink:
         source = make_source(sink, tmp_path, 6)
         file = open_request(sink, tmp_path, "next", 6)

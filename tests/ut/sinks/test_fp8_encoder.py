@@ -1,4 +1,4 @@
-"""Rows in float8 with a scale for each token: bit for bit those of hs_connectors."""
+"""Rows in float8 with a scale for each token, equal to those of hs_connectors bit for bit."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_rows(tensor: torch.Tensor) -> np.ndarray:
 def rows_of(
     count: int, dtype: str = "BF16", version: int = 0, shape: tuple[int, int] = ROW_SHAPE
 ) -> torch.Tensor:
-    """Rows of very different sizes."""
+    """Rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(count * 100 + version)
     sizes = torch.logspace(-3, 3, max(count, 1))[:count].view(-1, 1, 1)
     return (torch.randn(count, *shape, generator=generator) * sizes).to(DTYPES[dtype])
 
 
 def quantised(rows: torch.Tensor, dtype: str, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What our encoder makes of rows: float8 [tokens, layers, hidden] and float32 [tokens]."""
+    """Return the encoded rows float8 [tokens, layers, hidden] and the scales float32 [tokens]."""
     made = Fp8PerToken(
         RowFormat(tuple(range(rows.shape[1])), rows.shape[2], dtype, quantization="fp8")
     )
@@ -61,7 +61,7 @@ def quantised(rows: torch.Tensor, dtype: str, first: int = 0) -> tuple[torch.Ten
 
 @st.composite
 def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
-    """Rows of any bits at all, or of one size with zeros and subnormal numbers among them."""
+    """Rows of arbitrary bits, or of one magnitude with zeros and subnormal numbers."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     shape = (draw(st.integers(1, 5)), 2, 4 * draw(st.integers(1, 4)))
     bits = hnp.arrays(BITS[dtype], shape)
@@ -74,7 +74,7 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
 
 @settings(max_examples=depth(400))
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
-def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(
+def test_values_and_scales_equal_those_of_hs_connectors_bit_for_bit(
     case: tuple[str, torch.Tensor], step: int
 ) -> None:
     dtype, rows = case
@@ -94,9 +94,7 @@ def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-10, 1e-3, 1.0, 3e4])
-def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(
-    dtype: str, size: float
-) -> None:
+def test_values_are_rounded_to_nearest_even(dtype: str, size: float) -> None:
     rows = (torch.linspace(-1, 1, 4 * 2 * 512, dtype=torch.float64).view(4, 2, 512) * size).to(
         DTYPES[dtype]
     )
@@ -117,7 +115,7 @@ def test_a_value_is_the_nearest_that_float8_has_and_ties_go_to_even(
 
 
 def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the largest loss: half a unit of 3 bits of mantissa, or half of the smallest step."""
+    """Return the error bound: half a unit of 3 bits of mantissa, or half of the smallest step."""
     return torch.maximum(rows.double().abs() * 2**-4, scales.double().view(-1, 1, 1) * 2**-10)
 
 
@@ -126,7 +124,7 @@ def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows=hnp.arrays(np.float32, (3, 2, 16), elements=st.floats(-3e4, 3e4, width=32)),
     dtype=st.sampled_from(list(DTYPES)),
 )
-def test_no_element_loses_more_than_the_page_says(rows: np.ndarray, dtype: str) -> None:
+def test_quantisation_error_is_within_the_documented_bound(rows: np.ndarray, dtype: str) -> None:
     given = torch.from_numpy(rows).to(DTYPES[dtype])
     stored, scales = quantised(given, dtype)
     exact = stored.double() * scales.double().view(-1, 1, 1)
@@ -134,7 +132,7 @@ def test_no_element_loses_more_than_the_page_says(rows: np.ndarray, dtype: str) 
     assert bool(
         (lost <= bound(given, scales) * (1 + 2**-20)).all()
     )  # the quotient is rounded to float32 first
-    # What the reader makes of it: both factors and the product are rounded to the model's dtype.
+    # The reader rounds both factors and the product to the model's dtype.
     unit = torch.finfo(DTYPES[dtype]).eps / 2
     read = dequantized(stored, scales.view(-1, 1, 1), DTYPES[dtype])
     assert bool(
@@ -152,7 +150,7 @@ def test_rows_that_are_not_quantised_need_no_encoder() -> None:
     assert encoder_for(RowFormat(LAYER_IDS, HIDDEN, "BF16")) is None
 
 
-def test_a_thread_quantises_into_the_same_pages_again_and_again() -> None:
+def test_thread_reuses_its_quantisation_memory() -> None:
     made = Fp8PerToken(row_format(hidden=1024))
     rows = rows_of(8, shape=(3, 1024))
     addresses = set()
@@ -164,8 +162,8 @@ def test_a_thread_quantises_into_the_same_pages_again_and_again() -> None:
     assert address % 4096 == 0
 
 
-def test_a_writer_does_not_ask_for_more_cores_than_its_own() -> None:
-    """The threads of others keep theirs."""
+def test_quantising_uses_one_thread_per_writer() -> None:
+    """Other threads keep the default number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     seen: dict[str, int] = {}
@@ -188,7 +186,7 @@ def test_a_writer_does_not_ask_for_more_cores_than_its_own() -> None:
         torch.set_num_threads(before)
 
 
-def test_rows_that_cannot_be_written_to_are_quantised_too() -> None:
+def test_read_only_rows_are_quantised() -> None:
     rows = rows_of(4)
     made = Fp8PerToken(row_format())
     assert (

@@ -41,7 +41,7 @@ def names(tmp_path: Path) -> Iterator[MemberNames]:
 
 @pytest.fixture(autouse=True)
 def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # on any machine
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -81,7 +81,7 @@ def test_server_and_reader_agree_on_the_names_that_have_members(
         os.close(fd)
 
 
-def test_line_that_is_not_complete_does_not_count_yet(tmp_path: Path, names: MemberNames) -> None:
+def test_incomplete_line_does_not_count(tmp_path: Path, names: MemberNames) -> None:
     line = encode(member(NAMES[0]))
     (tmp_path / (STEMS[0] + INDEX)).write_bytes(line[:-1])
     assert not names.has(NAMES[0])
@@ -98,7 +98,7 @@ def test_members_of_a_shard_that_was_removed_do_not_count(
     assert not names.has(NAMES[0])
 
 
-def test_line_is_read_once_and_a_sealed_index_not_again(
+def test_lines_and_sealed_indexes_are_read_once(
     tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(tmp_path, STEMS[0], *(member(f"{number}.safetensors", number) for number in range(1000)))
@@ -130,7 +130,7 @@ def test_index_that_cannot_be_opened_does_not_count(tmp_path: Path, names: Membe
     assert not names.has(NAMES[1])
 
 
-def test_index_larger_than_readers_take_is_not_read(
+def test_index_above_the_size_limit_is_not_read(
     tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / (STEMS[0] + INDEX)).open("wb") as index:
@@ -144,7 +144,7 @@ def test_index_larger_than_readers_take_is_not_read(
     assert sum(read) == 0
 
 
-def test_slow_listing_is_used_again_until_this_server_makes_a_shard(
+def test_slow_listing_is_reused_until_this_server_creates_a_shard(
     tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A listing of 200,000 names takes half a second."""
@@ -174,10 +174,10 @@ def test_slow_listing_is_used_again_until_this_server_makes_a_shard(
     assert len(listed) == 3
 
 
-def test_a_shard_that_is_made_during_a_slow_listing_is_in_the_next_one(
+def test_shard_created_during_a_slow_listing_is_in_the_next_listing(
     tmp_path: Path, names: MemberNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer makes it while the opener lists the directory."""
+    """A writer creates the shard while the opening thread lists the directory."""
     now = [0.0]
     listdir = os.listdir
 

@@ -1,4 +1,4 @@
-"""What a line of mountinfo says about locks, and who says it."""
+"""Mount options that keep locks on one machine: detection, and who reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.mounts import LocalLocks, local_locks, mount_of, mounted_locks
 
 NFS = "vers=3,rsize=1048576,hard,proto=tcp,sec=sys,mountproto=udp"
-LOCAL = "locks hold on each machine alone"
+LOCAL = "locks do not reach other machines"
 TABLE = {
     "lustre flock": ("lustre 10.0.0.1@tcp:/fs rw,flock,lazystatfs", None),
     "lustre localflock": (
@@ -35,11 +35,11 @@ TABLE = {
         f"nfs is mounted with local_lock=all and nolock: {LOCAL}",
     ),
     "nfs4": ("nfs4 host:/ rw,vers=4.2,local_lock=none", None),
-    "gpfs": ("gpfs /dev/gpfs0 rw,relatime", "gpfs may keep locks on each machine alone"),
-    "fuse": ("fuse /dev/fuse rw,user_id=0", "fuse may keep locks on each machine alone"),
+    "gpfs": ("gpfs /dev/gpfs0 rw,relatime", "gpfs may not pass locks on to other machines"),
+    "fuse": ("fuse /dev/fuse rw,user_id=0", "fuse may not pass locks on to other machines"),
     "fuse.sshfs": (
         "fuse.sshfs host:/ rw,user_id=0",
-        "fuse.sshfs may keep locks on each machine alone",
+        "fuse.sshfs may not pass locks on to other machines",
     ),
     "a disk by FUSE": ("fuseblk /dev/sdb1 rw,user_id=0", None),
     "ext4": ("ext4 /dev/sda rw,errors=remount-ro", None),
@@ -57,7 +57,7 @@ def mountinfo(root: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_a_mount_whose_locks_stay_on_its_machine_is_named_with_its_option_and_the_remedy(
+def test_mount_with_local_locks_is_reported_with_option_and_remedy(
     case: str,
 ) -> None:
     mount, problem = TABLE[case]
@@ -71,11 +71,11 @@ def test_a_mount_whose_locks_stay_on_its_machine_is_named_with_its_option_and_th
         assert (remedy or "`flock -n FILE true; echo $?`") in found.remedy
 
 
-def test_an_option_of_the_mount_point_counts_like_one_of_the_filesystem() -> None:
+def test_options_of_mount_point_and_filesystem_both_count() -> None:
     assert local_locks("36 35 0:98 / /data rw,flock - lustre mgs:/fs rw") is None
 
 
-def test_the_mount_of_a_directory_is_the_innermost_and_unknown_without_mountinfo(
+def test_innermost_mount_is_found_and_missing_mountinfo_is_tolerated(
     tmp_path: Path,
 ) -> None:
     inner = line_of(TABLE["lustre localflock"][0], "/data/rows")
@@ -88,7 +88,7 @@ def test_the_mount_of_a_directory_is_the_innermost_and_unknown_without_mountinfo
     assert mounted_locks(Path("/data"), root) is None
 
 
-def test_a_server_that_starts_names_the_mount_option_once(
+def test_server_logs_the_mount_option_once_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_a_server_that_starts_names_the_mount_option_once(
 
 
 @pytest.mark.parametrize("use_lock", [True, False])
-def test_the_doctor_names_the_mount_option(tmp_path: Path, use_lock: bool) -> None:
+def test_doctor_names_the_mount_option(tmp_path: Path, use_lock: bool) -> None:
     root = mountinfo(tmp_path / "root", line_of(TABLE["lustre localflock"][0], "/"))
     found = check_storage(
         tmp_path / "rows", FileOptions(use_lock=use_lock), num_bytes=1 << 20, root=root

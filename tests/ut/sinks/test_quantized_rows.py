@@ -1,4 +1,4 @@
-"""Files of quantised rows: every reader understands them, and they have half the bytes."""
+"""Files of quantised rows: every reader reads them, and they have half the bytes."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def publish(
     return file.path
 
 
-def test_rows_of_float16_that_are_small_or_large_come_back(tmp_path: Path) -> None:
-    """Their scales, or their products, are out of float16's range."""
+def test_small_and_large_float16_rows_are_restored(tmp_path: Path) -> None:
+    """Scales or products of these rows are outside the range of float16."""
     rows = torch.stack(
         [torch.full(ROW_SHAPE, 65504.0), torch.full(ROW_SHAPE, 6e-8), torch.full(ROW_SHAPE, 2e-6)]
     ).half()
@@ -86,9 +86,7 @@ def test_sinks_need_no_torch_when_nothing_is_quantised(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
 
 
-def test_quantised_rows_go_past_the_page_cache_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_rows_use_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     bypassed: list[bool] = []
@@ -125,7 +123,7 @@ def test_our_reader_and_hs_connectors_give_the_same_bits(
     path = publish(tmp_path, rows_of(tokens, dtype), dtype, "hs_7")
     ours = load(path, 0, verify=True)
     assert ours.hidden_states.dtype == DTYPES[dtype]
-    if dtype != "F16":  # whose scales may have no float16
+    if dtype != "F16":  # the scales may have no float16
         theirs = FP8Transfer(tmp_path, dequantize_dtype=DTYPES[dtype]).get_cached(7)
         assert theirs is not None and set(theirs) == {"hidden_states", "token_ids"}
         assert torch.equal(ours.hidden_states, theirs["hidden_states"])
@@ -138,7 +136,7 @@ def test_our_reader_and_hs_connectors_give_the_same_bits(
     assert torch.allclose(ours.hidden_states.float(), in_float32, rtol=2**-7, atol=2**-24)
 
 
-def test_files_of_hs_connectors_own_connector_are_read_too(tmp_path: Path) -> None:
+def test_files_of_hs_connectors_are_read(tmp_path: Path) -> None:
     values, scales = quantize_tensor_to_fp8(rows_of(6))
     tensors = {
         "hidden_states": values,
@@ -152,7 +150,7 @@ def test_files_of_hs_connectors_own_connector_are_read_too(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_a_reader_can_have_the_rows_as_they_are_stored(tmp_path: Path, mmap: bool) -> None:
+def test_reader_can_load_quantised_rows_as_stored(tmp_path: Path, mmap: bool) -> None:
     rows = rows_of(5)
     path = publish(tmp_path, rows)
     states = load(path, mmap=mmap, dequantize=False)
@@ -178,7 +176,7 @@ def test_rows_that_are_not_quantised_have_no_scales(tmp_path: Path) -> None:
         assert "quantization" not in read_header(opened.fileno()).metadata
 
 
-def test_a_dataset_dequantises_what_it_returns(tmp_path: Path) -> None:
+def test_dataset_dequantises_rows(tmp_path: Path) -> None:
     path = publish(tmp_path, rows_of(9))
     whole = load(path).hidden_states
     (item,) = HiddenStatesDataset(tmp_path, layer_ids=[3, 2], max_tokens=4)
@@ -187,7 +185,7 @@ def test_a_dataset_dequantises_what_it_returns(tmp_path: Path) -> None:
     assert torch.equal(item["hidden_states"], whole.float())
 
 
-def test_the_backend_for_speculators_gives_rows_in_the_models_dtype(tmp_path: Path) -> None:
+def test_speculators_backend_returns_rows_in_the_models_dtype(tmp_path: Path) -> None:
     from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 
     path = publish(tmp_path, rows_of(4), name="hs_0")
@@ -199,10 +197,10 @@ def test_the_backend_for_speculators_gives_rows_in_the_models_dtype(tmp_path: Pa
         assert torch.equal(sample["hidden_states"], load(path).hidden_states)
 
 
-# What is wrong with a file is found
+# Damaged files
 
 
-def test_hsx_inspect_shows_the_dequantised_rows_and_that_they_are_quantised(
+def test_inspect_shows_dequantised_rows_and_the_quantisation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = publish(tmp_path, rows_of(20))
@@ -218,7 +216,7 @@ def test_hsx_inspect_shows_the_dequantised_rows_and_that_they_are_quantised(
     assert "bfloat16 in float8_e4m3fn" in shown and "fp8_e4m3_per_token" in shown
 
 
-def test_a_scale_that_is_not_finite_is_found(tmp_path: Path) -> None:
+def test_non_finite_scale_is_found(tmp_path: Path) -> None:
     rows = rows_of(4)
     rows[2, 1, 3] = torch.inf
     path = publish(tmp_path, rows)
@@ -226,7 +224,7 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path) -> None:
     assert problem is not None and problem.startswith("the row of token 2 in layer")
 
 
-def test_quantised_rows_of_different_models_are_of_different_kinds(tmp_path: Path) -> None:
+def test_quantised_rows_of_different_dtypes_have_different_kinds(tmp_path: Path) -> None:
     kinds = [
         examine(publish(tmp_path, rows_of(4, dtype), dtype, name)).kind
         for name, dtype in (("a", "BF16"), ("b", "F16"))
@@ -265,7 +263,7 @@ VALUES = torch.zeros(4, *ROW_SHAPE).to(torch.float8_e4m3fn)
         (
             {"hidden_states_scales": torch.ones(4, 1, 1)},
             {"quantization": "int4"},
-            "quantised as 'int4', which is unknown",
+            "unknown quantization 'int4'",
         ),
         (
             {"hidden_states_scales": torch.ones(4, 1, 1)},
@@ -301,18 +299,18 @@ def sizes(tmp_path: Path) -> dict[str, int]:
     return found
 
 
-def test_a_file_has_half_the_bytes(sizes: dict[str, int]) -> None:
+def test_quantised_file_has_half_the_bytes(sizes: dict[str, int]) -> None:
     assert sizes["none"] == 4096 + 512 * (4 * 3072 * 2 + 8)
     assert sizes["fp8"] == 4096 + 512 * (4 * 3072 + 8 + 4)
     assert sizes["fp8"] / sizes["none"] == pytest.approx(0.5, abs=0.001)
 
 
-def test_the_reader_s_named_tuple_has_its_scales_last() -> None:
+def test_scales_are_the_last_part_of_the_tuple() -> None:
     assert HiddenStates._fields == ("hidden_states", "token_ids", "metadata", "scales")
     assert HiddenStates._field_defaults == {"scales": None}
 
 
-def test_verify_counts_tokens_too_small_for_fp8_and_takes_them_for_no_fault(
+def test_verify_counts_tokens_too_small_for_fp8_without_a_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row_format = RowFormat((1, 2), 8, "F32", quantization="fp8")

@@ -1,4 +1,4 @@
-"""Appends to a shard, member before line, on a disk that fails, fills up or loses what it took."""
+"""Appends to a shard, member before line, on a disk that fails, fills up or loses writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sink(tmp_path: Path) -> Iterator[ShardSink]:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "ftruncate", "open", "rename", "fdatasync", "fsync"])
-def test_a_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
+def test_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     sink = ShardSink(tmp_path, FORMAT, FileOptions(durability="fdatasync"), shard_bytes=MIB)
@@ -59,7 +59,7 @@ def test_a_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
 
 
 @pytest.mark.parametrize("tokens", [0, 2], ids=["grows", "known"])
-def test_a_durable_member_is_on_the_disk_before_its_line_and_that_before_the_lock_is_released(
+def test_durable_member_is_synced_before_its_line_and_the_line_before_unlocking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     calls: list[tuple[str, str]] = []
@@ -94,7 +94,7 @@ def test_a_durable_member_is_on_the_disk_before_its_line_and_that_before_the_loc
 
 
 @pytest.mark.parametrize("truncates", [True, False], ids=["the append is cut off", "it cannot be"])
-def test_a_disk_that_is_full_in_the_middle_of_an_append_fails_that_request_alone(
+def test_full_disk_during_an_append_fails_one_request(
     sink: ShardSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncates: bool
 ) -> None:
     before = publish(sink, tmp_path, "before", version=1)
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_in_the_middle_of_an_append_fails_that_request_alone
     assert np.array_equal(rows_of(after), finite_rows(0, 3, version=2))
 
 
-def test_a_line_that_is_not_durable_is_taken_back_also_from_a_reader_who_has_seen_it(
+def test_line_whose_sync_failed_is_taken_back_from_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Shards(tmp_path)
@@ -144,7 +144,7 @@ def test_a_line_that_is_not_durable_is_taken_back_also_from_a_reader_who_has_see
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_where_the_kernel_cannot_copy_rows_are_copied_all_the_same(
+def test_rows_are_copied_without_copy_file_range(
     sink: ShardSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: object) -> int:
@@ -157,7 +157,7 @@ def test_where_the_kernel_cannot_copy_rows_are_copied_all_the_same(
     assert members(tmp_path) == [path.name]
 
 
-def test_a_shard_is_sealed_although_somebody_has_removed_the_hidden_directory(
+def test_shard_is_sealed_after_the_hidden_directory_was_removed(
     sink: ShardSink, tmp_path: Path
 ) -> None:
     before = publish(sink, tmp_path, "before")
@@ -176,7 +176,7 @@ def _moved(path: Path) -> None:
 
 
 def _replaced(path: Path) -> None:
-    """As `sed -i` does. A hard link, such as a backup's, keeps the former file."""
+    """Replaces a file like `sed -i`. A hard link, such as a backup, keeps the former file."""
     path.with_suffix(".copy").write_bytes(path.read_bytes())
     os.link(path, path.with_suffix(".link"))
     path.with_suffix(".copy").rename(path)
@@ -191,7 +191,7 @@ def _cut_off(path: Path) -> None:
     ("suffix", "how"),
     [*itertools.product(("tar", "jsonl"), (Path.unlink, _moved, _replaced)), ("jsonl", _cut_off)],
 )
-def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_silence(
+def test_requests_fail_when_their_shard_was_removed(
     sink: ShardSink,
     tmp_path: Path,
     suffix: str,
@@ -204,7 +204,7 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
             if not path.with_suffix(".json").exists():
                 how(path)
 
-    for name in "ab":  # before a request is appended, in a shard and in a line about its name
+    for name in "ab":  # before the append, in a shard, and in an index line
         publish(sink, tmp_path, f"before-{name}")
         chosen = (
             sink.open(name, tmp_path / f"{name}.safetensors", 1)
@@ -216,12 +216,12 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
         assert np.array_equal(rows_of(chosen.path), finite_rows(0, 1))
     real = storage.copy_into
     monkeypatch.setattr(f"{SHARD_FILE}.copy_into", lambda *args: (real(*args), remove()))
-    with pytest.raises(SinkError, match=r"somebody has removed the shard \(ENOENT\)"):
+    with pytest.raises(SinkError, match=r"the shard was removed \(ENOENT\)"):
         publish(sink, tmp_path, "c")
-    assert "was removed or cut off by somebody" in caplog.text
+    assert "was removed or truncated" in caplog.text
 
 
-def test_what_two_failures_left_of_a_member_is_in_no_other_one(
+def test_remains_of_failed_appends_are_in_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -239,7 +239,7 @@ def test_what_two_failures_left_of_a_member_is_in_no_other_one(
     assert [member.tokens for member in Shards(tmp_path).members().values()] == [3, 1]
 
 
-def test_a_shard_is_sealed_before_its_index_is_larger_than_readers_take(
+def test_shard_is_sealed_before_its_index_exceeds_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{SHARD_FILE}.SEAL_AT", 500)  # a line has some 200 bytes

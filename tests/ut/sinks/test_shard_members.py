@@ -38,9 +38,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
     size=st.integers(0, 3 * 8**11),
     start=st.integers(0, 40).map(lambda blocks: blocks * BLOCK),
 )
-def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(
-    name: str, size: int, start: int
-) -> None:
+def test_headers_fill_a_page_and_are_valid_for_tarfile(name: str, size: int, start: int) -> None:
     made = headers(start, name, size, 0o640, 1234)
     offset = start + len(made)
     assert offset % PAGE == 0
@@ -62,10 +60,10 @@ def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(
 
 @settings(max_examples=depth(120))
 @given(st.randoms(use_true_random=False))
-def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(
+def test_members_equal_the_files_of_the_file_sink(
     luck: random.Random,
 ) -> None:
-    """Requests run at the same time, shards are small, rows are removed; they may be fp8."""
+    """Requests run concurrently, shards are small, rows are removed, and rows may be fp8."""
     with tempfile.TemporaryDirectory() as directory:
         shard_dir, file_dir = Path(directory, "shards"), Path(directory, "files")
         options = FileOptions(
@@ -110,7 +108,7 @@ def step(luck: random.Random, running: list[Iterator[None]]) -> None:
 def life(
     luck: random.Random, sinks: list[tuple[ShardSink | FileSink, Path]], request_id: str, name: str
 ) -> Iterator[None]:
-    """Serve a request with each of the sinks, a step at a time."""
+    """Serve a request with both sinks, one step at a time."""
     tokens = luck.choice([0, 1, luck.randint(2, 30), luck.randint(2, 600)])
     grows = luck.random() < 0.4
     expected = luck.randint(0, tokens) if grows else tokens + luck.choice([0, 0, 1, 90])
@@ -126,7 +124,7 @@ def life(
     cuts = sorted({0, tokens, *(luck.randint(0, tokens) for _ in range(luck.randrange(4)))})
     spans = [(first, last, 1) for first, last in itertools.pairwise(cuts)]
     luck.shuffle(spans)
-    if tokens and luck.random() < 0.4:  # computed twice, and differently cut
+    if tokens and luck.random() < 0.4:  # computed twice, in different spans
         first = luck.randrange(tokens)
         spans.insert(0, (first, tokens + luck.randrange(3), 7))
     if luck.random() < 0.3:
@@ -188,7 +186,7 @@ def check_manifest(where: Path, stem: str, said: dict[str, int]) -> None:
         )
 
 
-def test_a_line_of_the_index_says_what_the_member_is_and_a_name_of_the_servers_costs_no_other(
+def test_index_line_describes_its_member_and_unique_names_add_no_line(
     tmp_path: Path,
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 def in_a_store(
     master: MooncakeMaster, reader: MooncakeReader
 ) -> Iterator[Callable[[str], MooncakeCase]]:
-    """The case of a sink in a store, by its quantization."""
+    """The case of a sink in a store, by quantization."""
     make = functools.cache(lambda quantization: MooncakeCase(master.address, reader, quantization))
     yield make
     run_threads(*(make(quantization).close for quantization in IN_A_STORE.values()))
@@ -69,7 +69,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SinkCase]:
     assert case.held() == 0
 
 
-# What is read
+# Reading
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,7 +95,7 @@ def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(
 
 
 @pytest.mark.parametrize("name", ["of an adapter", "long" * 1500])
-def test_only_a_request_of_an_adapter_names_one(case: SinkCase, name: str) -> None:
+def test_only_requests_of_an_adapter_name_it(case: SinkCase, name: str) -> None:
     adapters = {
         "plain": Adapter(),
         "adapted": Adapter(name, "0a" * 16),
@@ -113,7 +113,7 @@ def test_only_a_request_of_an_adapter_names_one(case: SinkCase, name: str) -> No
         )
 
 
-def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
+def test_placeholders_of_images_are_read_with_the_rows(case: SinkCase) -> None:
     ranges = [Placeholder("image", 0, 2), Placeholder("image", 2, 1)]
     for name, placeholders in (("images", ranges), ("text", [])):
         file = case.open(name)
@@ -125,7 +125,7 @@ def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
         assert ("placeholders" in states.metadata) == bool(placeholders)
 
 
-def test_the_weights_that_computed_the_rows_are_read_with_them(case: SinkCase) -> None:
+def test_weight_versions_are_read_with_the_rows(case: SinkCase) -> None:
     fingerprint = "0a" * 16
     mixed = [WeightVersion(3, "step 3"), WeightVersion(4, "step 4")]
     origins = {
@@ -145,9 +145,7 @@ def test_the_weights_that_computed_the_rows_are_read_with_them(case: SinkCase) -
 
 @settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_rows(
-    case: SinkCase, data: st.DataObject
-) -> None:
+def test_spans_in_any_order_with_repeats_give_the_rows(case: SinkCase, data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 24), "tokens")
     span = st.tuples(st.integers(0, 28), st.integers(0, 9), st.integers(0, 3))
     writes = [
@@ -160,7 +158,7 @@ def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_ro
     name = f"any-{next(NUMBERS)}"
     file = case.open(
         name, data.draw(st.sampled_from([0, tokens, tokens + 9]), "expected")
-    )  # the last draw: what is opened is ended
+    )  # the last draw ends all open files
     for first, last, version in writes:
         rows = expected[first:last] = finite_rows(first, last, version)
         file.write(first, memoryview(rows) if rows.size and version % 2 else rows)
@@ -204,7 +202,7 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("label", NO_ROWS)
-def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(
+def test_invalid_rows_raise_value_error_and_the_request_continues(
     case: SinkCase, label: str
 ) -> None:
     file = case.open("mistaken")
@@ -216,14 +214,12 @@ def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(
     assert case.has("mistaken", finite_rows(0, 2))
 
 
-# What is left
+# Leftovers
 
 
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothing(
-    case: SinkCase, how: str, rows: int
-) -> None:
+def test_readers_see_all_rows_or_the_reason_or_nothing(case: SinkCase, how: str, rows: int) -> None:
     file = case.open("once", 3)
     assert case.outcome("once") is None
     if rows or how == "commit":
@@ -246,7 +242,7 @@ def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothi
 def test_name_of_a_request_without_rows_is_used_again(
     case: SinkCase, earlier: str, later: str
 ) -> None:
-    """From `open` on: where the server dies then, this is what stays."""
+    """From `open` on, because a server that dies then leaves this state."""
     first = case.open("again")
     first.write(0, finite_rows(0, 5, version=1))
     end(first, earlier, 5)
@@ -273,7 +269,7 @@ def test_name_with_rows_is_refused_and_its_rows_stay(case: SinkCase) -> None:
     assert case.traces("used") == case.published
 
 
-def test_a_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
+def test_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
     file = case.open("mine")
     with pytest.raises(SinkError, match="another request is writing"):
         case.open("mine")
@@ -281,7 +277,7 @@ def test_a_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
     assert case.has("mine", finite_rows(0, 2))
 
 
-def test_no_end_keeps_memory_or_descriptors(case: SinkCase) -> None:
+def test_every_end_frees_memory_and_descriptors(case: SinkCase) -> None:
     put(case.open("first"), 2)
     before = case.held()
     for turn in range(45):
@@ -294,7 +290,7 @@ def test_no_end_keeps_memory_or_descriptors(case: SinkCase) -> None:
         )
 
 
-def test_a_failure_that_overtakes_writes_keeps_its_memory_until_the_file_is_closed(
+def test_failure_during_writes_keeps_memory_until_close(
     case: SinkCase,
 ) -> None:
     before = case.held()
@@ -308,11 +304,9 @@ def test_a_failure_that_overtakes_writes_keeps_its_memory_until_the_file_is_clos
     assert case.traces("overtaken") == case.failed
 
 
-def test_a_request_for_which_there_is_no_room_fails_alone(
-    case: SinkCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_without_space_fails_alone(case: SinkCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "is_in_memory", lambda fd: False)
-    with case.serve():  # it looks at its filesystem anew
+    with case.serve():  # a new sink probes the filesystem again
         other = case.open("small")
         with pytest.raises(
             SinkError, match=r"ENOSPC|EFBIG|mooncake\.local_buffer_size=4194304 .* are free"
@@ -330,7 +324,7 @@ def test_a_request_for_which_there_is_no_room_fails_alone(
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_reader_that_waits_is_let_go_when_the_request_ends(case: SinkCase, how: str) -> None:
+def test_waiting_reader_wakes_when_the_request_ends(case: SinkCase, how: str) -> None:
     found: list[object] = []
 
     def read() -> None:
@@ -360,7 +354,7 @@ def test_a_reader_that_waits_is_let_go_when_the_request_ends(case: SinkCase, how
         assert isinstance(what, FileNotFoundError if isinstance(case, FileCase) else TimeoutError)
 
 
-def test_closing_the_sink_fails_what_is_open_and_nothing_else(case: SinkCase) -> None:
+def test_closing_the_sink_fails_open_files_only(case: SinkCase) -> None:
     before, shared = case.held(), case.sink
     case.sink = case.make(case.row_format)
     try:

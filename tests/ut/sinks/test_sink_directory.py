@@ -30,7 +30,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import MOVED
 
 
-def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) -> None:
+def test_usable_directory_is_created_and_left_empty(tmp_path: Path) -> None:
     before = open_fds()
     check_directory(tmp_path / "a" / "b")
     assert listing(tmp_path / "a" / "b") == []
@@ -41,14 +41,14 @@ def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) 
     ("path", "problem"),
     [
         ("/proc/no/such", "cannot be created or opened"),
-        ("/dev/null", "cannot be a directory: /dev/null is not one"),
-        ("/dev/null/x", "cannot be a directory"),
+        ("/dev/null", "cannot be used: /dev/null is not a directory"),
+        ("/dev/null/x", "cannot be used: /dev/null/x is not a directory"),
         ("/proc/self", "cannot be written"),
         ("/tmp/a\0b", "is not a path"),
     ],
     ids=ascii,
 )
-def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_remedy(
+def test_unusable_directory_is_one_error_with_option_value_and_remedy(
     path: str, problem: str
 ) -> None:
     before = open_fds()
@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_reme
     assert open_fds() == before
 
 
-def test_a_directory_of_another_user_is_refused() -> None:
+def test_directory_of_another_user_is_refused() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o555)
         source = str(pathlib.Path(directory_module.__file__).parents[2])
@@ -82,7 +82,7 @@ def test_a_directory_of_another_user_is_refused() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(
+def test_filesystem_without_flock_is_refused_unless_locks_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(lock_module, "fcntl", Traced(lock_module.fcntl, Calls(code, "flock")))
@@ -96,19 +96,19 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(
     ("failing", "direct"),
     [("pwrite", False), ("pwrite", True), ("rename", False), ("mkdir", False)],
 )
-def test_a_full_filesystem_is_refused(
+def test_full_filesystem_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool
 ) -> None:
     before = open_fds()
     for module in (directory_module, workspace_module):
         monkeypatch.setattr(module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
-    with pytest.raises(UserError, match="cannot hold a file: Disk quota exceeded"):
+    with pytest.raises(UserError, match="cannot store a file: Disk quota exceeded"):
         check_directory(tmp_path, direct=direct)
     assert listing(tmp_path) == []
     assert open_fds() == before
 
 
-# What a request can name
+# Paths of requests
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,7 @@ def test_a_full_filesystem_is_refused(
     ],
     ids=ascii,
 )
-def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(
-    tmp_path: Path, path: str
-) -> None:
+def test_path_outside_the_directory_or_with_odd_names_is_refused(tmp_path: Path, path: str) -> None:
     directory = tmp_path / "storage"
     with FileSink(directory, FORMAT) as sink:
         (directory / "sub").mkdir()
@@ -147,7 +145,7 @@ def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(
     assert listing(directory / "sub") == []
 
 
-def test_a_relative_directory_stays_where_it_was_when_the_process_moves(
+def test_relative_directory_is_resolved_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -165,7 +163,7 @@ def test_a_relative_directory_stays_where_it_was_when_the_process_moves(
     | st.text("./\0~a", max_size=20)
     | st.just("x" * 10_000)
 )
-def test_whatever_a_request_is_called_its_file_is_in_the_directory_and_nothing_else_is(
+def test_any_request_id_writes_one_file_in_the_directory(
     request_id: str,
 ) -> None:
     with tempfile.TemporaryDirectory() as above:
@@ -201,7 +199,7 @@ def test_request_whose_directory_was_replaced_fails_and_frees_both(tmp_path: Pat
 
 
 @pytest.mark.parametrize("use_lock", [False, True])
-def test_a_server_whose_hidden_directory_was_removed_makes_another_one_with_and_without_locks(
+def test_removed_hidden_directory_is_recreated_with_and_without_locks(
     tmp_path: Path, use_lock: bool
 ) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=use_lock)) as sink:
@@ -210,7 +208,7 @@ def test_a_server_whose_hidden_directory_was_removed_makes_another_one_with_and_
     assert load(path, 0, verify=True).token_ids.shape == (2,)
 
 
-def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(
+def test_published_file_has_the_group_of_its_folder(
     tmp_path: Path,
 ) -> None:
     of_storage, of_team = (4321, 1234) if os.geteuid() == 0 else (os.getgroups() * 2)[:2]
@@ -240,7 +238,7 @@ def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(
 
 
 @pytest.mark.parametrize("use_lock", [False, True])
-def test_a_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
+def test_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_lock: bool
 ) -> None:
     mounted = tmp_path / "mounted"

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 
 @pytest.fixture(params=IN_A_DIRECTORY)
 def in_directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileCase]:
-    """Every sink whose requests have a path: in folders, with locks, by calls that can fail."""
+    """Every sink whose requests have paths."""
     case = IN_A_DIRECTORY[request.param](tmp_path / "storage")
     with case.serve():
         yield case
@@ -47,7 +47,7 @@ def in_directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fil
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_the_lock_is_held_until_the_request_is_decided_also_where_a_child_was_forked(
+def test_lock_is_held_until_the_request_ends_despite_a_fork(
     in_directory: FileCase, how: str
 ) -> None:
     file = in_directory.open("locked")
@@ -67,7 +67,7 @@ def test_the_lock_is_held_until_the_request_is_decided_also_where_a_child_was_fo
     os.waitpid(child, 0)
 
 
-def test_another_server_cannot_write_a_request_that_is_under_way(in_directory: FileCase) -> None:
+def test_another_server_cannot_write_an_open_request(in_directory: FileCase) -> None:
     file = in_directory.open("folder/a")
     with in_directory.make(FORMAT) as other:
         before = in_directory.held()
@@ -81,7 +81,7 @@ def test_another_server_cannot_write_a_request_that_is_under_way(in_directory: F
 # Storage that fails
 
 
-def test_a_failure_overtakes_a_write_that_hangs_and_the_caller_closes_the_file(
+def test_failure_is_published_while_a_write_hangs(
     in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = in_directory.held()
@@ -99,7 +99,7 @@ def test_a_failure_overtakes_a_write_that_hangs_and_the_caller_closes_the_file(
     assert in_directory.held() - before <= in_directory.spare_fds
 
 
-def test_a_full_disk_fails_the_request_with_the_systems_reason(
+def test_full_disk_fails_the_request_with_errno(
     in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, other = in_directory.open("full"), in_directory.open("other")
@@ -118,10 +118,10 @@ def test_a_full_disk_fails_the_request_with_the_systems_reason(
     assert in_directory.has("other", finite_rows(0, 4))
 
 
-def test_fault_while_a_used_name_is_refused_leaves_its_rows_and_no_reason(
+def test_fault_while_refusing_a_used_name_leaves_rows_and_no_reason(
     in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it cannot be told whether the name has rows, a reason would hide them."""
+    """If the name may have rows, a reason would hide them."""
     put(in_directory.open("folder/used"), 3)
     traces = in_directory.traces("folder/used")
     for nth in itertools.count(1):
@@ -154,7 +154,7 @@ def test_rows_that_could_not_be_written_can_be_written_again(
     assert in_directory.has("again", finite_rows(0, 4))
 
 
-def test_a_directory_removed_under_the_server_fails_requests_until_it_is_back(
+def test_removed_directory_fails_requests_until_it_is_restored(
     in_directory: FileCase, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(in_directory.open("before"), 2)
@@ -180,7 +180,7 @@ def test_a_directory_removed_under_the_server_fails_requests_until_it_is_back(
     "earlier", [False, True], ids=["new directories", "directories and a name of a failed request"]
 )
 @pytest.mark.parametrize("label", IN_A_DIRECTORY)
-def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leaks_nothing(
+def test_fault_at_any_system_call_fails_one_request_and_leaks_nothing(
     tmp_path: Path,
     label: str,
     earlier: bool,
@@ -188,7 +188,7 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is reported as published is there and right, nothing else is, and others go on."""
+    """A request reported as published is complete. Nothing else is visible. Others continue."""
     for nth in itertools.count(1):
         case = IN_A_DIRECTORY[label](tmp_path / str(nth))
         name, calls = "folder/inner/a", Calls(errno.EIO, nth=nth)
@@ -213,7 +213,7 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
             committed = how == "commit" and raised is None
             if raised is not None:
                 assert "EIO" in raised.reason
-                if file is not None or "a directory on the way" not in raised.reason:
+                if file is not None or "a folder in its path" not in raised.reason:
                     assert reason_of(case.path(name)) == raised.reason, (
                         "a response that has left already names the path"
                     )
@@ -250,10 +250,10 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize(("mode", "lock_mode"), [(0o640, 0o660), (0o600, 0o600), (0o644, 0o666)])
 @pytest.mark.parametrize("make", [FileCase, ShardCase])
-def test_file_modes_are_as_asked_whatever_the_umask(
+def test_file_modes_do_not_depend_on_the_umask(
     tmp_path: Path, make: type[FileCase], mode: int, lock_mode: int, umask: int
 ) -> None:
-    """Readers of the data can open the lock for writing, as speculators does."""
+    """Readers of the data can open the lock for writing, as speculators' reader does."""
     before = os.umask(umask)
     case = make(tmp_path, mode=mode)
     try:
@@ -268,7 +268,7 @@ def test_file_modes_are_as_asked_whatever_the_umask(
 
 
 @pytest.mark.parametrize("make", [FileCase, ShardCase])
-def test_without_durability_nothing_waits_for_the_disk(
+def test_without_durability_nothing_is_synced(
     tmp_path: Path, make: type[FileCase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls()

@@ -1,4 +1,4 @@
-"""FileSink, beyond the contract of test_sink_contract.py: its writes, and what faults leave."""
+"""FileSink beyond the contract of test_sink_contract.py: writes, and leftovers of faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 NAME = "a-0123abcd.safetensors"
 
 
-def test_rows_are_written_from_the_callers_memory_bit_for_bit_and_as_often_as_the_system_takes_only_a_part(
+def test_rows_are_written_without_a_copy_and_short_writes_continue(
     sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, real = make_rows(0, 4), os.pwrite  # with NaN among them
@@ -53,9 +53,7 @@ def test_rows_are_written_from_the_callers_memory_bit_for_bit_and_as_often_as_th
     assert os.stat(file.path).st_size == 4096 + 4 * (FORMAT.row_bytes + 8)
 
 
-def test_reader_keeps_a_file_that_was_removed_and_written_again(
-    sink: FileSink, tmp_path: Path
-) -> None:
+def test_mapped_rows_survive_removal_and_a_new_file(sink: FileSink, tmp_path: Path) -> None:
     path = publish(sink, tmp_path, tokens=6, version=1)
     earlier, rows = (
         load_file(path),
@@ -68,14 +66,14 @@ def test_reader_keeps_a_file_that_was_removed_and_written_again(
     assert listing(tmp_path) == [NAME, f"{NAME}.lock"]
 
 
-def test_a_reason_comes_with_the_request_that_it_is_of(sink: FileSink, tmp_path: Path) -> None:
+def test_error_file_names_the_request(sink: FileSink, tmp_path: Path) -> None:
     file = open_request(sink, tmp_path)
     file.fail("the device is on fire")
     error = json.loads(Path(f"{file.path}.error").read_text())
     assert (error["request_id"], error["reason"]) == ("a-0123abcd", "the device is on fire")
 
 
-def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(
+def test_without_locks_one_request_at_a_time_writes_a_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "chosen.safetensors"
@@ -96,7 +94,7 @@ def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(
         assert listing(tmp_path) == [path.name]
 
 
-def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(
+def test_write_error_at_close_prevents_publication(
     sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, closes = open_request(sink, tmp_path), []
@@ -115,14 +113,14 @@ def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(
 
 
 @pytest.mark.parametrize("written", [0, 7])
-def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_request_failed(
+def test_full_disk_leaves_an_empty_error_file(
     sink: FileSink,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     written: int,
 ) -> None:
-    """Not that the server died, which is alive."""
+    """Readers must not report that the server died."""
     file = open_request(sink, tmp_path)
 
     def full(fd: int, data: memoryview, offset: int) -> None:
@@ -133,10 +131,10 @@ def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_requ
         patch.setattr(request_file_module, "write_at", full)
         file.fail("no room for its rows")
     assert Path(f"{file.path}.error").stat().st_size == 0
-    assert f"{file.path}.error stays empty: No space left on device (ENOSPC)" in caplog.text
+    assert f"{file.path}.error has no reason: No space left on device (ENOSPC)" in caplog.text
     with pytest.raises(
         HiddenStatesError,
-        match="the request failed, and the storage had no room for the reason: see the server's log",
+        match="the request failed, and the storage had no space for the reason: see the server's log",
     ):
         load(file.path, 1)
     assert verify.main([str(tmp_path)]) == 1

@@ -1,4 +1,4 @@
-"""Folders that clients choose: who may use them, and what of them is durable."""
+"""Folders that clients choose: permissions and durability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o2770, 0o1777])
-def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_in(
+def test_new_folder_has_the_permissions_of_its_parent(
     tmp_path: Path, mode: int, umask: int
 ) -> None:
     tmp_path.chmod(mode)
@@ -36,7 +36,7 @@ def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_
     assert modes == [mode, mode, kept], "what was there before keeps its mode"
 
 
-def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(
+def test_names_of_new_folders_are_synced_before_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -59,7 +59,7 @@ def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(
             path.unlink()
 
 
-def test_files_of_one_name_in_different_directories_are_different_files(tmp_path: Path) -> None:
+def test_equal_names_in_different_folders_are_different_files(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
         paths = [tmp_path / folder / "r.safetensors" for folder in ("", "a", "b", "a/b")]
         files = [sink.open(f"r{index}", path) for index, path in enumerate(paths)]
@@ -73,7 +73,7 @@ def test_files_of_one_name_in_different_directories_are_different_files(tmp_path
             assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
 
 
-def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_end(
+def test_repeatedly_removed_folder_fails_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.mkdir
@@ -91,8 +91,6 @@ def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_en
         limit = 4
         sink.open("patient", tmp_path / "a" / "r.safetensors").discard()
         limit = 10_000
-        with pytest.raises(
-            SinkError, match=r"a directory on the way to it cannot be entered: .*\(ENOENT\)"
-        ):
+        with pytest.raises(SinkError, match=r"a folder in its path cannot be opened: .*\(ENOENT\)"):
             sink.open("unlucky", tmp_path / "b" / "r.safetensors")
         assert made < 30

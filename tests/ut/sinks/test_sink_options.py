@@ -1,4 +1,4 @@
-"""How files are written: durably, past the page cache, with room for the whole file."""
+"""Options of files: durability, direct I/O, reserved space."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stored(path: Path) -> np.ndarray:
 # Durability
 
 
-def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_lock_is_released(
+def test_durable_file_is_synced_before_its_name_and_the_name_before_unlocking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls()
@@ -78,7 +78,7 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_befor
     assert order == ["pwrite", "pwrite", "fdatasync", "link", "fsync", "flock"]
 
 
-def test_a_file_whose_name_may_be_lost_is_not_shown(
+def test_file_whose_name_cannot_be_synced_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
@@ -93,10 +93,10 @@ def test_a_file_whose_name_may_be_lost_is_not_shown(
 # Direct I/O
 
 
-def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(
+def test_aligned_rows_use_direct_io_and_other_rows_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows are aligned to the 512 bytes of the filesystem but those in ordinary memory."""
+    """All rows are aligned to the 512 bytes of the filesystem, except rows in ordinary memory."""
     bypassed: list[bool] = []
     real = os.pwrite
 
@@ -123,7 +123,7 @@ def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(
 
 @settings(max_examples=60)
 @given(order=st.permutations(range(6)), again=st.lists(st.integers(0, 5), max_size=3))
-def test_direct_and_buffered_writes_of_one_file_do_not_lose_each_others_bytes(
+def test_direct_and_buffered_writes_of_one_page_keep_all_bytes(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], again: list[int]
 ) -> None:
     """Two rows of half a page share a page of the file: one written directly, one buffered."""
@@ -151,7 +151,7 @@ def _refuse_to_open(number: int) -> Callable[..., int]:
     return open_
 
 
-def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(
+def test_filesystem_without_direct_io_is_refused_with_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", _refuse_to_open(errno.EINVAL))
@@ -164,7 +164,7 @@ def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(
 
 
 @pytest.mark.parametrize("wants", [512, 2048, 4096])
-def test_the_alignment_of_direct_io_is_found(
+def test_alignment_of_direct_io_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: int
 ) -> None:
     real = os.pwrite
@@ -178,22 +178,22 @@ def test_the_alignment_of_direct_io_is_found(
     assert check_directory(tmp_path, direct=True).alignment == wants
 
 
-def test_a_filesystem_that_takes_no_direct_write_is_refused(
+def test_filesystem_without_direct_writes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(UserError, match="takes no direct writes"):
+    with pytest.raises(UserError, match="does not accept direct writes"):
         check_directory(tmp_path, direct=True)
     assert listing(tmp_path) == []
 
 
-def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(
+def test_direct_writes_are_tested_from_the_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, at start."""
+    """A driver may map pinned memory where the disk cannot read it: EFAULT at start."""
     memory, real = memoryview(mmap.mmap(-1, 4 * PAGE)), os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -208,16 +208,16 @@ def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(
     monkeypatch.setattr(os, "pwrite", pwrite)
     FileSink(tmp_path, FORMAT, FileOptions(), memory).close()
     with pytest.raises(
-        UserError, match='takes no direct writes: Bad address. Set io to "buffered"'
+        UserError, match='does not accept direct writes: Bad address. Set io to "buffered"'
     ):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"), memory)
     assert listing(tmp_path) == []
 
 
-# Room
+# Reserved space
 
 
-def test_the_first_rows_take_the_room_of_the_whole_file(
+def test_first_rows_reserve_space_for_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
@@ -231,7 +231,7 @@ def test_the_first_rows_take_the_room_of_the_whole_file(
         file.discard()
 
 
-def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(
+def test_without_fallocate_the_file_is_sized_without_writing_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int, mode: int, offset: int, length: int) -> int:
@@ -245,7 +245,7 @@ def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(
     assert (status.st_size, status.st_blocks) == (1 << 30, 0)
 
 
-def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(
+def test_tmpfs_is_detected_and_reserves_no_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
@@ -262,7 +262,7 @@ def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(
 
 
 @pytest.mark.parametrize("extra", [0, 3])
-def test_what_follows_the_last_row_is_cut_off(tmp_path: Path, extra: int) -> None:
+def test_file_is_truncated_after_its_tail(tmp_path: Path, extra: int) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path, 2)
         file.write(0, Aligned(FORMAT, 2 + extra).rows)

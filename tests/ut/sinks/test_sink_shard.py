@@ -1,4 +1,4 @@
-"""ShardSink, beyond the contract: rollover, hidden files, several servers, names used again."""
+"""ShardSink beyond the contract: rollover, hidden files, several servers, reused names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def manifests(where: Path) -> list[dict[str, int]]:
     return [json.loads(path.read_text()) for path in sorted(where.glob("hsx-*.json"))]
 
 
-def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(
+def test_placeholders_are_in_the_member_and_not_in_the_manifest(
     tmp_path: Path,
 ) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
@@ -73,9 +73,7 @@ def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(
 
 
 @pytest.mark.parametrize("how", ["fail", "discard"])
-def test_a_request_that_fails_or_is_aborted_takes_no_space_in_a_shard(
-    tmp_path: Path, how: str
-) -> None:
+def test_failed_and_aborted_requests_take_no_space_in_a_shard(tmp_path: Path, how: str) -> None:
     with ShardSink(tmp_path, PAGES, shard_bytes=1 << 30) as sink:
         doomed = open_request(sink, tmp_path, "a", 2000)
         doomed.write(0, np.ones((2000, PAGES.row_bytes), np.uint8))
@@ -83,7 +81,7 @@ def test_a_request_that_fails_or_is_aborted_takes_no_space_in_a_shard(
         assert [name for name in listing(tmp_path) if not name.startswith(doomed.name)] == []
 
 
-def test_hidden_files_serve_one_request_after_the_other_but_large_ones_are_removed(
+def test_hidden_files_are_reused_unless_they_are_large(
     sink: ShardSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hidden() -> list[str]:
@@ -109,7 +107,7 @@ def test_hidden_files_serve_one_request_after_the_other_but_large_ones_are_remov
     assert len(hidden()) == 2
 
 
-def test_a_write_that_outlives_its_sink_does_no_harm_and_its_shard_is_sealed_after_it(
+def test_write_that_outlives_its_sink_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = open_fds()
@@ -130,7 +128,7 @@ def test_a_write_that_outlives_its_sink_does_no_harm_and_its_shard_is_sealed_aft
 # Rollover
 
 
-def test_a_shard_is_sealed_with_the_request_that_fills_it(tmp_path: Path) -> None:
+def test_shard_is_sealed_by_the_request_that_fills_it(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=30_000) as sink:
         for i in range(20):
             publish(sink, tmp_path, f"r{i}", 10)
@@ -146,7 +144,7 @@ def test_a_shard_is_sealed_with_the_request_that_fills_it(tmp_path: Path) -> Non
     assert sum(said["members"] for said in manifests(tmp_path)) == 20
 
 
-def test_a_request_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
+def test_request_larger_than_a_shard_gets_its_own_shard(tmp_path: Path) -> None:
     with ShardSink(tmp_path, PAGES, shard_bytes=MIB) as sink:
         for name in "ab":
             file = open_request(sink, tmp_path, name, 1000)
@@ -194,7 +192,7 @@ def test_many_threads_write_many_requests(tmp_path: Path, options: FileOptions) 
         )
 
 
-def test_two_servers_in_one_directory_have_shards_of_their_own(tmp_path: Path) -> None:
+def test_two_servers_in_one_directory_write_separate_shards(tmp_path: Path) -> None:
     with (
         ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as one,
         ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as two,
@@ -213,7 +211,7 @@ def test_two_servers_in_one_directory_have_shards_of_their_own(tmp_path: Path) -
 # Names
 
 
-def test_a_shards_name_that_is_taken_fails_one_request(sink: ShardSink, tmp_path: Path) -> None:
+def test_existing_shard_name_fails_one_request(sink: ShardSink, tmp_path: Path) -> None:
     (tmp_path / f"hsx-{sink.token}-000000.tar").mkdir()
     (tmp_path / f"hsx-{sink.token}-000001.jsonl").symlink_to("/etc/passwd")
     for name in ("b", "c"):
@@ -249,7 +247,7 @@ def test_gnu_tar_and_webdataset_read_a_sealed_shard(tmp_path: Path) -> None:
     assert [sample["safetensors"] for sample in samples] == expected
 
 
-def test_a_name_whose_rows_were_removed_goes_to_another_shard_so_that_webdataset_reads_each(
+def test_reused_name_goes_to_another_shard_for_webdataset(
     tmp_path: Path,
 ) -> None:
     import webdataset

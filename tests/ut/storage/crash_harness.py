@@ -1,6 +1,7 @@
-"""Kills sinks and checks what they leave: `crash_harness.py run|sweep DIRECTORY JSON`.
+"""Kill sinks and check the directory afterwards: `crash_harness.py run|sweep DIRECTORY JSON`.
 
-test_crash.py starts it, and it forks. JSON: arguments of Arena and of its method.
+test_crash.py starts this program, because forks of it are cheap. JSON has the arguments of Arena
+and of the method.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
-NAMES = 6  # that a server writes over and over
+NAMES = 6  # of files that a server writes repeatedly
 CONTESTED = ("both-0.safetensors", "both-1.safetensors")
 PATIENCE = 30.0
 LONGEST_LIFE = 600  # system calls
@@ -40,7 +41,7 @@ LONGEST_LIFE = 600  # system calls
 
 @dataclass
 class Life:
-    """A server that was forked, and after how many of its system calls it dies."""
+    """A forked server, and the number of system calls after which it dies."""
 
     number: int
     slot: int
@@ -53,14 +54,14 @@ class Life:
 
 
 class Arena:
-    """Servers that live and die in one directory.
+    """Servers that run and are killed in one directory.
 
     Args:
-        directory: theirs.
-        seed: of all that is random.
-        together: how many live at a time. One alone is checked most strictly.
-        mutation: a mistake that is made in them, of crash_mutations.
-        shards: whether they make shards instead of files.
+        directory: directory of the servers.
+        seed: seed of all random choices.
+        together: number of servers at a time. Checks are strictest for a single server.
+        mutation: a mistake of crash_mutations, made in each server.
+        shards: whether servers write shards instead of files.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Arena:
     ) -> dict[str, object]:
         """Kill servers; return counts of events, "phases" (of killed threads) and "problems".
 
-        How far a server gets before a random kill depends on the machine's load. The run therefore
-        goes on until each event has happened as often as `wanted`, for up to three times `kills`.
+        The progress of a server before a random kill depends on the load of the machine. The run
+        therefore continues until each event has happened as often as `wanted`, with at most three
+        times `kills` kills.
         """
 
         def goes_on() -> bool:
@@ -115,7 +117,7 @@ class Arena:
                 lives[life.slot] = self._fork_next(life.slot)
             for life in lives:
                 self._end(life)
-        finally:  # a reader that goes on would keep the pipes of a harness that failed open
+        finally:  # a running reader would keep the pipes of a failed harness open
             self._shared[Reader.STOP] = 1
         self._wait_for_child(reader, "the reader")
         self.problems += os.pread(reader_log, 1 << 20, 0).decode().splitlines()
@@ -135,8 +137,8 @@ class Arena:
     ) -> dict[str, object]:
         """Kill a server at its first system call, then `step` later, until one has stopped.
 
-        Each starts among orphans and serves one request after the other; `ends` says for each the
-        number of its name and how it ends. Returns what `run` does.
+        Each server starts among orphans and serves requests one by one. `ends` has the number of
+        the name and the end of each request. Returns the same as `run`.
         """
         names = self._names[0]
         request_ids = [self._find(number, names[index], end) for index, end in ends]
@@ -155,7 +157,7 @@ class Arena:
         return self._result()
 
     def _find(self, number: int, name: str, end: str) -> str:
-        """The id of a request with some tokens that ends so."""
+        """Return the id of a request with some tokens and this end."""
         ids = (f"{number}.{serial}.{name}" for serial in itertools.count())
         return next(
             each
@@ -169,7 +171,7 @@ class Arena:
     # Processes
 
     def _fork_next(self, slot: int) -> Life:
-        """A server with a number of its own."""
+        """A server with a unique number."""
         self._number += 1
         return self._fork(
             self._number,
@@ -210,7 +212,7 @@ class Arena:
                     server.live_in_order(request_ids)
                 else:
                     server.live()
-            except BaseException as error:  # noqa: BLE001 - the one who checks must know
+            except BaseException as error:  # noqa: BLE001 - the parent must report it
                 os.write(log_fd, f"error\t{error!r}\n".encode())
 
         return Life(number, slot, forked(live), log_fd, phases, kills_itself, dies_after)
@@ -223,7 +225,7 @@ class Arena:
         ), log_fd
 
     def _next(self, lives: list[Life]) -> Life:
-        """Return the first server whose time has come; the others go on meanwhile."""
+        """Return the first server that is due; the other servers continue."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for life in lives:
@@ -231,12 +233,12 @@ class Arena:
                     return life
                 if os.waitid(os.P_PID, life.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     return life
-            time.sleep(self._luck.random() * 0.0003)  # so that it dies at any instant
+            time.sleep(self._luck.random() * 0.0003)  # at any instant
         self.problems.append("no server gets on")
         return lives[0]
 
     def _end(self, life: Life) -> None:
-        """Kill it, if it does not do so itself, and see what it has left."""
+        """Kill the server, unless it kills itself, and check the directory."""
         if not life.kills_itself:
             os.kill(life.pid, signal.SIGKILL)
         waited = bool(self._shared[Reader.WAITING])
@@ -269,7 +271,7 @@ class Arena:
         return os.waitpid(pid, 0)[1]
 
     def _until(self, reached: Callable[[], bool], problem: str) -> bool:
-        """Whether it is reached, and without problems."""
+        """Return whether the goal was reached without problems."""
         deadline = time.monotonic() + PATIENCE
         before = len(self.problems)
         while not reached() and len(self.problems) == before:
@@ -278,10 +280,10 @@ class Arena:
             time.sleep(0.0005)
         return len(self.problems) == before
 
-    # What must hold
+    # Invariants
 
     def _check(self, life: Life) -> None:
-        """Of a dead server's own names, and of any name that is contested."""
+        """Check the names of a dead server, and all contested names."""
         names = self._names[life.slot]
         allowed = {name: {self._states[name]} for name in names}
         for states in allowed.values():
@@ -311,7 +313,7 @@ class Arena:
         return State("data" if data else "error" if error else "nothing", data or error, lock)
 
     def _read(self, name: str) -> str:
-        """The id of the request whose rows are there."""
+        """Return the id of the request whose rows are stored."""
         try:
             request_id = request_of(self._directory / name, self._direct).id
         except FileNotFoundError:
@@ -339,11 +341,11 @@ class Arena:
         return request_id
 
     def _clean(self, life: Life) -> None:
-        """Start the next server, and see what is left."""
+        """Start the next server, and check the leftovers."""
         token = next((what for event, what in life.events if event == "started"), None)
         expected = {name: self._states[name] for name in self._names[life.slot]}
         expected = {name: EMPTY if state == WAITING else state for name, state in expected.items()}
-        if self._shards:  # beside rows a lock that nobody holds is left over, too
+        if self._shards:  # a free lock beside rows is also left over
             expected = {
                 name: state._replace(lock=state.kind == "error") for name, state in expected.items()
             }
@@ -376,12 +378,12 @@ class Arena:
         ).close()
 
     def _check_shards(self, dead: bool) -> None:
-        """Check that members are whole, shards can be walked, and those of dead servers are sealed.
+        """Check that members are complete, shards are readable, and shards of the dead are sealed.
 
         Args:
-            dead: all servers are.
+            dead: whether all servers are dead.
         """
-        if self._luck.random() < 0.1:  # it walks all of them anew
+        if self._luck.random() < 0.1:  # reads all of them again
             self.problems += [
                 f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)
             ]
@@ -414,7 +416,7 @@ class Arena:
             os.close(fd)
 
     def _consume(self, slot: int) -> None:
-        """Take some files away, as their consumers do."""
+        """Remove some files, as consumers do."""
         for name in self._names[slot]:
             if self._luck.random() < 0.3 and not (
                 self._shards and self._states[name].kind == "data"

@@ -1,6 +1,6 @@
 """Mistakes in the sink, one function each; test_crash.py shows that killing servers finds them.
 
-Each is made in the process that calls it, for good.
+Each function patches its process permanently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_ascend_hsx.sinks.storage import Storage
 
 
 def shown_before_it_is_complete() -> None:
-    """The rename comes first, then token ids and header."""
+    """Publish before token ids and header are written."""
     commit = RequestFile.commit
 
     def rename_and_commit(self: Any, *args: Any) -> None:
@@ -39,7 +39,7 @@ def shown_before_it_is_complete() -> None:
 
 
 def written_under_its_own_name() -> None:
-    """Data are not made in the workspace."""
+    """Create data files outside of the workspace."""
 
     def make_data(self: Any, file: RequestFile) -> DataFile:
         layout = FileLayout(self.row_format, file.request_id)
@@ -72,7 +72,7 @@ def without_a_look_for_rows_of_its_name() -> None:
 
 
 def without_the_checksum_of_rows_after_the_last_token() -> None:
-    """Rows that were computed in excess are in the checksum."""
+    """Include rows after the last token in the checksum."""
     complete = DataFile.complete
 
     def with_all(self: Any, *args: Any) -> None:
@@ -85,7 +85,7 @@ def without_the_checksum_of_rows_after_the_last_token() -> None:
 
 
 def whose_data_is_not_cut() -> None:
-    """Rows after the last token stay in the file."""
+    """Keep rows after the last token in the file."""
     complete = DataFile.complete
 
     def without_cut(self: Any, *args: Any) -> None:
@@ -115,7 +115,7 @@ def with_cleaning_that_ignores_locks() -> None:
 
 
 def without_the_lock_of_the_server() -> None:
-    """Nobody takes its workspace for an orphan."""
+    """Never treat a workspace as an orphan."""
     make = workspace.Workspace.make.__func__  # type: ignore[attr-defined]
     workspace.Workspace.make = classmethod(
         lambda cls, fd, use_lock, mode: make(cls, fd, False, mode)

@@ -1,4 +1,4 @@
-"""Requests of the servers that are killed; all about a request follows from its id."""
+"""Requests of the killed servers. The id determines all properties of a request."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from vllm_ascend_hsx.sinks.directory import check_directory
 SMALL = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 PAGES = RowFormat(
     layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny"
-)  # a page a row, as direct I/O wants it
+)  # a page per row, for direct I/O
 
 ENDS = ("commit", "commit", "commit", "commit", "fail", "discard", "never")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request, by its id `<server>.<serial>.<name>`.
+    """A request with the id `<server>.<serial>.<name>`.
 
     Attributes:
         id: as above.
         server: number of the server.
-        name: of its file.
-        row_format, options: the server's.
-        tokens, num_prompt_tokens: of the file.
-        end: what becomes of it: one of ENDS.
+        name: name of the file.
+        row_format, options: those of the server.
+        tokens, num_prompt_tokens: tokens of the file.
+        end: one of ENDS.
     """
 
     id: str
@@ -86,8 +86,8 @@ class Request:
     def spans(self) -> list[tuple[int, int, bool]]:
         """Return the writes, in order, as (first, last, stale).
 
-        All positions are written in any order. Stale rows, which are wrong, come before them or
-        after the last token.
+        Positions are written in any order. Stale (wrong) rows come before the right rows, or after
+        the last token.
         """
         luck = random.Random(f"{self.id} spans")
         cuts = sorted(
@@ -103,7 +103,7 @@ class Request:
         return spans
 
     def check(self, fd: int, offset: int = 0, size: int | None = None) -> None:
-        """Compare a file, or a part of one, with what it must hold. AssertionError, FormatError."""
+        """Compare a file or a part with the request. Raises AssertionError, FormatError."""
         header = read_header(fd, offset, size)
         states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
         assert states.shape == (self.tokens, *self.row_format.row_shape), (
@@ -129,10 +129,10 @@ class Request:
 
 
 def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
-    """How a server writes.
+    """Return format and options of a server.
 
     Args:
-        server: its number.
+        server: number of the server.
         direct: whether the directory's filesystem has O_DIRECT.
     """
     luck = random.Random(f"server {server}")
@@ -148,7 +148,7 @@ def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
 def request_of(path: Path, direct: bool) -> Request:
     """Return the request whose rows are in a file.
 
-    Raises AssertionError or FormatError (they are not right), FileNotFoundError.
+    Raises AssertionError or FormatError if the rows are wrong, and FileNotFoundError.
     """
     try:
         fd = os.open(path, os.O_RDONLY)

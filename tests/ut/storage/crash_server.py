@@ -1,6 +1,6 @@
-"""A server's sink with random requests, to be killed at any instant; and a reader of its files.
+"""A server's sink with random requests, killed at any instant; and a reader of the files.
 
-It starts without torch, so a fork takes milliseconds.
+This module does not import torch, so a fork takes milliseconds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
-NEVER = "never"  # such a request runs until its server stops
+NEVER = "never"  # runs until the server stops
 
-# What a thread of a server is doing, and by which system call.
+# The phase of a server thread, and the current system call.
 CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close", "remove")
 CALLS = (
     "", "open", "close", "flock", "fstat", "stat", "fchmod", "rename", "unlink", "pwrite", "pread", "ftruncate", "fdatasync", "fsync",
@@ -46,7 +46,7 @@ SHARD = 100_000  # bytes
 
 
 class Phases:
-    """What the threads of a server are doing, in memory that outlives the server."""
+    """The phases of the threads of a server, in memory that outlives the server."""
 
     _TIMES = 2 * MAX_THREADS
 
@@ -55,7 +55,7 @@ class Phases:
 
     @property
     def calls(self) -> int:
-        """How many system calls were begun."""
+        """Number of system calls begun."""
         return int.from_bytes(self._memory[self._TIMES :], "little")
 
     def enter(self, thread: int, context: str) -> None:
@@ -66,13 +66,13 @@ class Phases:
         self._memory[self._TIMES :] = calls.to_bytes(4, "little")
 
     def now(self) -> list[str]:
-        """Of each thread that does anything: what, and the system call that it began last."""
+        """Phase and last system call of each active thread."""
         pairs = [self._memory[2 * thread : 2 * thread + 2] for thread in range(MAX_THREADS)]
         return [f"{CONTEXTS[context]} {CALLS[call]}".strip() for context, call in pairs if context]
 
 
 def _in_pages(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    """The same rows in memory that begins at a page, as the pinned ring does."""
+    """Return the rows in memory that begins at a page, like the pinned ring."""
     if not rows.size:
         return rows
     pages = np.frombuffer(mmap.mmap(-1, rows.nbytes), np.uint16).reshape(rows.shape)
@@ -81,19 +81,18 @@ def _in_pages(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
 
 
 class Server:
-    """The life of a sink: it starts, serves requests, and stops if it is not killed before.
+    """The life of a sink: it starts, serves requests, and stops unless it is killed before.
 
     Args:
-        directory: where it publishes.
-        number: the server's; settings and requests follow from it.
-        names: of the files that it writes, over and over, one request at a time. It removes rows
-            that are in the way.
-        contested: names that other servers write too.
+        directory: storage directory.
+        number: number of the server. It determines settings and requests.
+        names: names of files, each used by one request at a time. Existing rows are removed.
+        contested: names that other servers also write.
         direct: whether the directory's filesystem has O_DIRECT.
-        log_fd: gets a line for each thing that is begun or done.
-        phases: told what each thread does.
-        kill_at: the system call at which it kills itself; 0: it does not.
-        shards: whether it makes shards instead of files.
+        log_fd: gets a line for each action that begins or ends.
+        phases: records the phase of each thread.
+        kill_at: number of the system call at which the server kills itself; 0 for never.
+        shards: whether to write shards instead of files.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Server:
         self._luck = random.Random(f"life {number}")
 
     def live(self) -> None:
-        """Serve requests with several threads; returns when it has stopped."""
+        """Serve requests with several threads. Return after the stop."""
         sink = self._start()
         jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None] = queue.SimpleQueue()
         threads = [
@@ -138,7 +137,7 @@ class Server:
         for serial in range(self._luck.choice([3, 30, 300])):
             try:
                 name = self._free.get(timeout=0.02)
-            except queue.Empty:  # requests that never end have them all
+            except queue.Empty:  # requests that never end write all rows
                 break
             job = self._open(sink, f"{self._number}.{serial}.{name}")
             if job is not None:
@@ -150,11 +149,11 @@ class Server:
         self._stop(sink)
 
     def live_in_order(self, request_ids: Sequence[str]) -> None:
-        """Serve these, one after the other: every such life makes the same system calls."""
+        """Serve these requests one by one. Each run makes the same system calls."""
         sink = self._start()
         for request_id in request_ids:
             while (job := self._open(sink, request_id)) is None:
-                continue  # the name had rows, which are removed by now
+                continue  # the name had rows, removed in the meantime
             for _ in self._serve(*job):
                 continue
         self._stop(sink)
@@ -219,7 +218,7 @@ class Server:
     def _work(
         self, index: int, jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None]
     ) -> None:
-        """Serve requests, several at a time: a step of one, a step of another."""
+        """Serve several requests at a time, with interleaved steps."""
         self._this.index = index
         luck = random.Random(f"thread {self._number} {index}")
         active: list[Generator[None, None, None]] = []
@@ -237,7 +236,7 @@ class Server:
                 step = luck.choice(active)
                 if next(step, "done") == "done":
                     active.remove(step)
-        except BaseException as error:  # noqa: BLE001 - the one who checks must know, and the process must not hang
+        except BaseException as error:  # noqa: BLE001 - the parent must report it, and the process must not hang
             self._log("error", repr(error))
             os._exit(1)
 
@@ -276,11 +275,11 @@ class Server:
 
 
 class Reader:
-    """Waits for files and looks at them, for as long as servers live and die.
+    """Wait for files and check them while servers run and die.
 
     Args:
-        directory: of the files.
-        names: of the files.
+        directory: directory of the files.
+        names: names of the files.
         direct: whether the directory's filesystem has O_DIRECT.
         shared: memory with two flags, stop and waiting, and two counters, waits and files seen.
     """
@@ -328,7 +327,7 @@ class Reader:
 
 
 def log_in_memory() -> int:
-    """Return the descriptor of a file in memory that several threads append to."""
+    """Return the descriptor of a file in memory to which several threads append."""
     fd = os.memfd_create("log")
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     return fd

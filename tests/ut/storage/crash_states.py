@@ -1,4 +1,4 @@
-"""What may be in the directory for a name, given the log of a server of crash_harness.py."""
+"""Possible states of a name, given the log of a server of crash_harness.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class State(NamedTuple):
-    """What is there for one name: "data" or "error" of a request, or "nothing"; and a lock file."""
+    """State of one name: "data" or "error" of a request, or "nothing"; and a lock file."""
 
     kind: str
     request_id: str
@@ -24,7 +24,7 @@ def replay(
     *,
     keeps_locks: bool,
 ) -> None:
-    """Narrow down the states of each file that agree with the events that a server has logged."""
+    """Return the states of each file that agree with the logged events of a server."""
     running: dict[str, str] = {}
     for event, what in events:
         if event == "error":

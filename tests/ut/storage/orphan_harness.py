@@ -1,4 +1,4 @@
-"""What a server leaves in its directory, seen from outside."""
+"""Leftovers of a server in a directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def commit(sink: FileSink, directory: Path, name: str = DATA) -> None:
 
 
 def everything(directory: Path) -> list[str]:
-    """All names, of living servers too."""
+    """Return all names, including those of live servers."""
     return sorted(os.listdir(directory))
 
 
@@ -36,6 +36,6 @@ def dead_workspaces(directory: Path) -> list[str]:
 
 
 def hidden(directory: Path) -> list[str]:
-    """Files in workspaces, of living servers too."""
+    """Return the files in all workspaces, including those of live servers."""
     workspaces = (path for path in directory.iterdir() if path.name.startswith("."))
     return [each.name for path in workspaces for each in path.iterdir() if each.name != LOCK]

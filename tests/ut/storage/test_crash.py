@@ -1,6 +1,6 @@
-"""Sinks are killed at any instant: what is seen is right, and the next start leaves nothing else.
+"""Sinks are killed at any instant. Visible files are right, and the next start cleans up.
 
-`--kills N` kills N of them, instead of the 2,000 of `--long`, or a quarter of that.
+`--kills N` kills N sinks. The default is 500, or 2,000 with `--long`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from depth import depth, is_long
 
 HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
-KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by how many servers live at a time
+KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by number of concurrent servers
 SHARD_KILLS = {1: depth(300, 2), 3: depth(100, 2)}
-MUTATION_KILLS = (
-    1600  # at most: a mistake that two threads must meet is mostly found by the first ten
-)
+MUTATION_KILLS = 1600  # at most: the first ten mostly find a mistake that needs two threads
 STEP = 1 if is_long() else 3  # of a sweep: system calls from one kill to the next
 
-# Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
+# Settings of servers differ in direct I/O, durability, checksum and row size.
 SERVERS = (2, *(pytest.param(number, marks=pytest.mark.long) for number in (4, 6)))
-# Names that are new, have data, have an error; requests that end in each way, or never.
+# Names are new, or have data or an error. Requests end in each way, or never.
 ENDS = [
     (0, "commit"),
     (0, "commit"),
@@ -64,7 +62,7 @@ CALLS = {
 
 
 def play(method: str, directory: Path, **arguments: Any) -> dict[str, Any]:
-    """Have crash_harness.py do something; forks are cheap there. Returns what it found."""
+    """Run crash_harness.py, where forks are cheap. Return the findings."""
     directory.mkdir()
     environ = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HARNESS), method, str(directory), json.dumps(arguments)]
@@ -81,7 +79,7 @@ def contexts(phases: dict[str, int]) -> set[str]:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", KILLS, ids=["one server", "three servers"])
-def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
+def test_visible_state_is_right_when_a_server_is_killed_at_any_time(
     tmp_path: Path, together: int, request: pytest.FixtureRequest
 ) -> None:
     asked = request.config.getoption("kills")
@@ -98,7 +96,7 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
     )
     assert contexts(found["phases"]) >= CALLS.keys() - {
         "close"
-    }  # which is short; the sweeps meet all of it
+    }  # a short phase; the sweeps cover it
     assert min(found[end] for end in ends) >= kills // 10
     assert min(found["files_checked"], found["seen_meanwhile"], found["waits"]) > kills // 10
     if together == 1:
@@ -107,7 +105,7 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(
+def test_visible_state_is_right_when_a_server_is_killed_at_any_system_call(
     tmp_path: Path, number: int
 ) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, step=STEP)
@@ -123,10 +121,10 @@ def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("together", SHARD_KILLS, ids=["one server", "three servers"])
-def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(
+def test_members_are_right_when_a_server_is_killed_at_any_time(
     tmp_path: Path, together: int
 ) -> None:
-    # A start reads the end of each index, so many are killed there.
+    # A start reads the end of each index, so many kills happen there.
     kills = SHARD_KILLS[together]
     wanted = {
         "shards_checked": kills // 6,
@@ -144,7 +142,7 @@ def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_on
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
-def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(
+def test_members_are_right_when_a_server_is_killed_at_any_system_call(
     tmp_path: Path, number: int
 ) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True, step=STEP)
@@ -170,20 +168,18 @@ RARE = "with_cleaning_that_ignores_locks"
     "mutation",
     [pytest.param(each, marks=pytest.mark.long) if each == RARE else each for each in MUTATIONS],
 )
-def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+def test_killing_servers_finds_planted_mistakes(tmp_path: Path, mutation: str) -> None:
     assert mutation in ALONE or mutation in TOGETHER
     assert problems_of(mutation, tmp_path, together=1 if mutation in ALONE else 3)
 
 
 @pytest.mark.parametrize("mutation", OF_SHARDS)
-def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(
-    tmp_path: Path, mutation: str
-) -> None:
+def test_killing_servers_finds_planted_mistakes_in_shards(tmp_path: Path, mutation: str) -> None:
     assert problems_of(mutation, tmp_path, shards=True)
 
 
 def problems_of(mutation: str, directory: Path, **arguments: Any) -> list[str]:
-    """Return what kills find: at each system call if that shows it, or else at any instant."""
+    """Return the findings of kills at each system call or, if there are none, at any instant."""
     found = (
         play("sweep", directory / "storage", mutation=mutation, number=2, ends=ENDS, **arguments)
         if mutation in IN_ORDER

@@ -1,4 +1,4 @@
-"""A directory is moved or replaced: the requests under way fail, and later ones use the new one."""
+"""A directory is moved or replaced: open requests fail, later requests use the new directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAME = "a-0123abcd"
 
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
-    """A directory on another filesystem than pytest's."""
+    """A directory on another filesystem than the directories of pytest."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 
@@ -61,7 +61,7 @@ def reason_at(path: Path) -> str:
 
 
 class FailingFrom:
-    """A checkpoint at which one call fails, and all after it; `made` counts them."""
+    """A checkpoint from which on all calls fail; `made` counts the calls."""
 
     def __init__(self, first: int) -> None:
         self.made = 0
@@ -80,7 +80,7 @@ def rotate(directory: Path) -> Path:
 
 
 @EVERY_SINK
-def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_that_was_renamed(
+def test_missing_directory_fails_requests_and_leaves_the_renamed_directory_alone(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
     directory = tmp_path / "out"
@@ -88,7 +88,7 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
         under_way = begin(sink, directory)
         moved = directory.rename(tmp_path / "moved")
         before = listing(moved)
-        with pytest.raises(SinkError, match=f"{directory} is not there any more.*ENOENT"):
+        with pytest.raises(SinkError, match=f"{directory} no longer exists.*ENOENT"):
             sink.open("b", directory / "b.safetensors")
         assert listing(moved) == before
         with pytest.raises(SinkError, match=MOVED):
@@ -104,7 +104,7 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
 
 @EVERY_SINK
 @pytest.mark.parametrize("io", ["buffered", "direct"])
-def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_that_fails_in_the_new_directory(
+def test_requests_end_and_later_requests_work_after_a_fault_in_the_new_directory(
     tmp_path: Path, make: Callable[..., Sink], io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for first in itertools.count(1):
@@ -128,12 +128,12 @@ def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_
     assert first > 10
 
 
-def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path: Path) -> None:
+def test_file_in_place_of_the_directory_fails_requests(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     with FileSink(directory, FORMAT) as sink:
         directory.rename(tmp_path / "moved")
         directory.touch()
-        with pytest.raises(SinkError, match="is not one"):
+        with pytest.raises(SinkError, match="is not a directory"):
             sink.open("b", directory / "b.safetensors")
 
 
@@ -141,7 +141,7 @@ def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path:
 @pytest.mark.parametrize(
     "later", ["none", "under way", "published"], ids=lambda later: f"later request {later}"
 )
-def test_request_under_way_fails_and_later_ones_use_the_new_directory(
+def test_open_request_fails_and_later_requests_use_the_new_directory(
     tmp_path: Path, make: Callable[..., Sink], later: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "out"
@@ -159,16 +159,14 @@ def test_request_under_way_fails_and_later_ones_use_the_new_directory(
         if later == "under way":
             new.commit(token_ids(3), 3)
         if new is not None:
-            assert "another directory than before" in caplog.text
+            assert "was replaced by another directory" in caplog.text
             assert_found(new.path)
         begin(sink, directory).commit(token_ids(3), 3)
         assert_found(under_way.path)
     assert not [name for name in listing(moved) if not name.endswith((".error", ".lock"))]
 
 
-def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(
-    tmp_path: Path, elsewhere: Path
-) -> None:
+def test_symbolic_link_to_the_directory_may_be_changed(tmp_path: Path, elsewhere: Path) -> None:
     current = tmp_path / "current"
     (tmp_path / "day1").mkdir()
     current.symlink_to(tmp_path / "day1")
@@ -196,9 +194,7 @@ def test_request_that_fails_leaves_its_reason_where_its_lock_is(
 
 
 @EVERY_SINK
-def test_a_request_that_is_discarded_leaves_nothing_anywhere(
-    tmp_path: Path, make: Callable[..., Sink]
-) -> None:
+def test_discarded_request_leaves_nothing(tmp_path: Path, make: Callable[..., Sink]) -> None:
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -209,7 +205,7 @@ def test_a_request_that_is_discarded_leaves_nothing_anywhere(
 
 @EVERY_SINK
 @pytest.mark.parametrize("there", [False, True], ids=["renamed", "replaced"])
-def test_a_chosen_folder_may_be_renamed_too(
+def test_chosen_folder_may_be_renamed_too(
     tmp_path: Path, make: Callable[..., Sink], there: bool
 ) -> None:
     with make(tmp_path, FORMAT) as sink:
@@ -226,7 +222,7 @@ def test_a_chosen_folder_may_be_renamed_too(
         assert_found(under_way.path)
 
 
-def test_a_reader_asleep_on_the_lock_in_the_former_directory_wakes(tmp_path: Path) -> None:
+def test_reader_waiting_in_the_former_directory_wakes(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     with FileSink(directory, FORMAT) as sink:
         under_way = begin(sink, directory)
@@ -248,7 +244,7 @@ def test_a_reader_asleep_on_the_lock_in_the_former_directory_wakes(tmp_path: Pat
 
 
 @EVERY_SINK
-def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_along(
+def test_rename_during_a_commit_fails_it_or_moves_the_rows(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
     for happens_at in range(40):
@@ -281,10 +277,10 @@ def test_rename_before_any_system_call_of_a_commit_fails_it_or_takes_the_rows_al
 
 
 @EVERY_SINK
-def test_a_former_directory_is_left_with_its_last_request(
+def test_former_directory_is_released_after_its_last_request(
     tmp_path: Path, make: Callable[..., Sink]
 ) -> None:
-    """Its shard is sealed and its hidden directory gone, so that it can be read now."""
+    """The shard is sealed and the hidden directory removed."""
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         begin(sink, directory, "before-0123abcd").commit(token_ids(3), 3)

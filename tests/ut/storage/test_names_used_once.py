@@ -1,4 +1,4 @@
-"""A name is used once: no request replaces, hides or answers with the rows of another one."""
+"""A name is used once: no request replaces, hides or returns the rows of another request."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def shard_sink(directory: Path, **options: bool) -> ShardSink:
 
 
 def small_shard_sink(directory: Path, **options: bool) -> ShardSink:
-    """A sink that seals its shard with each request."""
+    """A sink that seals a shard after each request."""
     return ShardSink(directory, FORMAT, shard_bytes=1, **options)
 
 
 @pytest.fixture(autouse=True)
 def list_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(member_names, "_SLOW_S", 60.0)  # on any machine
 
 
 SINKS: dict[str, Callable[..., Sink]] = {
@@ -242,7 +242,7 @@ def test_reason_is_not_left_beside_rows_that_appeared_meanwhile(tmp_path: Path) 
     assert not Path(f"{tmp_path / CHOSEN}.error").exists()
 
 
-def test_name_that_cannot_be_looked_for_gets_no_reason(
+def test_name_that_cannot_be_checked_gets_no_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(names: MemberNames, name: str) -> bool:
@@ -262,7 +262,7 @@ def test_name_that_cannot_be_looked_for_gets_no_reason(
 
 
 @EVERY_SINK
-def test_unique_names_are_not_looked_for(
+def test_unique_names_are_not_checked(
     tmp_path: Path, make: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hsx-shards").touch()
@@ -275,7 +275,7 @@ def test_unique_names_are_not_looked_for(
 
 @EVERY_SINK
 def test_id_that_only_looks_random_may_have_rows(tmp_path: Path, make: Callable[..., Sink]) -> None:
-    """A date, where vLLM appends no digits: the client may send the id again."""
+    """The suffix is a date and vLLM appends no digits: the client may send the id again."""
     request_id = "cmpl-run-20240101"
     path = tmp_path / f"{request_id}.safetensors"
     with shard_sink(tmp_path, random_ids=False) as earlier:
@@ -288,7 +288,7 @@ def test_id_that_only_looks_random_may_have_rows(tmp_path: Path, make: Callable[
 # Members of shards
 
 
-def test_removal_hides_its_member_and_no_later_one_whatever_the_clock_says(
+def test_removal_hides_only_its_member_whatever_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = Shards(tmp_path)
@@ -323,7 +323,7 @@ def test_removal_names_shard_and_offset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_of_two_members_whose_servers_did_not_see_each_other_the_newest_is_taken_and_both_are_removed(
+def test_newest_of_two_equal_members_is_read_and_both_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_order: bool
 ) -> None:
     with monkeypatch.context() as blind:

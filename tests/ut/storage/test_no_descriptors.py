@@ -16,7 +16,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def exhaust() -> list[int]:
-    """Open descriptors until the process has as many as it may have."""
+    """Open descriptors up to the limit of the process."""
     used = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, used + 8))
     fds = []
@@ -57,12 +57,12 @@ def test_request_without_a_descriptor_leaves_its_reason(
             else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20)
         )
         put(sink.open("before", tmp_path / "before.safetensors"), 2)
-        if kind == "shards":  # their hidden file would serve the next request
+        if kind == "shards":  # their hidden file would be reused by the next request
             spare = sink.open("spare", tmp_path / "spare.safetensors")
             spare.write(0, finite_rows(0, 1))
         file = sink.open("r-0123abcd", path) if when == "write" else None
         fds = exhaust()
-        for _ in range(2):  # the spare descriptors are there again
+        for _ in range(2):  # the spare descriptors are open again
             with pytest.raises(SinkError, match="EMFILE") as failed:
                 if file is None:
                     sink.open("r-0123abcd", path)

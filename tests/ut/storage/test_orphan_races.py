@@ -1,4 +1,4 @@
-"""Servers and readers meet at any system call: a request holds its lock, cleaning does no harm."""
+"""Races of servers and readers at any system call: locks hold, and cleaning is harmless."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
-def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(
-    tmp_path: Path, earlier: bool
-) -> None:
-    """A reader of an earlier request may lock and remove a lock file before our flock."""
+def test_request_holds_a_visible_lock_whatever_a_reader_does(tmp_path: Path, earlier: bool) -> None:
+    """A reader of an earlier request may lock and remove the lock file before our flock."""
     met = set()
     for stop_at in range(12):
         for count in range(1, 9):
@@ -44,16 +42,14 @@ def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhil
                     calls += 1
 
                 trace(patch, checkpoint)
-                patch.setattr(time, "sleep", lambda seconds: stepped.step())  # noqa: B023 - what others do in that time
+                patch.setattr(time, "sleep", lambda seconds: stepped.step())  # noqa: B023 - called by others meanwhile
                 file = sink.open("cmpl-1", path)
                 assert is_held(Path(f"{path}.lock"))
                 file.discard()
     assert met >= {"open", "flock", "stat"}
 
 
-def test_a_lock_that_is_held_for_a_moment_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_briefly_held_lock_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     slept: list[float] = []
@@ -77,10 +73,10 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     os.close(dir_fd)
 
 
-def test_a_request_of_the_same_server_is_not_waited_for(
+def test_open_does_not_wait_for_a_request_of_the_same_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that chooses names could otherwise hold up the opening of all other files."""
+    """Otherwise a client that chooses names could delay the opening of all other files."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with FileSink(tmp_path, FORMAT) as sink:
         open_file(sink, tmp_path)
@@ -89,9 +85,9 @@ def test_a_request_of_the_same_server_is_not_waited_for(
 
 
 def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Live as a server does, with names whose locks a dead one may have left.
+    """Run a sink with names whose locks a dead server may have left.
 
-    `meanwhile` is called while a request is under way.
+    `meanwhile` is called while a request is open.
     """
     with FileSink(directory, FORMAT) as sink:
         file = open_file(sink, directory)
@@ -109,7 +105,7 @@ def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> Non
 
 
 def leave(directory: Path, stale: bool) -> None:
-    """Leave what dead servers may: a hidden directory, and locks of names that `a_life` uses."""
+    """Leave a hidden directory, and locks of the names that `a_life` uses."""
     directory.mkdir(exist_ok=True)
     dead_workspace(directory)
     for name in (DATA, "failed.safetensors", "aborted.safetensors") if stale else ():
@@ -117,7 +113,7 @@ def leave(directory: Path, stale: bool) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_nothing(
+def test_cleaning_by_another_server_at_any_system_call_is_harmless(
     tmp_path: Path, stale: bool
 ) -> None:
     stop_at = 0
@@ -147,10 +143,10 @@ def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_
 
 @pytest.mark.parametrize("goes_on", ["while a request of ours is under way", "afterwards"])
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_a_live_server_is_not_harmed_while_another_one_has_stopped_at_any_system_call_of_its_cleaning(
+def test_cleaning_paused_at_any_system_call_does_not_harm_a_live_server(
     tmp_path: Path, stale: bool, goes_on: str
 ) -> None:
-    """If the other one has stopped with a lock that ours needs, ours waits until it goes on."""
+    """If the paused server holds a lock that the live server needs, the live server waits."""
     waited = 0
     stop_at = 0
     reached = True
@@ -191,7 +187,7 @@ def test_a_live_server_is_not_harmed_while_another_one_has_stopped_at_any_system
                 pass
             a_life(directory, let_it_go_on if goes_on.startswith("while") else lambda: None)
             let_it_go_on()
-        # What it did not see when it read the names is for the next one.
+        # The next server removes names that appeared after the listing.
         FileSink(directory, FORMAT).close()
         assert everything(directory) == []
         stop_at += 1
@@ -207,9 +203,7 @@ def test_servers_that_start_and_clean_at_the_same_time_all_start(
         for turn in range(12):
             with FileSink(tmp_path, FORMAT) as sink:
                 commit(sink, tmp_path, f"{number}.safetensors")
-                (
-                    tmp_path / f"{number}.safetensors"
-                ).unlink()  # a consumer: what it leaves is a stale lock
+                (tmp_path / f"{number}.safetensors").unlink()  # a consumer leaves a stale lock
             dead_workspace(tmp_path, f"{number:04x}{turn:04x}")
 
     run_threads(*(lambda number=number: serve(number) for number in range(8)))

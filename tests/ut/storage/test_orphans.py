@@ -1,4 +1,4 @@
-"""The next server removes what a dead one left, and nothing of a live one or of consumers."""
+"""The next server removes leftovers of dead servers, and no files of live servers or consumers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
-# What is removed, and what stays
+# Removed files and kept files
 
 
-def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_with_it(
+def test_live_server_holds_a_locked_workspace_and_removes_it_at_the_end(
     tmp_path: Path,
 ) -> None:
     with FileSink(tmp_path, FORMAT) as one, FileSink(tmp_path, FORMAT) as other:
@@ -58,7 +58,7 @@ def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_wi
 
 
 @pytest.mark.parametrize("at", ["open", "rows", "published", "reason", "lock over a reader's"])
-def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(
+def test_next_start_removes_leftovers_of_a_killed_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     def die(*args: object, **kwargs: object) -> None:
@@ -103,12 +103,12 @@ def test_one_line_of_the_log_says_what_was_recovered(
     (line,) = [record for record in caplog.records if "sinks.orphans" in record.name]
     assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
     assert line.getMessage() == (
-        f"{tmp_path}: after a server that died or could not clean up: "
+        f"{tmp_path}: leftovers of a server that died or could not clean up: "
         "sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
     )
 
 
-def test_what_belongs_to_consumers_stays(tmp_path: Path) -> None:
+def test_files_of_consumers_stay(tmp_path: Path) -> None:
     def serve() -> None:
         sink = FileSink(tmp_path, FORMAT)
         commit(sink, tmp_path, "complete.safetensors")
@@ -129,7 +129,7 @@ def test_what_belongs_to_consumers_stays(tmp_path: Path) -> None:
     ]
 
 
-def test_what_belongs_to_a_server_that_lives_stays(tmp_path: Path) -> None:
+def test_files_of_a_live_server_stay(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         open_file(sink, tmp_path, "again.safetensors").fail("x")
         files = [
@@ -144,7 +144,7 @@ def test_what_belongs_to_a_server_that_lives_stays(tmp_path: Path) -> None:
             file.commit(token_ids(2), 2)
 
 
-def test_what_is_not_a_servers_stays_whatever_it_is_called(
+def test_foreign_files_stay_whatever_their_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     victim = tmp_path / "victim"
@@ -173,7 +173,7 @@ def test_what_is_not_a_servers_stays_whatever_it_is_called(
     dead_workspace(directory, "0badcaff").joinpath("link").symlink_to(victim)
     before = set(everything(directory))
     FileSink(directory, FORMAT).close()
-    # The dead server's workspace stays for as long as something in it does.
+    # The workspace of the dead server stays until it is empty.
     assert before - set(everything(directory)) == {workspace_name("0badcaff")}
     assert sorted(os.listdir(directory / workspace_name("0badcafe"))) == ["folder", "lock"]
     assert victim.read_text() == "precious"
@@ -182,7 +182,7 @@ def test_what_is_not_a_servers_stays_whatever_it_is_called(
     )
 
 
-def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_path: Path) -> None:
+def test_only_folders_of_the_dead_server_are_cleaned(tmp_path: Path) -> None:
     def serve() -> None:
         sink = FileSink(tmp_path, FORMAT)
         for name in ("a/b/rows", "a/b/more", "a/stale", "é/rows", "removed/rows", "linked/rows"):
@@ -218,9 +218,7 @@ def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_pat
 @pytest.mark.parametrize(
     "folder", ["../outside", "/", ".", ".hidden", "link", "a/../../outside", "\0", "file"]
 )
-def test_a_workspace_lock_that_was_tampered_with_leads_nowhere_outside(
-    tmp_path: Path, folder: str
-) -> None:
+def test_changed_workspace_lock_does_not_lead_outside(tmp_path: Path, folder: str) -> None:
     outside, directory = tmp_path / "outside", tmp_path / "storage"
     for each in (outside, directory / "a", directory / ".hidden"):
         each.mkdir(parents=True)
@@ -234,7 +232,7 @@ def test_a_workspace_lock_that_was_tampered_with_leads_nowhere_outside(
         assert everything(each) == ["x.safetensors.lock"]
 
 
-def test_without_locks_nothing_is_removed_neither_by_a_server_nor_of_it(tmp_path: Path) -> None:
+def test_without_locks_nothing_is_cleaned_up(tmp_path: Path) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
     before = everything(tmp_path)
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
@@ -251,7 +249,7 @@ def test_without_locks_nothing_is_removed_neither_by_a_server_nor_of_it(tmp_path
     assert len(hidden(tmp_path)) == 1, "who holds no lock may live"
 
 
-def test_a_request_of_a_dead_server_is_not_there_for_its_reader(tmp_path: Path) -> None:
+def test_request_of_a_dead_server_is_missing_for_its_reader(tmp_path: Path) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
     FileSink(tmp_path, FORMAT).close()
     with pytest.raises(
@@ -261,23 +259,18 @@ def test_a_request_of_a_dead_server_is_not_there_for_its_reader(tmp_path: Path) 
         load(tmp_path / DATA, 0)
 
 
-def test_a_server_that_died_before_it_made_its_lock_is_cleaned_up_too(tmp_path: Path) -> None:
+def test_server_that_died_before_locking_is_cleaned_up(tmp_path: Path) -> None:
     (tmp_path / workspace_name("0badcafe")).mkdir()
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
 
 
-def test_a_server_whose_workspace_was_removed_makes_another_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_removed_workspace_is_recreated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         under_way = open_file(sink, tmp_path)
         not_begun = open_file(sink, tmp_path, "folder/not-begun.safetensors", rows=0)
         shutil.rmtree(tmp_path / workspace_name(sink.token))
-        why = (
-            "could not be {}, because somebody has removed the hidden directory of this "
-            "server.*ENOENT"
-        )
+        why = "could not be {}, because the hidden directory of this server.*ENOENT"
         with pytest.raises(SinkError, match=why.format("published")) as raised:
             under_way.commit(token_ids(2), 2)
         with pytest.raises(HiddenStatesError) as told:
@@ -289,7 +282,7 @@ def test_a_server_whose_workspace_was_removed_makes_another_one(
         with pytest.raises(HiddenStatesError, match="no luck"):
             load(not_begun.path, 0)
         commit(sink, tmp_path, "next.safetensors")
-        assert "somebody has removed the hidden directory" in caplog.text
+        assert "the hidden directory of this server was removed" in caplog.text
     assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == [
         f"{DATA}.error",
         "folder",
@@ -299,10 +292,10 @@ def test_a_server_whose_workspace_was_removed_makes_another_one(
 
 @pytest.mark.parametrize("kind", ["files", "shards"])
 @pytest.mark.parametrize("removed", ["its lock", "all files in it"])
-def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed_its_lock(
+def test_files_of_a_live_server_stay_after_its_lock_was_removed(
     tmp_path: Path, kind: str, removed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A purge of old files does that. Sealing a shard under its server would lose members."""
+    """A purge of old files may remove the lock. Sealing a shard in use would lose members."""
     paths = [tmp_path / f"{name}.safetensors" for name in ("before", "under-way", "after")]
     with (
         FileSink(tmp_path, FORMAT)
@@ -329,7 +322,7 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
             commit(sink, tmp_path, paths[1].name)
         commit(sink, tmp_path, paths[2].name)
         what = "lock" if removed == "its lock" else "hidden directory"
-        assert f"somebody has removed the {what} of this server; it makes another" in caplog.text
+        assert f"the {what} of this server was removed; creating a new" in caplog.text
         assert is_held(tmp_path / workspace_name(sink.token) / LOCK)
         assert not workspace.exists(), "the former one is removed with its last request"
         for path in paths:
@@ -340,7 +333,7 @@ def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed
     assert not [name for name in everything(tmp_path) if name.startswith(".")]
 
 
-def test_a_directory_of_complete_files_costs_one_pass_over_its_names(
+def test_directory_of_complete_files_costs_one_pass_over_its_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: dict[int, list[str]] = {}
@@ -363,7 +356,7 @@ def test_a_directory_of_complete_files_costs_one_pass_over_its_names(
 
 
 @pytest.mark.parametrize("failing", ["scandir", "unlink", "open", "stat"])
-def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
+def test_cleaning_fault_is_logged_and_the_next_start_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def serve() -> None:
@@ -399,7 +392,7 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
     assert everything(tmp_path) == ["mine.safetensors", "mine.safetensors.lock"]
 
 
-def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(
+def test_next_start_removes_a_hidden_file_that_stayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, FileSink(tmp_path, FORMAT) as sink:
@@ -412,7 +405,7 @@ def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(
 
 
 @pytest.mark.parametrize("use_lock", [True, False])
-def test_a_hidden_file_that_could_not_be_removed_goes_when_the_server_leaves_its_directory(
+def test_leaving_the_directory_removes_a_hidden_file_that_stayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_lock: bool
 ) -> None:
     directory, former = tmp_path / "out", tmp_path / "former"
@@ -427,14 +420,12 @@ def test_a_hidden_file_that_could_not_be_removed_goes_when_the_server_leaves_its
         assert everything(former) == []
 
 
-def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(
+def test_failed_workspace_is_one_clear_error_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr(HeldLock, "create", classmethod(lambda cls, *args: None))
-        with pytest.raises(
-            UserError, match="cannot be written: every hidden directory was locked or removed"
-        ):
+        with pytest.raises(UserError, match="cannot be written: other processes locked or removed"):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before

@@ -1,4 +1,4 @@
-"""A server on another machine, whose locks seem free because the filesystem keeps them local."""
+"""Servers on another machine. Their locks look free, because the filesystem keeps locks local."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 NO_FLOCK = """
 int flock(int fd, int operation) { return 0; }
 """
-# With the heartbeat of another machine, but every 50 ms.
+# Sends heartbeats of another machine, every 50 ms.
 SERVER = """
 import sys
 from pathlib import Path
@@ -109,7 +109,7 @@ def run(code: str, *arguments: object, **environ: object) -> subprocess.Popen[st
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A server that lives on another machine, in the middle of a file in a folder."""
+    """A live server on another machine, with an open file in a folder."""
     with run(SERVER, tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
@@ -128,19 +128,19 @@ def names(directory: Path) -> set[str]:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, serve: Callable[[], object]) -> None:
-    """Let a server on another machine do something and be killed: its locks are free then."""
+    """Run `serve` as a server on another machine, and kill it. The locks are then free."""
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat, "boot_id", lambda: "another")
         killed(serve)
 
 
 def no_heartbeat(directory: Path, seconds: float = heartbeat.RECENT_S + 1) -> None:
-    """Have all servers' last heartbeats been so long ago."""
+    """Set the age of the last heartbeat of all servers."""
     for lock in directory.glob(f"{workspace_name('*')}/{LOCK}"):
         os.utime(lock, (time.time() - seconds,) * 2)
 
 
-def test_nothing_of_a_server_that_lives_on_another_machine_is_removed(
+def test_files_of_a_live_server_on_another_machine_stay(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     before = names(tmp_path)
@@ -154,7 +154,7 @@ def test_nothing_of_a_server_that_lives_on_another_machine_is_removed(
     assert len(load(tmp_path / "day/cmpl-1.safetensors", 0).token_ids) == 2
 
 
-def test_a_file_of_a_server_on_another_machine_is_waited_for(
+def test_load_waits_for_a_server_on_another_machine(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     with run(READER, tmp_path, heartbeat.RECENT_S, 60, LD_PRELOAD=no_flock) as reader:
@@ -164,12 +164,10 @@ def test_a_file_of_a_server_on_another_machine_is_waited_for(
         assert reader.communicate()[0] == "2\n"
 
 
-def test_a_reader_whose_time_is_over_says_that_locks_do_not_reach_the_servers_machine(
+def test_timeout_explains_that_locks_do_not_reach_the_server(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
-    with run(
-        READER, tmp_path, 1, 3, LD_PRELOAD=no_flock
-    ) as reader:  # longer than a server is alive without heartbeats
+    with run(READER, tmp_path, 1, 3, LD_PRELOAD=no_flock) as reader:  # longer than RECENT_S
         output = reader.communicate()[0]
     assert "TimeoutError" in output
     assert f"server on {socket.gethostname()}: locks do not reach the server's machine" in output
@@ -193,7 +191,7 @@ except TimeoutError as error:
 """
 
 
-def test_only_complete_files_of_a_living_server_on_another_machine_are_removed(
+def test_remove_takes_only_complete_files_of_a_server_on_another_machine(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
     with run(REMOVER, tmp_path, LD_PRELOAD=no_flock) as remover:
@@ -219,7 +217,7 @@ def leave_rows(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     elsewhere(monkeypatch, serve)
 
 
-def test_a_file_in_work_on_another_machine_can_be_removed_some_minutes_after_the_last_heartbeat(
+def test_open_file_of_another_machine_can_be_removed_after_the_last_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_rows(monkeypatch, tmp_path)
@@ -233,7 +231,7 @@ def test_a_file_in_work_on_another_machine_can_be_removed_some_minutes_after_the
     assert len(everything(tmp_path)) == 1
 
 
-def test_a_run_keeps_the_lock_of_a_row_that_a_server_on_another_machine_may_be_writing(
+def test_run_keeps_the_lock_of_a_row_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_rows(monkeypatch, tmp_path)
@@ -243,7 +241,7 @@ def test_a_run_keeps_the_lock_of_a_row_that_a_server_on_another_machine_may_be_w
     assert everything(tmp_path)[1:] == [row_file(0), f"{row_file(2)}.lock"]
 
 
-def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_another_machine(
+def test_locks_without_data_stay_while_a_server_may_live_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "folder"
@@ -258,7 +256,7 @@ def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_anoth
         assert orphaned_locks(directory) == [folder / f"{DATA}.lock"]
 
 
-def test_a_reader_that_may_not_touch_the_hidden_directory_takes_its_server_for_alive(
+def test_server_counts_as_alive_if_its_heartbeat_cannot_be_dated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -272,7 +270,7 @@ def test_a_reader_that_may_not_touch_the_hidden_directory_takes_its_server_for_a
     assert orphaned_locks(tmp_path) == [tmp_path / f"{DATA}.lock"]
 
 
-def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
+def test_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
@@ -284,7 +282,7 @@ def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_
     assert everything(tmp_path) == []
 
 
-def test_a_server_of_this_machine_is_cleaned_up_beside_one_of_another_but_no_locks_without_data(
+def test_server_of_this_machine_is_cleaned_up_beside_a_server_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve() -> None:
@@ -301,7 +299,7 @@ def test_a_server_of_this_machine_is_cleaned_up_beside_one_of_another_but_no_loc
     assert any(name.endswith(".json") for name in left), "the shard is sealed"
 
 
-def test_a_server_on_another_machine_whose_lock_is_held_does_not_keep_others_from_being_cleaned_up(
+def test_held_lock_of_another_machine_does_not_prevent_cleaning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -316,7 +314,7 @@ def test_a_server_on_another_machine_whose_lock_is_held_does_not_keep_others_fro
         assert everything(tmp_path) == before
 
 
-def test_a_server_on_another_mount_of_this_machine_is_one_on_another_machine(
+def test_server_on_another_mount_counts_as_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
@@ -329,7 +327,7 @@ def test_a_server_on_another_mount_of_this_machine_is_one_on_another_machine(
     assert everything(tmp_path) == before
 
 
-def test_a_heartbeat_touches_the_lock_until_the_server_ends(
+def test_heartbeat_touches_the_lock_until_the_server_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat, utime = threading.Event(), os.utime
@@ -354,13 +352,11 @@ def test_a_heartbeat_touches_the_lock_until_the_server_ends(
     no_heartbeat(tmp_path)
 
 
-def test_a_heartbeat_that_storage_delays_for_as_long_as_a_step_waits_is_recent() -> None:
+def test_heartbeat_delayed_by_storage_timeout_is_recent() -> None:
     assert heartbeat.RECENT_S > LONGEST_WAIT_S + heartbeat.BEAT_S
 
 
-def test_a_full_disk_does_not_keep_a_server_from_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

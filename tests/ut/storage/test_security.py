@@ -1,6 +1,7 @@
-"""A hostile directory: nothing outside it is touched, and nothing fails but the request itself.
+"""A hostile directory: nothing outside is touched, and only the attacked request fails.
 
-docs/security.md says what is trusted; it names these tests, and those of test_request_params.py.
+docs/security.md describes the trust model and names tests of this file and of
+test_request_params.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def rows_in(path: Path) -> np.ndarray:
-    """Return rows without a look for a lock or a reason, which others may have planted."""
+    """Return rows. Ignore lock and reason, because others may have planted them."""
     return bits(load_file(path)["hidden_states"])
 
 
@@ -70,7 +71,7 @@ def real_directory(file: RequestFile) -> Path:
     absolute=st.booleans(),
     end=st.sampled_from(["commit", "fail", "discard"]),
 )
-def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_nothing_else_is_touched(
+def test_client_path_stays_below_the_directory(
     request_id: str, chosen: str, absolute: bool, end: str
 ) -> None:
     with place() as where, FileSink(where.storage, FORMAT) as sink:
@@ -81,7 +82,7 @@ def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_noth
             ).path
         except ParamsError:
             path = None
-        # What the scheduler lets pass, the sink takes; it checks for itself what others give it.
+        # The sink accepts all paths of the scheduler, and checks other paths itself.
         if path is None:
             with pytest.raises(SinkError):
                 sink.open(request_id, Path(f"{where.storage}/../{chosen}"))
@@ -123,10 +124,10 @@ PATHS = (
 
 
 class Attack(NamedTuple):
-    """Something is planted under a name before a step of a request.
+    """Plant something under a name before a step of a request.
 
-    The storage directory itself is replaced only while a request is under way, and by no link to
-    another directory: a sink follows its path, which is the administrator's.
+    The storage directory is replaced only while a request is open, and never by a link to another
+    directory: the administrator chose the path, and the sink follows it.
     """
 
     step: str
@@ -135,7 +136,7 @@ class Attack(NamedTuple):
 
 
 def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
-    """Return the path that is attacked; None if a request of this path has no such slot."""
+    """Return the attacked path; None if a request of this path has no such slot."""
     *folders, name = relative.split("/")
     if slot == "storage":
         return where.storage
@@ -180,7 +181,7 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
         checksum=st.sampled_from(["none", "crc32c"]),
     ),
 )
-def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_only_its_request_fails(
+def test_planted_files_affect_nothing_outside_and_fail_only_their_request(
     relative: str, attacks: list[Attack], earlier: str | None, end: str, options: FileOptions
 ) -> None:
     with place() as where, FileSink(where.storage, FORMAT, options) as sink:
@@ -218,7 +219,7 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
             ), error.reason
             return
         replaced = any(attack.slot.startswith("hidden") for attack in attacks)
-        if end == "commit" and not replaced:  # who replaces what was written owns the result
+        if end == "commit" and not replaced:  # whoever replaces the written file owns the result
             assert not path.is_symlink()
             assert np.array_equal(rows_in(path), finite_rows(0, 2))
             assert stat.S_IMODE(path.stat().st_mode) == options.mode
@@ -226,10 +227,8 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
 
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "storage"])
-def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(
-    slot: str, kind: str
-) -> None:
-    """The outcome for each name and each kind of thing, planted before the request is opened."""
+def test_planted_name_is_replaced_or_fails_the_request(slot: str, kind: str) -> None:
+    """The outcome for each name and kind of file, planted before the request is opened."""
     relative = "folder/inner/a.safetensors"
     with place() as where, FileSink(where.storage, FORMAT) as sink:
         target = attacked(slot, where, relative, sink.token)
@@ -272,7 +271,7 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(
 @pytest.mark.parametrize(
     "slot", ["folder", "inner folder", "data", "lock", "error", "hidden 1", "hidden lock"]
 )
-def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, kind: str) -> None:
+def test_replacement_between_system_calls_does_not_lead_outside(slot: str, kind: str) -> None:
     relative = "folder/inner/a.safetensors"
     for turn in itertools.count():
         calls = -1
@@ -287,7 +286,7 @@ def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, 
                     where.plant(target, kind)
 
         with place(checkpoint) as where, FileSink(where.storage, FORMAT) as sink:
-            if slot != "folder":  # there the directories are made, too
+            if slot != "folder":  # the folders are created there, too
                 sink.open("earlier", where.storage / relative).fail("as a test")
             calls = 0
             try:
@@ -303,8 +302,8 @@ def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, 
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-def test_the_workspace_of_a_dead_server_that_somebody_planted_leads_nowhere(kind: str) -> None:
-    """A server removes what dead ones left; others can make a directory that looks like theirs."""
+def test_planted_workspace_does_not_lead_outside(kind: str) -> None:
+    """A server removes leftovers of dead servers. Other users can create a similar directory."""
     with place() as where:
         (where.outside / "folder" / "x.safetensors.lock").touch()
         folders = [
@@ -326,7 +325,7 @@ def test_the_workspace_of_a_dead_server_that_somebody_planted_leads_nowhere(kind
             sink.open("r", where.storage / "a.safetensors").discard()
 
 
-def test_a_planted_lock_of_any_size_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+def test_server_starts_beside_a_planted_lock_of_any_size(tmp_path: Path) -> None:
     with open(dead_workspace(tmp_path) / "lock", "w") as lock:
         lock.truncate(1 << 42)  # takes no space
     with FileSink(tmp_path, FORMAT) as sink:
@@ -334,10 +333,10 @@ def test_a_planted_lock_of_any_size_does_not_keep_a_server_from_starting(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "hard link", "file", "fifo"])
-def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now(
+def test_direct_writes_go_to_the_created_file_after_a_replacement(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Direct I/O needs a second descriptor, which can only be had by name."""
+    """Direct I/O needs a second descriptor. It can only be opened by name."""
     with place() as where, FileSink(where.storage, FORMAT, FileOptions(io="direct")) as sink:
         file = sink.open("r", where.storage / "a.safetensors")
         hidden = where.storage / workspace_name(sink.token) / "a.safetensors.0"
@@ -363,9 +362,7 @@ def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now
     ["x" * 65_536, "../../etc/passwd", "\0", "\ud800", '"}\n', "a\u202eb"],
     ids="abcdef",
 )
-def test_a_hostile_id_is_in_the_file_as_it_is_and_the_file_can_be_read(
-    tmp_path: Path, request_id: str
-) -> None:
+def test_hostile_id_is_stored_unchanged_and_readable(tmp_path: Path, request_id: str) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         path = tmp_path / file_name(request_id)
         put(sink.open(request_id, path), 2)
@@ -403,7 +400,7 @@ ODD_MODES = (
 @settings(max_examples=depth(200))
 @given(value=JSON)
 @every_example(*ODD_MODES)
-def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> None:
+def test_invalid_file_mode_is_refused_in_one_line(value: Any) -> None:
     options = {"shared_storage_path": "/data", "file_mode": value}
     try:
         mode = int(HsxConfig.parse(options).file_mode, 8)
@@ -417,21 +414,21 @@ def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> No
 
 
 @pytest.mark.parametrize(("value", "mode"), [("0640", 0o640), ("600", 0o600), ("0666", 0o666)])
-def test_a_file_mode_in_octal_digits_is_taken(value: str, mode: int) -> None:
+def test_octal_file_mode_is_accepted(value: str, mode: int) -> None:
     assert (
         int(HsxConfig.parse({"shared_storage_path": "/data", "file_mode": value}).file_mode, 8)
         == mode
     )
 
 
-def test_clients_choose_no_names_unless_the_administrator_says_so() -> None:
+def test_clients_choose_names_only_if_allowed() -> None:
     assert HsxConfig.parse({"shared_storage_path": "/data"}).allow_custom_save_path is False
     for value in ("true", 1, None):
         with pytest.raises(UserError, match="allow_custom_save_path"):
             HsxConfig.parse({"shared_storage_path": "/data", "allow_custom_save_path": value})
 
 
-def test_every_test_that_the_documentation_names_is_there() -> None:
+def test_tests_named_in_the_documentation_exist() -> None:
     text = (ROOT / "docs" / "security.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", text))
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]

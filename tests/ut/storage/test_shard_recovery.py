@@ -1,4 +1,4 @@
-"""The next server seals a dead one's shard, and changes nothing that it does not understand."""
+"""The next server seals shards of a dead server, and does not change invalid shards."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
-    """Leave two members, a request under way, and a third member without its line.
+    """Leave two members, an open request, and a third member without an index line.
 
-    Returns the stem of the shard and the paths of its two members.
+    Returns the stem of the shard and the paths of the two members.
     """
     sink = ShardSink(where, FORMAT, shard_bytes=MIB)
     paths = [publish(sink, where, name, tokens) for name, tokens in (("a", 3), ("b", 5))]
@@ -56,7 +56,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
         tar.write(headers(shard.end, "unsaid.safetensors", 50_000, 0o640, 0) + bytes(30_000))
     with open(where / f"{shard._stem}.jsonl", "ab") as index:
         index.write(b'{"name":"unsaid.safetensors","off')
-    # What the kernel does when a process dies: descriptors go, and with them the locks.
+    # Like the kernel after the death of a process: close descriptors, and thereby release locks.
     for each in sink._files.values():
         assert each.lock is not None
         each.lock.release()
@@ -64,7 +64,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     return shard._stem, paths
 
 
-def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(
+def test_next_server_seals_shards_of_a_dead_server_once(
     tmp_path: Path,
 ) -> None:
     stem, paths = leave_as_a_dead_server_would(tmp_path)
@@ -88,7 +88,7 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
     for path, tokens in zip(paths, (3, 5), strict=True):
         assert np.array_equal(rows_of(path), finite_rows(0, tokens))
     state = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
-    # As if the server that sealed it had died before the manifest was there.
+    # As if the sealing server had died before it wrote the manifest.
     (tmp_path / f"{stem}.json").unlink()
     dead_workspace(tmp_path, stem.split("-")[1])
     ShardSink(tmp_path, FORMAT, shard_bytes=MIB).close()
@@ -96,10 +96,10 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
 
 
 @pytest.mark.usefixtures("no_wait_for_the_disk")
-def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(
+def test_next_server_completes_an_interrupted_sealing(
     tmp_path: Path,
 ) -> None:
-    """At each of its system calls; without --long at each third one."""
+    """Kills at each system call; without --long at each third."""
     template = tmp_path / "template"
     stem, paths = leave_as_a_dead_server_would(template)
     for kill_at in itertools.count(1, 1 if is_long() else 3):
@@ -140,7 +140,7 @@ def _start_and_die(where: Path, kill_at: int) -> None:
     FileSink(where, FORMAT).close()
 
 
-def test_shards_of_a_server_that_lives_are_left_alone(tmp_path: Path) -> None:
+def test_shards_of_a_live_server_are_not_sealed(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as living:
         publish(living, tmp_path, "a")
         slow = living.open("slow", tmp_path / "slow.safetensors", 5)
@@ -155,7 +155,7 @@ def test_shards_of_a_server_that_lives_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["jsonl", "both"])
-def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) -> None:
+def test_incompletely_created_shard_is_removed(tmp_path: Path, kept: str) -> None:
     for suffix in ("tar", "jsonl") if kept == "both" else (kept,):
         (tmp_path / f"hsx-0badcafe-000000.{suffix}").touch()
     dead_workspace(tmp_path)
@@ -163,7 +163,7 @@ def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) 
     assert listing(tmp_path) == []
 
 
-def test_a_link_in_the_place_of_a_shard_is_not_followed(
+def test_link_in_place_of_a_shard_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outside = tmp_path / "outside"
@@ -178,7 +178,7 @@ def test_a_link_in_the_place_of_a_shard_is_not_followed(
     assert "could not seal" in caplog.text
 
 
-# Tar files that are not what their indexes say
+# Tar files that contradict their indexes
 
 
 def flip_a_header(tar: Path, entry: Entry) -> None:
@@ -186,7 +186,7 @@ def flip_a_header(tar: Path, entry: Entry) -> None:
 
 
 def lose_the_first_page(tar: Path, entry: Entry) -> None:
-    """As after a loss of power without durability."""
+    """Happens after a loss of power without durability."""
     change(tar, 0, lambda data: bytes(len(data)), PAGE)
 
 
@@ -252,7 +252,7 @@ DAMAGE = (
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
+def test_shard_that_contradicts_its_index_is_left_unchanged(
     tmp_path: Path, damage: Callable[[Path, Entry], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, [f"hs_{i}" for i in range(6)])
@@ -267,7 +267,7 @@ def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_in
         assert "removed" not in caplog.text
 
 
-def test_an_index_of_any_size_keeps_no_server_from_starting(
+def test_server_starts_with_an_index_of_any_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -292,7 +292,7 @@ JUNK = {
 
 
 @pytest.mark.parametrize("label", JUNK)
-def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
+def test_junk_index_is_read_up_to_its_first_bad_line(
     tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -308,7 +308,7 @@ def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
     assert sum(line == JUNK[label][:-1] for line in decoded) == 1
 
 
-def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
+def test_recovery_skips_an_index_larger_than_any_server_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tar = leave_dead(tmp_path, ["hs_0"])
@@ -322,7 +322,7 @@ def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
 
 
 @pytest.mark.parametrize("left", [1, 600, 5000])
-def test_what_follows_the_last_member_of_the_index_is_cut_off(tmp_path: Path, left: int) -> None:
+def test_recovery_truncates_after_the_last_member(tmp_path: Path, left: int) -> None:
     tar = leave_dead(tmp_path, ["hs_0", "hs_1"])
     whole = tar.read_bytes()
     tar.write_bytes(whole + (whole * 3)[:left])
@@ -334,7 +334,7 @@ def test_what_follows_the_last_member_of_the_index_is_cut_off(tmp_path: Path, le
 
 
 def leave_dead(storage: Path, ids: list[str]) -> Path:
-    """Return the tar file of a shard of these requests, as a server leaves it that is killed."""
+    """Return the tar file of an unsealed shard of these requests."""
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
         for number, chosen in enumerate(ids):
             put(sink.open(f"x{number}", storage / f"{chosen}.safetensors", 3), 3, number)

@@ -1,4 +1,4 @@
-"""Slow, hanging or failing storage: no step waits for ever, and requests fail alone."""
+"""Slow, hanging or failing storage: no step waits forever, and requests fail alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
 
 
-def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
+def test_hanging_open_fails_requests_in_their_own_step(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
     engine = make_engine()
@@ -49,7 +49,7 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     assert engine.worker._progress.backlog == 0
 
 
-def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_those_whose_rows_wait(
+def test_hanging_writes_fail_only_requests_whose_rows_wait(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
     """The ring holds 6 rows and the two slots 16 each: the fourth step finds no slot."""
@@ -65,7 +65,7 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
         assert position <= 40
     assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT}
     assert engine.staging.wanted == {}
-    # The storage is still silent. New requests are refused at once, and others are not concerned.
+    # The storage still hangs. New requests are refused at once, other requests are not affected.
     engine.step(started(engine.start("c", 3)), [("c", 0, 3)])
     assert engine.outcomes["c"] == SILENT
     assert engine.last_report.ranks[0].unresponsive
@@ -88,10 +88,10 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     assert engine.worker._progress.backlog == 0
 
 
-def test_a_request_that_was_never_opened_is_in_the_log_at_once_and_leaves_its_reason_when_the_storage_answers(
+def test_unopened_request_is_logged_and_its_reason_stored_later(
     make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answer may have no room for the reason: with n > 1 vLLM drops kv_transfer_params."""
+    """The response may lack the reason: with n > 1 vLLM drops kv_transfer_params."""
     engine = make_engine()
     fill_ring(engine, storage)
     refused = [f"c{index}" for index in range(5)]
@@ -104,7 +104,7 @@ def test_a_request_that_was_never_opened_is_in_the_log_at_once_and_leaves_its_re
     assert not [path for path in engine.directory.iterdir() if path.name.startswith(".")]
 
 
-def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_still_logged(
+def test_unstored_reasons_are_bounded_in_memory_and_logged(
     make_engine: Callable[..., Engine],
     storage: threading.Event,
     caplog: pytest.LogCaptureFixture,
@@ -126,10 +126,10 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     assert len(left) == len(refused) - dropped
 
 
-def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
+def test_files_that_cannot_be_opened_do_not_block_writers(
     make_engine: Callable[..., Engine], locks: threading.Event
 ) -> None:
-    """Both writers wait for files that are not open; when these have failed they serve others."""
+    """Both writers wait for unopened files. After these fail, the writers serve other files."""
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("long", 9)), [("long", 0, 3)])
     silence(engine, locks)
@@ -147,7 +147,7 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
 
 
-def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(
+def test_small_steps_fill_the_ring_before_waiting(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
     engine = make_engine(ring_rows=24)
@@ -172,10 +172,12 @@ TOO_SLOW = (
 )
 
 
-def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
+def test_with_slow_storage_fail_rows_without_space_fail_and_steps_continue(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)  # it is slow here, not silent
+    monkeypatch.setattr(
+        storage_watch, "_UNRESPONSIVE_S", 30.0
+    )  # it is slow here, and does not hang
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)  # this is not about opening
     engine = make_engine(ring_rows=24, slow_storage="fail")
     engine.step(started(engine.start("a", 40), engine.start("b", 60)), [])
@@ -204,10 +206,10 @@ def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
     assert engine.worker._progress.backlog == 0
 
 
-def test_where_nobody_waits_only_those_rows_of_a_step_fail_that_find_no_slot(
+def test_with_slow_storage_fail_only_rows_without_a_slot_fail(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slots of four rows and a ring of six: the first twelve rows of a step have a place."""
+    """With two slots of four rows and a ring of six rows, the first twelve rows of a step fit."""
     monkeypatch.setattr(storage_watch, "_UNRESPONSIVE_S", 30.0)
     monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)
     engine = make_engine(slow_storage="fail", slot_rows=4)
@@ -226,7 +228,7 @@ def test_where_nobody_waits_only_those_rows_of_a_step_fail_that_find_no_slot(
     assert engine.worker._progress.backlog == 0
 
 
-def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
+def test_with_slow_storage_fail_a_file_that_opens_late_fails_alone(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(slow_storage="fail")
@@ -245,7 +247,7 @@ def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
     assert reason(engine.path("late")) == TOO_SLOW
 
 
-def test_where_nobody_waits_one_step_finds_out_that_files_do_not_open_and_later_requests_are_refused_at_once(
+def test_with_slow_storage_fail_requests_are_refused_after_one_hanging_open(
     make_engine: Callable[..., Engine], locks: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped FUSE server: opening a file takes forever, so no step may try it again."""
@@ -286,7 +288,7 @@ def test_where_nobody_waits_one_step_finds_out_that_files_do_not_open_and_later_
     assert failures(engine) == {"slow_storage": 3, "unresponsive_storage": 1}
 
 
-def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
+def test_log_names_storage_and_remedy_while_a_step_waits(
     make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(ring_rows=2)
@@ -294,7 +296,7 @@ def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
     storage.clear()
 
     class Answer(logging.Handler):
-        """The storage answers because there is a line; without one the test would never end."""
+        """The storage answers when the line is logged; otherwise the test would never end."""
 
         def emit(self, record: logging.LogRecord) -> None:
             if "slow storage" in record.getMessage():

@@ -130,27 +130,27 @@ def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
 def read_manifest(text: bytes) -> Header:
     """Parse a manifest. Offsets of tensors are counted in the object. Raises FormatError."""
     try:
-        said = parse(text)
-        if not isinstance(said, dict) or not isinstance(said.get("tensors"), dict):
+        value = parse(text)
+        if not isinstance(value, dict) or not isinstance(value.get("tensors"), dict):
             raise ValueError("it names no tensors")
         return Header(
-            check_metadata(said.get("metadata")),
-            {name: _tensor_info(each) for name, each in said["tensors"].items()},
+            check_metadata(value.get("metadata")),
+            {name: _tensor_info(each) for name, each in value["tensors"].items()},
             text,
         )
     except ValueError as error:
-        raise FormatError(f"its manifest cannot be understood: {error}") from error
+        raise FormatError(f"its manifest is invalid: {error}") from error
 
 
-def _tensor_info(said: object) -> TensorInfo:
-    if not isinstance(said, dict):
-        raise ValueError("a tensor is no object")
-    begin, size, dtype = said.get("offset"), said.get("nbytes"), said.get("dtype")
+def _tensor_info(entry: object) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise ValueError("a tensor is not an object")
+    begin, size, dtype = entry.get("offset"), entry.get("nbytes"), entry.get("dtype")
     if not is_count(begin) or not is_count(size):
-        raise ValueError("a tensor is nowhere")
+        raise ValueError("a tensor has no offset or size")
     return tensor_info(
         _DTYPES.get(dtype) if isinstance(dtype, str) else None,
-        said.get("shape"),
+        entry.get("shape"),
         begin,
         begin + size,
     )

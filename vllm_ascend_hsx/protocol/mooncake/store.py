@@ -1,4 +1,4 @@
-"""A client of a Mooncake store, with options and errors. It knows nothing of hidden states."""
+"""A client of a Mooncake store, with options and errors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ _MASTER_UNREACHABLE = 2  # of health_check
 
 _HOLDER_GONE = (
     errno.EHOSTUNREACH,
-    "the process whose memory holds it, or was to, cannot be reached: it has ended, or is not at "
-    "the address that it gave "
-    "(mooncake.local_hostname)",
+    "the process that provides the memory cannot be reached: it has ended, or other machines "
+    "cannot reach its address (mooncake.local_hostname)",
 )
 _MEANINGS = {
     _NO_ROOM: (
         errno.ENOSPC,
-        "the store has no room for it: have consumers remove what they have read, or give the "
-        "store more memory "
-        "(mooncake.global_segment_size)",
+        "the store is full: let consumers remove requests after reading, or increase "
+        "mooncake.global_segment_size",
     ),
     _NOT_FOUND: _HOLDER_GONE,  # of a put: the memory was lost during the write
     _TRANSFER_FAILED: _HOLDER_GONE,
@@ -55,11 +53,11 @@ _MEANINGS = {
     ),
     _NO_ANSWER: (
         errno.ENOTCONN,
-        "mooncake_master does not answer: see that it runs and can be reached",
+        "mooncake_master does not answer: check that it is running and reachable",
     ),
     _ANSWER_TOO_LATE: (
         errno.ETIMEDOUT,
-        "mooncake_master did not answer in time: see that it runs and is not overloaded",
+        "mooncake_master did not answer in time: check that it is running and not overloaded",
     ),
 }
 
@@ -73,7 +71,7 @@ _FABRIC_MEMORY = "ASCEND_ENABLE_USE_FABRIC_MEM"
 class MooncakeOptions(BaseModel):
     """The options of `kv_connector_extra_config.mooncake`.
 
-    The keys are those of hs_connectors' MooncakeStoreConfig (0.9.0).
+    The keys are the same as in hs_connectors' MooncakeStoreConfig (0.9.0).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -91,9 +89,10 @@ class MooncakeOptions(BaseModel):
     )
     protocol: Literal["tcp", "rdma", "ascend"] = Field(
         default="tcp",
-        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a "
-        "build of Mooncake for Ascend and, "
-        "also where rows are read, an NPU.",
+        description=(
+            "Mooncake's transport. 'ascend' is the transport of vllm-ascend's KV connectors. It "
+            "needs a build of Mooncake for Ascend, and an NPU in servers and readers."
+        ),
     )
     device_name: str = Field(
         default="",
@@ -113,7 +112,7 @@ class MooncakeOptions(BaseModel):
         ge=1 << 20,
         le=LARGEST,
         description=(
-            "Bytes of this worker's memory in which requests are put together before they are "
+            "Bytes of this worker's memory in which requests are assembled before they are "
             "sent; bytes, or a size."
         ),
     )
@@ -131,8 +130,8 @@ class MooncakeError(OSError):
         self.meaning = meaning
 
     @property
-    def is_of_its_place(self) -> bool:
-        """True if a put failed because of the place that the master chose, and left nothing."""
+    def is_retryable(self) -> bool:
+        """True if a put failed because of the memory that the master chose, and left no object."""
         return self.status in (_NOT_FOUND, _TRANSFER_FAILED)
 
     def __str__(self) -> str:
@@ -148,19 +147,18 @@ def load_package() -> ModuleType:
     try:
         import mooncake.store
     except ImportError as error:
-        problem = f"cannot be used: the package of Mooncake cannot be imported: {error}"
+        problem = f"cannot be used: Mooncake's package cannot be imported: {error}"
         remedy = (
-            "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
+            "Install the package that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
             "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 "
             "libnuma1 libcurl4)."
         )
         raise UserError("sink", "mooncake", problem, remedy) from None
     if not hasattr(mooncake.store.ReplicateConfig, "with_hard_pin"):  # there since 0.3.10.post2
         problem = (
-            "cannot be used: the package of Mooncake is too old: it cannot keep objects from "
-            "eviction"
+            "cannot be used: Mooncake's package is too old: it cannot protect objects from eviction"
         )
-        raise UserError("sink", "mooncake", problem, "Install 0.3.11 or a newer one.")
+        raise UserError("sink", "mooncake", problem, "Install version 0.3.11 or later.")
     package: ModuleType = mooncake.store
     return package
 
@@ -202,8 +200,8 @@ def bind_npu(npu: int | None = None) -> int:
     except (ImportError, RuntimeError) as error:
         problem = f"needs an NPU in every process that opens the store, also in a reader: {error}"
         remedy = (
-            "Read where vllm-ascend's torch_npu and an NPU are, or give server and readers "
-            "'rdma' or 'tcp'."
+            "Read on a machine with vllm-ascend's torch_npu and an NPU, or set 'rdma' or 'tcp' "
+            "for server and readers."
         )
         raise UserError(f"{OPTION}.protocol", "ascend", problem, remedy) from None
     return chosen
@@ -221,7 +219,7 @@ def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
     option, remedy = (
         f"{OPTION}.protocol",
         (
-            "Install the one in vllm-ascend's image, or `pip install "
+            "Install the package of vllm-ascend's image, or `pip install "
             "vllm-ascend-hsx[mooncake-ascend]`."
         ),
     )
@@ -258,7 +256,7 @@ def own_address(master: str) -> str:
         UserError: if the master cannot be reached.
     """
     host, _, port = master.rpartition(":")
-    remedy = "Start `mooncake_master`, and give its host:port as this machine sees it."
+    remedy = "Start `mooncake_master`, and set the host:port at which this machine reaches it."
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise UserError(f"{OPTION}.master_server_address", master, "is not host:port", remedy)
     try:
@@ -296,7 +294,7 @@ class MooncakeClient:
         address = own_address(options.master_server_address)
         self._pinned = package.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._may_go = soft_pinned(package)
+        self._evictable = soft_pinned(package)
         self._store: Any = package.MooncakeDistributedStore()
         hostname = options.local_hostname or address
         self._npu = bind_npu() if options.protocol == "ascend" else None
@@ -317,11 +315,11 @@ class MooncakeClient:
         )
         if status != 0:
             problem = (
-                f"takes connections, but Mooncake's set-up failed with status {status}; its log, "
+                f"accepts connections, but Mooncake's set-up failed with status {status}; its log, "
                 "on stderr, says more"
             )
             remedy = (
-                "See that it is a mooncake_master of this version, and that protocol, "
+                "Check that it is a mooncake_master of this version, and that protocol, "
                 "device_name and metadata_server fit."
             )
             raise UserError(
@@ -329,7 +327,9 @@ class MooncakeClient:
             )
         # While this process's segment has room, objects are lost with this process alone. Without a
         # segment, this name has no effect.
-        self._pinned.preferred_segment = self._may_go.preferred_segment = self._store.get_hostname()
+        self._pinned.preferred_segment = self._evictable.preferred_segment = (
+            self._store.get_hostname()
+        )
 
     def register(self, address: int, size: int) -> None:
         """Register memory, to move data to and from it without another copy."""
@@ -361,10 +361,10 @@ class MooncakeClient:
         )
         _check(status)
 
-    def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:
-        """Store a small object, like `put_parts`. With `may_go`, a full store may evict it."""
+    def put(self, key: str, value: bytes, *, evictable: bool = False) -> None:
+        """Store a small object, like `put_parts`. With `evictable`, a full store may evict it."""
         self._require_master()
-        _check(self._store.put(key, value, self._may_go if may_go else self._pinned))
+        _check(self._store.put(key, value, self._evictable if evictable else self._pinned))
 
     def remove(self, keys: list[str]) -> None:
         """Remove objects, even while they are read. Missing objects are no error."""

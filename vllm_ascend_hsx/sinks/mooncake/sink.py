@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _TIDIED = 16  # earlier handles to check after each put
 # Seconds for which puts are repeated. mooncake_master takes 10 seconds to notice that a process has
 # ended (-client_ttl). Until then it places objects in the memory of that process.
-PATIENCE_S = 12.0
+RETRY_S = 12.0
 _LONGEST_PAUSE = 0.5  # seconds between two tries
 NO_ROOM = "ENOSPC"  # kind of failures for lack of memory, the same as for a full disk
 
@@ -73,8 +73,8 @@ class MooncakeFile(SinkFile):
     def begin(self, expected_tokens: int) -> None:
         """Remove leftovers of a failed request, and reserve memory.
 
-        Data without a manifest, or the reverse, are leftovers: a process or the consumer has ended
-        in between. Raises SinkError; the file has then ended.
+        Data without a manifest, and a manifest without data, are leftovers of a process that has
+        ended. Raises SinkError; the file has then ended.
         """
         failure, rows = (
             self.handle + ERROR_KEY_SUFFIX,
@@ -86,7 +86,7 @@ class MooncakeFile(SinkFile):
                 self._sink.client.remove(rows)
                 self._reserve(packed_layout(self._format, expected_tokens).size)
         except MooncakeError as error:
-            reason = f"what an earlier request left under its handle could not be removed: {error}"
+            reason = f"leftovers of an earlier request could not be removed from the store: {error}"
             self._fail_to_begin(reason)
             raise self._error(reason) from error
         except SinkError as error:
@@ -135,16 +135,15 @@ class MooncakeFile(SinkFile):
         self.discard()
 
     def _put_reason(self, reason: str) -> None:
-        self._sink.client.put(self.handle + ERROR_KEY_SUFFIX, error_marker(reason), may_go=True)
+        self._sink.client.put(self.handle + ERROR_KEY_SUFFIX, error_marker(reason), evictable=True)
 
     def _reserve(self, size: int) -> None:
         try:
             self._buffer.reserve(size)
         except BufferPoolFullError as error:
             reason = (
-                f"{error.wanted} bytes more are wanted to put its rows together, and of "
-                f"mooncake.local_buffer_size={error.size} {error.free} are free; give more, or "
-                "send fewer requests at a time"
+                f"it needs {error.wanted} more bytes, but of mooncake.local_buffer_size={error.size} "
+                f"only {error.free} are free; increase it, or send fewer requests at a time"
             )
             raise SinkError(self.request_id, self.path, reason, NO_ROOM) from error
 
@@ -155,7 +154,7 @@ class MooncakeFile(SinkFile):
         """
         tokens = len(token_ids)
         if not tokens:
-            raise self._error("there are no tokens, and Mooncake stores no object without bytes")
+            raise self._error("there are no tokens, and Mooncake cannot store an empty object")
         layout = packed_layout(self._format, tokens)
         self._complete(layout, token_ids, self._encoder.scales(tokens) if self._encoder else None)
         has_checksum = self._sink.checksum != "none"
@@ -180,9 +179,11 @@ class MooncakeFile(SinkFile):
         try:
             retries.run(partial(client.put, self.handle + MANIFEST_KEY_SUFFIX, content))
         except MooncakeError:
-            self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
+            self._attempt("remove data without a manifest", lambda: client.remove([self.handle]))
             raise
-        self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
+        self._attempt(
+            "remove manifests of removed data", lambda: self._sink.published.tidy(self.handle)
+        )
 
     def _complete(self, layout: PackedLayout, token_ids: TokenIds, scales: Scales | None) -> None:
         """Write the tail. It overwrites rows at positions after the last token."""
@@ -232,7 +233,7 @@ class MooncakeSink(Sink):
         except MooncakeError as error:
             self.client.close()
             option, problem = f"{OPTION}.local_buffer_size", f"cannot be registered: {error}"
-            remedy = "Give less, or let the server lock more memory (ulimit -l)."
+            remedy = "Reduce it, or let the server lock more memory (ulimit -l)."
             raise UserError(option, self.buffer_pool.size, problem, remedy) from error
         self.retries = Retries()
         self.published = Published(self.client)
@@ -287,7 +288,7 @@ class MooncakeSink(Sink):
 class Retries:
     """Repeats puts that fail because a process with memory of the store has ended. Thread-safe.
 
-    The master usually chooses another process for the next attempt. After PATIENCE_S without a
+    The master usually chooses another process for the next attempt. After RETRY_S without a
     successful put, puts are not repeated until one succeeds. This bounds the delay of a thread.
     """
 
@@ -302,11 +303,11 @@ class Retries:
             try:
                 put()
             except MooncakeError as error:
-                if not error.is_of_its_place:
+                if not error.is_retryable:
                     self._failing_since = None
                     raise
                 since = self._note_failure() if since is None else since
-                if monotonic() - since >= PATIENCE_S:
+                if monotonic() - since >= RETRY_S:
                     raise
             else:
                 self._failing_since = None
@@ -324,7 +325,7 @@ class Retries:
 class Published:
     """Handles of published data, kept to remove their manifests.
 
-    Consumers that do not know of manifests leave them in the store, and nothing else removes them.
+    Consumers that do not know manifests leave them in the store.
     """
 
     def __init__(self, client: MooncakeClient) -> None:

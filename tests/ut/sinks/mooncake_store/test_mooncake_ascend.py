@@ -1,6 +1,6 @@
 """`protocol: ascend`: the engine and the store are set up as vllm-ascend's KV connectors do it.
 
-Each thread that Ascend's transport takes the context of has an NPU first.
+A thread binds an NPU before Ascend's transport uses the context of the thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = MooncakeOptions(
 
 
 class FakeEngine:
-    """mooncake.engine.TransferEngine with what vllm-ascend calls of it; it records calls."""
+    """The methods of mooncake.engine.TransferEngine that vllm-ascend calls. Records the calls."""
 
     status = 0
 
@@ -82,7 +82,7 @@ class FakeStore:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """The engine that the process makes, where vllm-ascend is not loaded."""
+    """The engine that the process creates if vllm-ascend is not loaded."""
     fake = FakeEngine()
     module = ModuleType("mooncake.engine")
     module.TransferEngine = lambda: fake  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return fake
 
 
-def test_the_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngine) -> None:
+def test_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngine) -> None:
     client = MooncakeClient(OPTIONS, segment=64)
     assert engine.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", "ascend", "3")]
     given = client._store.given
@@ -113,13 +113,13 @@ def test_the_store_gets_the_engine_and_an_address_with_its_port(engine: FakeEngi
     assert engine.calls[1:] == [("register_memory", 4096, 100), ("unregister_memory", 4096)]
 
 
-def test_other_protocols_have_no_engine_of_ours(engine: FakeEngine) -> None:
+def test_other_protocols_create_no_engine(engine: FakeEngine) -> None:
     client = MooncakeClient(OPTIONS.model_copy(update={"protocol": "rdma"}), segment=64)
     assert engine.calls == [] and "engine" not in client._store.given
     assert client._store.given["local_hostname"] == "10.0.0.1"
 
 
-def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(
+def test_worker_shares_the_engine_of_vllm_ascends_connectors(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str]] = []
@@ -146,7 +146,7 @@ def test_a_worker_shares_the_engine_of_vllm_ascends_connectors(
         ("fabric", "cannot be used with ASCEND_ENABLE_USE_FABRIC_MEM=1"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_a_remedy(
+def test_unusable_engine_is_refused_with_a_remedy(
     fault: str, problem: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "status":
@@ -242,7 +242,7 @@ def test_other_protocols_use_no_npu(
 
 
 @pytest.mark.parametrize("fault", ["no torch_npu", "no NPU"])
-def test_a_reader_without_an_npu_is_refused_by_the_protocol(
+def test_reader_without_an_npu_is_refused_by_the_protocol(
     transport: ContextEngine, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -284,7 +284,7 @@ def calls_of(file: str, name: str) -> list[ast.Call]:
     ]
 
 
-def test_the_engine_is_initialised_like_vllm_ascends(engine: FakeEngine) -> None:
+def test_engine_is_initialised_like_in_vllm_ascend(engine: FakeEngine) -> None:
     (call,) = calls_of("utils/mooncake_transfer_engine.py", "initialize")
     ascend_engine("host", OPTIONS)
     (ours,) = engine.calls
@@ -298,14 +298,14 @@ def test_the_engine_is_initialised_like_vllm_ascends(engine: FakeEngine) -> None
     ]
 
 
-def test_the_store_is_set_up_with_the_keywords_of_vllm_ascends(engine: FakeEngine) -> None:
+def test_store_is_set_up_with_the_keywords_of_vllm_ascend(engine: FakeEngine) -> None:
     calls = calls_of("kv_pool/ascend_store/backend/mooncake_backend.py", "setup")
     keywords = [{each.arg for each in call.keywords if each.arg} for call in calls]
     (with_engine,) = [names for names in keywords if "engine" in names]
     assert set(MooncakeClient(OPTIONS, segment=64)._store.given) == with_engine
 
 
-def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
+def test_shared_engine_exists_in_vllm_ascend() -> None:
     path = (
         mooncake_store._SHARED_ENGINE.removeprefix("vllm_ascend.distributed.kv_transfer.").replace(
             ".", "/"
@@ -337,10 +337,10 @@ def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
 # A real store, with a real engine, over TCP
 
 
-def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(
+def test_client_without_its_own_buffer_cannot_put_a_manifest(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vllm-ascend's scheduler has none either, and only asks which objects exist."""
+    """vllm-ascend's scheduler has no buffer either, and only asks which objects exist."""
     monkeypatch.setattr(mooncake_store, "_OWN_BUFFER", 0)
     client = MooncakeClient(MooncakeOptions(master_server_address=master.address), segment=16 << 20)
     with pytest.raises(MooncakeError, match="status -600"):
@@ -348,10 +348,10 @@ def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(
     client.close()
 
 
-def test_rows_pass_through_a_store_whose_engine_is_ours(
+def test_rows_pass_through_a_store_with_our_engine(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `ascend`, but for the transport."""
+    """As with `ascend`, except for the transport."""
     monkeypatch.delitem(sys.modules, "vllm_ascend", raising=False)
     initialised: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A Mooncake store whose memory is in several processes, and one of these ends."""
+"""A Mooncake store with memory in several processes, one of which ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeErro
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.mooncake.sink import PATIENCE_S, MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake.sink import RETRY_S, MooncakeSink
 
 ROW = FORMAT.row_bytes
 
@@ -44,8 +44,8 @@ def lending_memory(master: MooncakeMaster) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_what_a_server_stores_stays_when_another_one_is_killed(tmp_path: Path) -> None:
-    """And what it stores in the seconds until the master notices, too."""
+def test_objects_survive_when_another_server_is_killed(tmp_path: Path) -> None:
+    """This includes objects stored before the master notices the death."""
     require_mooncake()
     with (
         MooncakeMaster(tmp_path) as own,
@@ -64,7 +64,7 @@ def test_what_a_server_stores_stays_when_another_one_is_killed(tmp_path: Path) -
             reader.load(failed.handle, 1)
 
 
-def test_what_finds_no_room_in_a_servers_own_memory_goes_to_others(tmp_path: Path) -> None:
+def test_objects_go_to_other_servers_when_own_memory_is_full(tmp_path: Path) -> None:
     require_mooncake()
     tokens = (2 << 20) // ROW
     with (
@@ -79,7 +79,7 @@ def test_what_finds_no_room_in_a_servers_own_memory_goes_to_others(tmp_path: Pat
         assert 3 <= sum(reader._client.exist(handles)) <= 6, "data that went to the other process"
 
 
-def test_a_server_without_memory_of_its_own_stores_with_whom_is_left(tmp_path: Path) -> None:
+def test_server_without_own_memory_stores_with_the_remaining_servers(tmp_path: Path) -> None:
     require_mooncake()
     with (
         MooncakeMaster(tmp_path) as own,
@@ -103,10 +103,10 @@ def test_a_server_without_memory_of_its_own_stores_with_whom_is_left(tmp_path: P
 
 
 class Flaky:
-    """Puts of a client fail with these statuses, one after the other, and then succeed.
+    """A client whose puts fail with these statuses in order, and then succeed.
 
     Attributes:
-        now: seconds, which pass while somebody sleeps.
+        now: seconds that were slept.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
 
 
 @pytest.mark.parametrize("status", [-800, -704])
-def test_a_put_that_fails_with_its_place_is_tried_again_and_so_is_the_reason(
+def test_put_is_retried_when_the_chosen_memory_is_lost(
     sink: MooncakeSink, reader: MooncakeReader, flaky: Flaky, status: int
 ) -> None:
     flaky.statuses = [status] * 6
@@ -156,17 +156,17 @@ def test_other_failures_are_not_repeated(sink: MooncakeSink, flaky: Flaky) -> No
         assert not flaky.statuses and not flaky.now
 
 
-def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_until_one_succeeds(
+def test_after_the_retry_time_puts_fail_at_once_until_one_succeeds(
     sink: MooncakeSink, flaky: Flaky
 ) -> None:
-    """If nobody can be reached for longer, writers must not be kept for seconds by each request."""
+    """During a long outage, writers must not wait some seconds for each request."""
     flaky.statuses = [-800] * 10_000
     with pytest.raises(
         SinkError,
-        match=r"the process whose memory holds it, or was to, cannot be reached: .*mooncake\.local_hostname",
+        match=r"the process that provides the memory cannot be reached: .*mooncake\.local_hostname",
     ):
         committed(sink)
-    assert PATIENCE_S <= flaky.now < PATIENCE_S + 1
+    assert RETRY_S <= flaky.now < RETRY_S + 1
     before = flaky.now, len(flaky.statuses)
     with pytest.raises(SinkError):
         committed(sink)
@@ -177,10 +177,8 @@ def test_requests_that_fail_together_wait_together_and_later_ones_not_at_all_unt
     committed(sink)
 
 
-def test_a_request_that_begins_does_not_wait_for_its_reason_to_be_stored(
-    sink: MooncakeSink, flaky: Flaky
-) -> None:
-    """A step waits for it, and the response has the reason."""
+def test_open_does_not_wait_until_the_reason_is_stored(sink: MooncakeSink, flaky: Flaky) -> None:
+    """A step waits for `open`, and the response has the reason."""
     flaky.statuses = [-800] * 100
     with pytest.raises(SinkError, match=r"mooncake\.local_buffer_size"):
         open_file(sink, tokens=sink.buffer_pool.size)

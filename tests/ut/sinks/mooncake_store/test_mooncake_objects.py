@@ -71,7 +71,7 @@ def committed(
 @given(
     tokens=st.integers(0, 5000), layers=st.integers(1, 4), hidden=st.sampled_from([8, 24, 64, 2880])
 )
-def test_the_layout_is_that_of_hs_connectors(tokens: int, layers: int, hidden: int) -> None:
+def test_layout_equals_that_of_hs_connectors(tokens: int, layers: int, hidden: int) -> None:
     row_format = RowFormat(tuple(range(layers)), hidden, "BF16")
     ours = transfer_params("handle", row_format, tokens, False)
     shapes = {
@@ -109,7 +109,7 @@ def test_quantised_rows_come_with_their_scales_and_are_dequantised_by_our_reader
     assert states.metadata["quantization"] == "fp8_e4m3_per_token"
 
 
-def test_speculators_reader_takes_it_and_its_delete_removes_the_data(
+def test_speculators_reader_loads_and_deletes_the_object(
     sink: MooncakeSink, reader: MooncakeReader, transfer: MooncakeTransfer
 ) -> None:
     file = committed(sink, 7)
@@ -120,15 +120,13 @@ def test_speculators_reader_takes_it_and_its_delete_removes_the_data(
     assert np.array_equal(bits(found["hidden_states"]), finite_rows(0, 7))
     transfer.delete(file.handle)
     with pytest.raises(
-        HiddenStatesError, match="its data is not there any more: somebody has removed it"
+        HiddenStatesError, match="its data is no longer in the store: it was removed"
     ):
         reader.load(params, 10)
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, True])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(
-    reader: MooncakeReader, timeout: float
-) -> None:
+def test_invalid_timeout_is_refused(reader: MooncakeReader, timeout: float) -> None:
     with pytest.raises(
         ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"
     ):
@@ -137,20 +135,20 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(
         reader.load(handle_of("cmpl-none"), 0)
 
 
-def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apart(
+def test_missing_data_and_missing_manifest_have_different_errors(
     sink: MooncakeSink, reader: MooncakeReader
 ) -> None:
     one, other = committed(sink), committed(sink)
     sink.client.remove([one.handle])
     with pytest.raises(
         HiddenStatesError,
-        match="its data is not there any more: somebody has removed it, or the process",
+        match="its data is no longer in the store: it was removed, or the process",
     ):
         reader.load(one.handle, 1)
     sink.client.remove([f"{other.handle}:manifest"])
     with pytest.raises(
         HiddenStatesError,
-        match="its data is there, but its manifest is not: somebody has removed it",
+        match="its data is in the store, but its manifest is missing: it was removed",
     ):
         reader.load(other.handle, 0.1)
 
@@ -158,9 +156,7 @@ def test_data_without_its_manifest_and_a_manifest_without_its_data_are_told_apar
 # Checksums
 
 
-def test_data_that_is_not_as_it_was_written_is_refused(
-    sink: MooncakeSink, reader: MooncakeReader
-) -> None:
+def test_changed_data_is_refused(sink: MooncakeSink, reader: MooncakeReader) -> None:
     file = committed(sink, 5)
     right = reader.load(file.handle, 10)
     swap(sink, file.handle, finite_rows(0, 5, version=9))
@@ -182,7 +178,7 @@ def test_data_that_is_not_as_it_was_written_is_refused(
         (b'"checksum_algorithm"', b'"checksum_algorythm"'),
     ],
 )
-def test_a_manifest_that_is_not_as_it_was_written_is_refused(
+def test_changed_manifest_is_refused(
     sink: MooncakeSink, reader: MooncakeReader, old: bytes, new: bytes
 ) -> None:
     file = committed(sink, 5)
@@ -197,9 +193,7 @@ def test_a_manifest_that_is_not_as_it_was_written_is_refused(
         reader.load(file.handle, 10)
 
 
-def test_data_of_version_1_is_verified_as_before(
-    sink: MooncakeSink, reader: MooncakeReader
-) -> None:
+def test_data_of_version_1_is_verified(sink: MooncakeSink, reader: MooncakeReader) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     text, data = sink.client.get(key), sink.client.get(file.handle)
@@ -229,20 +223,18 @@ def test_data_of_version_1_is_verified_as_before(
     ],
     ids=range(4),
 )
-def test_a_manifest_that_makes_no_sense_is_one_error(
+def test_invalid_manifest_is_one_error(
     sink: MooncakeSink, reader: MooncakeReader, text: bytes
 ) -> None:
     file = committed(sink, 5)
     key = file.handle + MANIFEST_KEY_SUFFIX
     sink.client.remove([key])
     sink.client.put(key, text)
-    with pytest.raises(
-        HiddenStatesError, match="its manifest cannot be understood|it has no hidden_states"
-    ):
+    with pytest.raises(HiddenStatesError, match="its manifest is invalid|it has no hidden_states"):
         reader.load(file.handle, 10)
 
 
-def test_without_a_checksum_none_is_compared(
+def test_object_without_a_checksum_is_not_verified(
     master: MooncakeMaster, reader: MooncakeReader
 ) -> None:
     with MooncakeSink(options(master.address), FORMAT, checksum="none") as sink:
@@ -250,7 +242,7 @@ def test_without_a_checksum_none_is_compared(
         assert "checksum" not in reader.load(file.handle, 10).metadata
 
 
-def test_padding_holds_nothing_of_an_earlier_request(sink: MooncakeSink) -> None:
+def test_padding_has_no_bytes_of_an_earlier_request(sink: MooncakeSink) -> None:
     committed(sink, 4000, version=1)
     tokens = 5  # 240 bytes of rows, 40 of ids
     file = committed(sink, tokens)
@@ -260,7 +252,7 @@ def test_padding_holds_nothing_of_an_earlier_request(sink: MooncakeSink) -> None
     assert data[240:256] == bytes(16) and data[296:] == bytes(24)
 
 
-# What readers are given
+# Arguments of readers
 
 
 @pytest.mark.parametrize("params", [{"hidden_states_error": "refused"}, {"handle": 3}, None, "", 3])
@@ -281,7 +273,7 @@ def page_blocks(label: str) -> list[str]:
     return found
 
 
-def test_an_object_can_be_read_as_the_page_says(
+def test_object_can_be_read_with_the_code_of_the_page(
     master: MooncakeMaster, sink: MooncakeSink, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = committed(sink)
@@ -298,7 +290,7 @@ def test_an_object_can_be_read_as_the_page_says(
 
 
 def swap(sink: MooncakeSink, handle: str, rows: np.ndarray) -> None:
-    """Put other rows in place of those under a handle, whose manifest stays."""
+    """Replace the rows under a handle, and keep the manifest."""
     other = open_file(sink, "swapped", len(rows))
     other.write(0, rows)
     layout = packed_layout(FORMAT, len(rows))

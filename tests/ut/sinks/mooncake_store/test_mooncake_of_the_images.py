@@ -1,4 +1,4 @@
-"""Mooncake 0.3.11.post1, which vllm-ascend's images install: the sink and the reader work with it.
+"""Sink and reader work with Mooncake 0.3.11.post1, the release in vllm-ascend's images.
 
 Sources: `MOONCAKE_TAG` in Dockerfile of vllm-ascend 0.23.0 to 0.30.0rc2, and Mooncake's
 mooncake-integration/store/store_py.cpp:1598 in 0.3.11.post1.
@@ -44,9 +44,7 @@ class ConfigOf0313:
     __slots__ = ("preferred_segment", "soft_pin_action", "with_hard_pin")
 
 
-def test_an_error_is_soft_pinned_by_the_flag_of_the_images_and_by_the_action_of_later_releases() -> (
-    None
-):
+def test_errors_are_soft_pinned_in_both_mooncake_releases() -> None:
     of_images = soft_pinned(SimpleNamespace(ReplicateConfig=ConfigOfTheImages))  # type: ignore[arg-type]
     assert of_images.with_soft_pin is True
     later = SimpleNamespace(
@@ -59,7 +57,7 @@ def test_an_error_is_soft_pinned_by_the_flag_of_the_images_and_by_the_action_of_
     ("config", "is_refused"),
     [(ConfigOfTheImages, False), (ConfigOf0313, False), (SimpleNamespace, True)],
 )
-def test_only_a_package_that_cannot_keep_objects_is_too_old(
+def test_package_without_hard_pins_is_refused(
     config: type, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = SimpleNamespace(ReplicateConfig=config)
@@ -70,7 +68,7 @@ def test_only_a_package_that_cannot_keep_objects_is_too_old(
         return
     with pytest.raises(
         UserError,
-        match=r"too old: it cannot keep objects from eviction.*Install 0\.3\.11 or a newer one",
+        match=r"too old: it cannot protect objects from eviction.*Install version 0\.3\.11 or later",
     ):
         load_package()
 
@@ -92,7 +90,7 @@ def pip(*words: str) -> None:
 
 
 @pytest.mark.long  # it downloads 40 MB
-def test_the_tests_of_the_sink_and_the_readers_pass_with_the_release_of_the_images(
+def test_sink_and_reader_tests_pass_with_the_release_of_the_images(
     tmp_path: Path,
 ) -> None:
     """With the build for x86-64 over TCP, `mooncake_master` included."""
@@ -143,8 +141,8 @@ def test_the_tests_of_the_sink_and_the_readers_pass_with_the_release_of_the_imag
 
 
 @pytest.mark.long
-def test_the_build_of_the_images_has_every_name_that_is_called(tmp_path: Path) -> None:
-    """By the names in its libraries: nothing here can import a module for aarch64."""
+def test_build_of_the_images_has_all_called_names(tmp_path: Path) -> None:
+    """Compares names in the libraries: a module for aarch64 cannot be imported here."""
     platform = [
         "--platform",
         "manylinux_2_35_aarch64",

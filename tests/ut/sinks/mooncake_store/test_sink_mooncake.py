@@ -1,4 +1,4 @@
-"""MooncakeSink, beyond the contract: its memory, and a store that is full, fails or goes."""
+"""MooncakeSink beyond the contract: memory, and stores that are full, fail or end."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def is_free(sink: MooncakeSink) -> bool:
     return sink.buffer_pool.free == sink.buffer_pool.size
 
 
-def test_requests_that_grow_by_turns_have_chunks_far_apart_and_do_not_mix(
-    sink: MooncakeSink, reader: MooncakeReader
-) -> None:
+def test_requests_that_grow_in_turns_do_not_mix(sink: MooncakeSink, reader: MooncakeReader) -> None:
     step, count = CHUNK // ROW - 7, 4
     files = [open_file(sink) for _ in range(3)]
     for index in range(count):
@@ -74,10 +72,10 @@ def test_requests_that_grow_by_turns_have_chunks_far_apart_and_do_not_mix(
 
 
 @pytest.mark.parametrize("handle", ["a/b", "a:error", "ä", "a\nb", "."])
-def test_a_handle_that_could_be_somebody_elses_key_is_refused(
+def test_handle_that_could_collide_with_another_key_is_refused(
     sink: MooncakeSink, handle: str
 ) -> None:
-    if handle == ".":  # what pathlib makes of nothing
+    if handle == ".":  # pathlib's form of an empty path
         assert handle_of("") != handle
         return
     with pytest.raises(SinkError, match="the handle cannot be used"):
@@ -94,13 +92,13 @@ def test_two_ids_share_no_key(ids: list[str]) -> None:
 # Memory
 
 
-def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_back(
+def test_request_without_memory_fails_alone_and_frees_its_chunks(
     sink: MooncakeSink, reader: MooncakeReader
 ) -> None:
     half = sink.buffer_pool.size // 2 // ROW
     first, second = open_file(sink, tokens=half), open_file(sink)
     with pytest.raises(
-        SinkError, match=r"bytes more are wanted .* mooncake\.local_buffer_size=4194304 .* are free"
+        SinkError, match=r"needs \d+ more bytes, .* mooncake\.local_buffer_size=4194304 .* are free"
     ) as failure:
         open_file(sink, "too large", tokens=half + CHUNK // ROW)
     assert failure_kind(failure.value) == "ENOSPC"
@@ -117,7 +115,7 @@ def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_
 
 @settings(max_examples=depth(200))
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=30))
-def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) -> None:
+def test_each_chunk_has_one_owner_and_is_returned(steps: list[tuple[int, int]]) -> None:
     pool = BufferPool(16 * 64, chunk=64)
     buffers = [PooledBuffer(pool) for _ in range(5)]
     for index, size in steps:
@@ -140,7 +138,7 @@ def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) 
 # A store that fails
 
 
-def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicted_for_it(
+def test_full_store_fails_the_request_and_evicts_no_rows(
     tmp_path: Path,
 ) -> None:
     require_mooncake()
@@ -152,11 +150,11 @@ def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicte
         MooncakeReader(own.address) as reader,
         MooncakeSink(options(own.address, global_segment_size=16 << 20), FORMAT) as sink,
     ):
-        sink.client.put("somebody else's", bytes(1000), may_go=True)
+        sink.client.put("somebody else's", bytes(1000), evictable=True)
         kept: list[str] = []
         with pytest.raises(
             SinkError,
-            match="the store has no room for it: have consumers remove what they have read",
+            match="the store is full: let consumers remove requests after reading",
         ) as failure:
             for _ in range(20):
                 kept.append(committed(sink, tokens).handle)
@@ -175,16 +173,16 @@ def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicte
         )
 
 
-def test_manifests_do_not_pile_up_where_consumers_leave_them(sink: MooncakeSink) -> None:
+def test_manifests_of_removed_data_are_removed(sink: MooncakeSink) -> None:
     files = [committed(sink) for _ in range(3)]
     sink.client.remove([files[0].handle, files[2].handle])
-    while len(sink.published._handles) > 16:  # what other tests have left is looked at first
+    while len(sink.published._handles) > 16:  # leftovers of other tests are checked first
         sink.client.remove([committed(sink).handle])
     committed(sink)
     assert sink.client.exist([f"{file.handle}:manifest" for file in files]) == [False, True, False]
 
 
-def test_a_master_that_dies_fails_requests_one_by_one_and_the_sink_survives(tmp_path: Path) -> None:
+def test_dead_master_fails_requests_and_the_sink_survives(tmp_path: Path) -> None:
     require_mooncake()
     with MooncakeMaster(tmp_path) as own, MooncakeSink(options(own.address), FORMAT) as sink:
         under_way = open_file(sink, tokens=5)
@@ -196,7 +194,7 @@ def test_a_master_that_dies_fails_requests_one_by_one_and_the_sink_survives(tmp_
             under_way.commit(token_ids(5), 5)
         assert failure_kind(failure.value) == "ENOTCONN"
         with pytest.raises(
-            SinkError, match="could not be removed: mooncake_master does not answer"
+            SinkError, match="could not be removed from the store: mooncake_master does not answer"
         ):
             open_file(sink)
         assert is_free(sink)
@@ -209,8 +207,8 @@ def test_a_master_that_dies_fails_requests_one_by_one_and_the_sink_survives(tmp_
                 )
 
 
-def test_data_that_went_with_its_server_is_said_to_be_gone(tmp_path: Path) -> None:
-    """In a store of its own: in another one, somebody else's segment could hold it."""
+def test_data_of_a_dead_server_is_reported_as_lost(tmp_path: Path) -> None:
+    """Uses a separate store: in a shared store, another segment could hold the data."""
     require_mooncake()
     with MooncakeMaster(tmp_path) as own, MooncakeReader(own.address) as reader:
         with MooncakeSink(options(own.address), FORMAT) as sink:
@@ -227,7 +225,7 @@ def test_data_that_went_with_its_server_is_said_to_be_gone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("address", ["nowhere", "h:x", ":1", "h:70000"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(
         UserError,
         match=f"master_server_address='{address}' is not host:port.* Start `mooncake_master`",
@@ -235,14 +233,14 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         own_address(address)
 
 
-def test_a_master_that_is_not_there_is_refused_at_once() -> None:
+def test_unreachable_master_is_refused_at_once() -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"'{address}' cannot be reached: Connection refused"):
         MooncakeClient(MooncakeOptions(master_server_address=address), segment=0)
 
 
-def test_memory_that_cannot_be_registered_is_refused_by_its_option(
+def test_unregistrable_memory_is_refused_with_the_option(
     master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: MooncakeClient, address: int, size: int) -> None:
@@ -256,7 +254,7 @@ def test_memory_that_cannot_be_registered_is_refused_by_its_option(
         MooncakeSink(options(master.address), FORMAT)
 
 
-def test_the_server_of_the_page_would_start() -> None:
+def test_server_configuration_of_the_page_is_valid() -> None:
     (command,) = page_blocks("serve")
     words = shlex.split(command.replace("\\\n", " "))
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
@@ -269,7 +267,7 @@ def test_the_server_of_the_page_would_start() -> None:
 
 
 def test_rows_cross_the_network_to_readers_on_another_machine(tmp_path: Path) -> None:
-    """The master and the readers are on one machine, the server and its memory on the other."""
+    """Master and readers are on one machine, the server with the memory on the other."""
     require_mooncake()
 
     def process(machine: Machine, part: str, master: MooncakeMaster) -> subprocess.Popen[str]:
@@ -302,7 +300,7 @@ def fails(action: Callable[[], object]) -> bool:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    """Mooncake looks after its master every second."""
+    """Mooncake checks the master every second."""
     pause = threading.Event()
     for _ in range(600):
         if reached():
