@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -175,7 +176,10 @@ def parser_of(command: Command) -> argparse.ArgumentParser | None:
     def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         raise _Found(parser)
 
+    # Variables of the emulator change the defaults of `hsx emulate`.
+    environ = {key: text for key, text in os.environ.items() if "EMULATOR" not in key}
     with (
+        mock.patch.dict(os.environ, environ, clear=True),
         mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
         mock.patch.object(Parser, "parse_args", stop),
     ):
