@@ -1,59 +1,207 @@
-"""Write docs/options.md from HsxConfig: `python tools/options_reference.py`. A test compares it."""
+"""Write docs/options.md from the options and parsers: `python tools/options_reference.py`.
+
+A test compares the page with the code.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
 
+from vllm_ascend_hsx.cli.arguments import Parser
+from vllm_ascend_hsx.cli.main import COMMANDS, Command
 from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.protocol.arguments import parse_size
 from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+# In the description of a size. The head of the page says it for all of them.
+SIZE_HINT = re.compile(r"(\.|;) [Bb]ytes, or a size(?: such as '\w+')?\.")
+SHARED_OPTIONS = {"help", "json", "quiet"}
 
-HEAD = """# Options
+HEAD = """# Options and commands
 
-The keys of `kv_connector_extra_config`. A key that is not here, or a value of the wrong type, stops the server at its start with an error
-that names the key, the value and what to do. This page is written from the code (`tools/options_reference.py`).
+`tools/options_reference.py` generates this page from the code.
 
-| key | type | default | |
-|---|---|---|---|
+The options are keys of `kv_connector_extra_config`, or of `hsx serve --option KEY=VALUE`. The server
+does not start with an unknown key or a wrong type, and the error names the key, the value and the
+remedy. A size is a number of bytes or text such as `"4GiB"`.
+
 """
-
 MOONCAKE = """
 ## mooncake
 
-The keys of `mooncake`, the same as those of hs_connectors' Mooncake store.
+The keys of the option `mooncake`, named as in the Mooncake store of hs_connectors.
 
-| key | type | default | |
-|---|---|---|---|
+"""
+COMMANDS_HEAD = """
+## Commands
+
+`--json` prints one JSON object. `-q` or `--quiet` prints no progress and no result in words: errors go
+to stderr, and the exit code tells the rest.
 """
 
 
 def reference() -> str:
-    """The page, in Markdown."""
-    return HEAD + _table(HsxConfig) + MOONCAKE + _table(MooncakeOptions)
+    """Return the page in Markdown."""
+    commands = "".join(command_section(name, command) for name, command in COMMANDS.items())
+    options = HEAD + options_table(HsxConfig) + MOONCAKE + options_table(MooncakeOptions)
+    return options + COMMANDS_HEAD + commands
 
 
-def _table(model: type[BaseModel]) -> str:
+def options_table(model: type[BaseModel]) -> str:
+    """Return the options of a model, with an anchor for each."""
     properties = model.model_json_schema()["properties"]
-    rows = []
+    rows = [("key", "type", "default", "meaning")]
     for name, field in model.model_fields.items():
-        default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-        rows.append(f"| `{name}` | {_type(properties[name])} | {default} | {field.description} |")
-    return "\n".join(rows) + "\n"
+        if field.is_required():
+            default = "required"
+        else:
+            value = size_text(field.default) if is_size(field) else field.default
+            default = f"`{json.dumps(value)}`"
+        rows.append(
+            (
+                f'<a id="{name}"></a>`{name}`',
+                type_text(properties[name], is_size(field)),
+                default,
+                SIZE_HINT.sub(".", field.description or ""),
+            )
+        )
+    return table(rows)
 
 
-def _type(schema: dict[str, object]) -> str:
-    """What JSON a value is, with its limits."""
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown. The first row is the head."""
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
+
+
+def is_size(field: FieldInfo) -> bool:
+    """Whether an option takes text such as "4GiB"."""
+    kinds = [*field.metadata, *getattr(field.annotation, "__metadata__", ())]
+    return any(isinstance(each, BeforeValidator) and each.func is parse_size for each in kinds)
+
+
+def size_text(size: int | None) -> int | str | None:
+    """Return a number of bytes in the largest unit that divides it."""
+    if not size:
+        return size
+    power = next(each for each in reversed(range(len(UNITS))) if size % (1 << 10 * each) == 0)
+    return f"{size >> 10 * power}{UNITS[power]}" if power else size
+
+
+def type_text(schema: dict[str, Any], is_size: bool) -> str:
+    """Return the type of a JSON value, with the bounds."""
     if "enum" in schema:
-        return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])  # type: ignore[attr-defined]
-    choices = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]  # type: ignore[attr-defined]
-    (schema,) = choices
-    limits = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ "}
-    said = [f"{sign}{schema[key]}" for key, sign in limits.items() if key in schema]
-    return " ".join([str(schema.get("type", "object")), ", ".join(said)]).strip()
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    (schema,) = [
+        each for each in schema.get("anyOf", [schema]) if each.get("type") not in ("null", "string")
+    ] or [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    bounds = [
+        f"{sign} {size_text(schema[key]) if is_size else schema[key]}"
+        for key, sign in signs.items()
+        if key in schema
+    ]
+    kind = "size" if is_size else schema.get("type", "object")
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def command_section(name: str, command: Command) -> str:
+    """Return the heading, the exit codes and the options of a command."""
+    head = f"\n### hsx {name}\n\n{sentence(command.summary)}"
+    parser = parser_of(command)
+    if parser is None:
+        return f"{head}\n\n```text\n{help_of(command).strip()}\n```\n"
+    described = f"{parser.description or ''} {parser.epilog or ''}"
+    if codes := re.search(r"Exit code\b.*", described):
+        head += " " + codes[0].strip()
+    rows = [("option", "meaning")]
+    for group in parser._action_groups:
+        actions = [each for each in group._group_actions if each.dest not in SHARED_OPTIONS]
+        if actions and group.title not in ("positional arguments", "options"):
+            rows.append((f"**{group.title}**", ""))
+        rows += [(option_text(each), help_text(each, parser)) for each in actions]
+    return f"{head}\n\n{table(rows)}"
+
+
+def sentence(text: str) -> str:
+    """Return a summary as a sentence."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def option_text(action: argparse.Action) -> str:
+    """Return the names of an option and the placeholder of the value."""
+    names = [f"`{name}`" for name in action.option_strings]
+    value = action.metavar
+    if value is None and action.choices is not None:
+        value = "|".join(map(str, action.choices))
+    if value is None and action.nargs != 0:
+        value = action.dest.upper() if names else action.dest
+    shown = " ".join(value) if isinstance(value, tuple) else value
+    # A | would end the cell.
+    code = f"<code>{str(shown).replace('|', '&#124;')}</code>" if shown else ""
+    return " ".join([", ".join(names), code]).strip()
+
+
+def help_text(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    """Return the help of an option, with the default filled in."""
+    values = {**vars(action), "prog": parser.prog}
+    return ((action.help or "") % values).replace("|", "&#124;")
+
+
+class _Found(Exception):
+    """A command has begun to parse arguments."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+def parser_of(command: Command) -> argparse.ArgumentParser | None:
+    """Return the parser of a command. None: it passes all arguments to another program."""
+
+    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        raise _Found(parser)
+
+    # Variables of the emulator change the defaults of `hsx emulate`.
+    environ = {key: text for key, text in os.environ.items() if "EMULATOR" not in key}
+    with (
+        mock.patch.dict(os.environ, environ, clear=True),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(Parser, "parse_args", stop),
+    ):
+        try:
+            with _quiet():
+                command.run(["--help"])
+        except _Found as found:
+            return found.parser
+    return None
+
+
+def help_of(command: Command) -> str:
+    """Return the text that a command prints for --help."""
+    with _quiet() as output:
+        command.run(["--help"])
+    return output.getvalue()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[io.StringIO]:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        yield output
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pipeline.quantization`: what float8 costs, for docs/file-format.md."""
+"""`python -m benchmarks.pipeline.quantization`: measure float8 for docs/file-format.md."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def synthetic() -> list[Case]:
     for factor in (100, 1_000, 30_000, 300_000):
         cases.append(
             Case(
-                f"{OUTLIERS} of {HIDDEN:,} channels {factor:,} times as large",
+                f"{OUTLIERS} of {HIDDEN:,} channels ×{factor:,}",
                 gaussian(4, factor),
                 outliers=OUTLIERS,
             )
         )
     sizes = torch.tensor([0.02, 0.5, 5.0, 50.0])
-    names = [f"layers of different sizes: {size:g}" for size in sizes.tolist()]
+    names = [f"one of four layers, size {size:g}" for size in sizes.tolist()]
     cases.append(
         Case("layers of different sizes", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS)
     )
@@ -162,9 +162,7 @@ def tiny(directory: Path) -> Case:
         prompt.content for prompt in demo_prompts(VOCABULARY) if isinstance(prompt.content, list)
     ]
     rows = torch.cat([reference_hidden_states(model, prompt, layer_ids) for prompt in prompts])
-    return Case(
-        "tiny MiniMax-M2", rows, [f"tiny MiniMax-M2, layer id {layer_id}" for layer_id in layer_ids]
-    )
+    return Case(f"tiny MiniMax-M2, layer ids 0 to {layer_ids[-1]}", rows)
 
 
 def error_rows(cases: Sequence[Case]) -> Rows:
@@ -269,29 +267,33 @@ COST_HEAD = [
 
 
 def table(head: Sequence[str], rows: Rows) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [list(head), ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
-def page(directory: Path, load: Load = LOAD) -> str:
-    """docs/file-format.md, measured.
+def page(text: str, directory: Path, load: Load = LOAD) -> str:
+    """Return docs/file-format.md with new tables.
 
     Args:
+        text: the page as it is.
         directory: for files, in memory.
-        load: how much is written.
+        load: amount of data to write.
     """
     with tempfile.TemporaryDirectory(dir=directory) as name:
         where = Path(name)
-        return TEXT.format(
-            sizes=table(SIZE_HEAD, size_rows(where)),
-            tiny=table(ERROR_HEAD, error_rows([tiny(where)])),
-            synthetic=table(ERROR_HEAD, error_rows(synthetic())),
-            cost=table(COST_HEAD, cost_rows(where, load)),
-            machine=machine.processor(),
-            torch=torch.__version__,
-            outliers=OUTLIERS,
-        )
+        measured_on = f"Measured on {machine.processor()}; torch {torch.__version__}.\n\n"
+        tables = {
+            "sizes": table(SIZE_HEAD, size_rows(where)),
+            "errors": table(ERROR_HEAD, error_rows([tiny(where), *synthetic()])),
+            "cost": measured_on + table(COST_HEAD, cost_rows(where, load)),
+        }
+    for label, new in tables.items():
+        before, begin, rest = text.partition(f"<!-- quantization: {label} -->\n")
+        _, end, after = rest.partition("<!-- /quantization -->\n")
+        assert begin and end, f"the page has no table {label}"
+        text = before + begin + new + end + after
+    return text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -307,85 +309,14 @@ def main(argv: Sequence[str]) -> int:
         help="on a tmpfs (default: %(default)s)",
     )
     parser.add_argument(
-        "--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/file-format.md)"
+        "--page", type=Path, default=PAGE, metavar="FILE", help="(default: docs/file-format.md)"
     )
     arguments = parser.parse_args(argv)
-    arguments.output.write_text(page(arguments.memory))
-    print(f"written: {arguments.output}")
+    text = arguments.page.read_text(encoding="utf-8")
+    arguments.page.write_text(page(text, arguments.memory), encoding="utf-8")
+    print(f"written: {arguments.page}")
     return 0
 
-
-TEXT = """# Quantization
-
-Made by `python -m benchmarks.pipeline.quantization`; do not edit.
-
-With `quantization` set to `fp8` a server stores one byte per element (float8_e4m3fn) and a float32
-scale per token, in the format of hs-connectors 0.9.0 ([file
-format](file-format.md#quantised-rows)). Files and traffic are half as large, and rows have an
-error. Nothing else changes: staging, pinned ring and KV cache hold the model's own rows.
-
-`vllm_ascend_hsx.load`, `HiddenStatesDataset` and speculators' backends `hsx` and `fp8` return rows
-in the model's dtype in either case. `load(path, dequantize=False)` returns the stored values, with
-`scales`. speculators' backend `file`, vLLM's reader and safetensors ignore scales and return bare
-float8 numbers.
-
-## Size
-
-Files of four layers, without their header of 4,096 bytes:
-
-{sizes}
-
-For a float32 model the share is a quarter.
-
-## Error
-
-All layers of a token share one scale: their largest magnitude becomes 448, the largest number in
-float8. Consequences:
-
-* An element loses at most 1/16 of itself if it is larger than 1/28,672 of the token's largest. What
-  readers return in bfloat16 is rounded twice more, by 1/256 together.
-* Smaller elements have steps of equal size, 1/229,376 of the largest: an element smaller than half
-  a step becomes 0.
-* No scale is below 1e-12, which is hs-connectors' own limit. A token whose elements are all below
-  4.5e-10, in every layer, loses more, and one below 9.7e-16 everything. `hsx verify` counts these
-  tokens in a warning, including rows that were 0 before.
-
-So a layer that is small compared with the others loses most, and so do ordinary channels beside
-huge ones. `hsx inspect` shows the norms of the layers. Extract a layer that is thousands of times
-smaller than another without quantization.
-
-The tables show the Euclidean norm of a row's error, from the float32 row to what a reader has in
-bfloat16, relative to the row's norm: the median of all rows, and the largest. The second column is
-the error of bfloat16 itself.
-
-Rows of a model, the tiny MiniMax-M2 of the tests. **Its weights are random**, so it has no
-outliers.
-
-{tiny}
-
-Rows **made of random numbers** with outlier channels of several sizes, as large models have them.
-The norm of a row is nearly that of its outliers, so the error of the other channels is relative to
-the norm of these channels alone. In the last four rows, layers of different sizes share the scales,
-each with {outliers} channels 100 times as large as the others.
-
-{synthetic}
-
-The effect on a draft model is not measured here: no model was trained. Before you extract a large
-dataset, compare the acceptance of a small training run with and without quantization.
-
-## Cost
-
-Writer threads quantise rows on the CPU before they write them, each with one thread. Here: rows of
-MiniMax-M2, four layers, from memory to files on a tmpfs, with checksum, by one thread. GB are of
-rows as the model computes them.
-
-Measured on {machine}; torch {torch}.
-
-{cost}
-
-On a disk slower than this tmpfs, writing half the bytes matters more. If storage falls behind,
-raise `num_writer_threads`: with quantization several threads work on one file.
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

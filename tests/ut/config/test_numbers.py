@@ -11,8 +11,10 @@ from typing import Any
 
 import annotated_types
 import pytest
+from documents import rows
 from hypothesis import given
 from hypothesis import strategies as st
+from options_reference import is_size, size_text
 from pydantic import BaseModel
 
 from vllm_ascend_hsx import find, load
@@ -97,8 +99,10 @@ def test_every_number_has_an_upper_and_a_lower_bound_which_its_page_names(
 ) -> None:
     assert set(bounds) in ({"≥", "≤"}, {">", "≤"})
     page = OPTIONS_PAGE.read_text(encoding="utf-8").partition("\n## mooncake\n")[2 if prefix else 0]
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` ")]
-    assert all(f"{sign} {bound}" in row for sign, bound in bounds.items()), row
+    (row,) = [cells for cells in rows(page) if cells[0].endswith(f"`{name}`")]
+    model = MooncakeOptions if prefix else HsxConfig
+    unit = size_text if is_size(model.model_fields[name]) else str
+    assert all(f"{sign} {unit(bound)}" in row[1] for sign, bound in bounds.items()), row
 
 
 @each_option
