@@ -64,6 +64,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="into what is there already: parts that are left out stay as they are",
     )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write page and pictures again from the recorded figures; measure nothing",
+    )
     arguments = parser.parse_args(argv)
     arguments.memory, arguments.disk = (
         arguments.memory.resolve(),
@@ -72,7 +77,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if (
         arguments.output is None
         and not arguments.quick
-        and (arguments.merge or set(arguments.parts) == set(PARTS))
+        and (arguments.merge or arguments.page or set(arguments.parts) == set(PARTS))
     ):
         arguments.output = ROOT / "docs"
     return arguments
@@ -98,6 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
+    if arguments.page:
+        for path in report.write_again(arguments.output):
+            print(f"written: {path}")
+        return 0
     before = None
     if (
         arguments.merge and arguments.output is not None
