@@ -479,7 +479,8 @@ def _machine(results: Results) -> str:
     known = {name: results.machine.get(name, "") for name in ("processor", "memory", "kernel")}
     before, after = results.load_average
     facts = [known["processor"].removesuffix(" for this process"), known["memory"], known["kernel"]]
-    facts += [f"vllm-ascend {results.machine['vllm-ascend']}"] if results.capacity else []
+    if release := results.machine.get("vllm-ascend"):
+        facts.append(f"vllm-ascend {release}")
     return ", ".join([*filter(None, facts), f"load average {before:.1f} to {after:.1f}"])
 
 
