@@ -35,21 +35,21 @@ RECORD = "* `{file}`: {machine}"
 FILES = f"""\
 Rows of MiniMax-M2 with four layers, {MINIMAX_M2.row_bytes:,} bytes per token, from pinned memory.
 A raw write is open, pwrite of {PIECE >> 20} MiB pieces and close. Figures are medians over 1 to
-256 requests in flight. With the copy, a memcpy stands for DMA. vLLM 0.33's path is written from
-its description, and is that of vLLM 0.26 and 0.30. Durable files have `io=direct` and
+256 requests in flight. With the copy, a memcpy stands for DMA. vLLM 0.33's path is written from a
+description, and equals that of vLLM 0.26 and 0.30. Durable files have `io=direct` and
 `durability=fdatasync`.{{missing}}
 
 The slowest cell ({{cell}}) writes {{gb:.1f}} GB/s, {{tokens}} tokens per second for each rank."""
 
 LATENCY = """\
-A prompt of {tokens:,} tokens in steps of {step_tokens:,}. A file is published after its last row
+A prompt of {tokens:,} tokens in steps of {step_tokens:,}. A file is published after the last row
 has arrived in pinned memory. The raw write of the last chunk is the limit. After publication,
 `load` in another process is notified. A reader that polls every 0.1 s is {polled} ms late. vLLM
 0.33's path publishes {vllm} ms after the request ends."""
 
 ENGINE = """\
 {model}. Three engines take turns with the same requests. Each is started {starts} times and
-serves {rounds} rounds. Chunked prefill is off, because vLLM refuses its connector with it. In %
+serves {rounds} rounds. Chunked prefill is off, because vLLM's connector does not allow it. In %
 of extraction off, requests per second of the starts (CPU time per step) are: {figures}."""
 
 STEP = """\
@@ -62,9 +62,9 @@ Each request makes one row of MiniMax-M2 per step. The main thread spends {{pyth
 step in Python and waits {DEVICE_S * 1e3:g} ms for the device. A row takes {{figures}}."""
 
 SLOW_STORAGE = f"""\
-One request without extraction streams its tokens beside {{in_flight}} extracted prompts of
-{{tokens}} tokens, with {RING_BYTES >> 20} MiB of pinned memory. Storage takes a share of the rows
-that prompts make ({{needed}}). Gaps between two tokens of the stream are in ms, p99 and longest."""
+One request without extraction streams tokens beside {{in_flight}} extracted prompts of {{tokens}}
+tokens, with {RING_BYTES >> 20} MiB of pinned memory. Storage takes a share of the rows that
+prompts make ({{needed}}). Gaps between two tokens of the stream are in ms, p99 and longest."""
 
 CONVERSATIONS = """\
 {conversations} conversations of {turns} turns with the same first {system:,} tokens. Each turn
@@ -76,7 +76,7 @@ right if every row equals that of transformers in float32."""
 CAPACITY = """\
 {memory} GiB per NPU for the KV cache, TP={tensor_parallel}, requests of {length:,} tokens, steps
 of {step:,}, four layers. vLLM's planner with vllm-ascend's patches counts tokens; nothing is
-timed. [Operations](operations.md#what-it-costs) has the shares on other releases.{refusals}
+timed. [Operations](operations.md) has the shares on other releases.{refusals}
 
 Rows of rotated weights (QuaRot) also need a product with a matrix. For MiniMax-M2 that is 75
 MFLOP per token and 48 MiB per NPU (`hsx plan minimax-m2 --rotated`)."""
