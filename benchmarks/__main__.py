@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = None
     if (
         arguments.merge and arguments.output is not None
-    ):  # first: a file that cannot be read must not cost what is measured
+    ):  # first: a file that cannot be read would waste the measurement
         before = report.written_before(arguments.output, arguments.parts)
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
@@ -200,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # as `make benchmark`: at its barriers OpenMP would wait for our writers
+    )  # as `make benchmark`: OpenMP barriers would wait for our writers
     if find_spec("torch_npu") is None:
         from vllm_ascend_hsx.emulator.launch import emulate
 

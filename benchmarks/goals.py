@@ -10,7 +10,7 @@ from benchmarks.pipeline import conversations, decoding, engine, latency, per_st
 from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, Cell
 
 MIB = 1 << 20
-# The interpreter and its threads take and release this much memory, whatever is written.
+# The interpreter and threads take and release this much memory, independent of the rows.
 STRAY_BYTES = 4 * MIB
 SMALL_CHUNK = 64  # rows of a last chunk; writing so few does not delay the reader
 

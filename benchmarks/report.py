@@ -37,7 +37,7 @@ TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
 WIDTH = 160  # of output to a file or a pipe
 NAME, COST = "performance", "cost"
-# The page names the machine of its longest part.
+# The page names the machine of the longest part.
 _OF_HOST = ("host", "no_durable_view", "machine", "load_average", "ring_bytes")
 NOTHING = Results({}, (0.0, 0.0), 0, [], {}, [], None, None, None, None, None)
 
@@ -423,7 +423,7 @@ def _median(
 
 
 def _latencies(results: Sequence[latency.Result]) -> tuple[list[str], Rows]:
-    """The longest prompt of each filesystem, with its smallest and its largest last chunk."""
+    """The longest prompt of each filesystem, with the smallest and the largest last chunk."""
     rows = []
     for result in results:
         longest = max(each.tokens for each in result.prompts)

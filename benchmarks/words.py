@@ -1,4 +1,4 @@
-"""The words of docs/performance.md: what each figure includes."""
+"""The words of docs/performance.md, with the conditions of each figure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def read_report(report: Path) -> dict[str, Counts]:
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # The class of a module that cannot be collected is empty, and its name is the module's.
+        # A module that cannot be collected has no class, and its name is in `name`.
         module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
         counts = files.setdefault(module, Counts(passed=0, failed=[]))
         if any(case.find(kind) is not None for kind in _FAILED):
@@ -92,7 +92,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page(text: str, runs: Runs) -> str:
-    """Return the page with the table between its two comments replaced."""
+    """Return the page with a new table between the two comments."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
