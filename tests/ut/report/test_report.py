@@ -230,9 +230,7 @@ def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context)
 
 def test_the_checklist_names_the_step_that_runs_each_row() -> None:
     table = {
-        int(row[0]): row[-1].strip("`")
-        for row in rows(page("operations.md"))
-        if row[0].isdecimal()
+        int(row[0]): row[-1].strip("`") for row in rows(page("operations.md")) if row[0].isdecimal()
     }
     assert {number: step for number, step in table.items() if step} == rows_run()
     assert len(table) == document.CHECKLIST_ROWS
