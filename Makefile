@@ -40,7 +40,7 @@ RUN := $(VLLM_ASCEND)$(if $(filter 1,$(VLLM_USE_V2_MODEL_RUNNER)),-v2)
 e2e: setup
 	$(PYTEST) --junitxml $(REPORTS)/$(RUN).xml tests/e2e
 
-# What upstream gets wrong on this release: the cells of the table in docs/design.md.
+# Defects of upstream on this release: the table in docs/compatibility.md.
 defects: setup
 	$(PYTEST) --long -k "defect or upstream" tests/e2e
 

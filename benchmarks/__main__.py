@@ -64,6 +64,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="into what is there already: parts that are left out stay as they are",
     )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write page and pictures again from the recorded figures; measure nothing",
+    )
     arguments = parser.parse_args(argv)
     arguments.memory, arguments.disk = (
         arguments.memory.resolve(),
@@ -72,7 +77,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if (
         arguments.output is None
         and not arguments.quick
-        and (arguments.merge or set(arguments.parts) == set(PARTS))
+        and (arguments.merge or arguments.page or set(arguments.parts) == set(PARTS))
     ):
         arguments.output = ROOT / "docs"
     return arguments
@@ -98,10 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
+    if arguments.page:
+        for path in report.write_again(arguments.output):
+            print(f"written: {path}")
+        return 0
     before = None
     if (
         arguments.merge and arguments.output is not None
-    ):  # first: a file that cannot be read must not cost what is measured
+    ):  # first: a file that cannot be read would waste the measurement
         before = report.written_before(arguments.output, arguments.parts)
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
@@ -191,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # as `make benchmark`: at its barriers OpenMP would wait for our writers
+    )  # as `make benchmark`: OpenMP barriers would wait for our writers
     if find_spec("torch_npu") is None:
         from ascend_npu_emulator.launch import main as emulate
 

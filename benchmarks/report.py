@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,21 +20,30 @@ from benchmarks.goals import MIB, Results, judge
 from benchmarks.kv_cache import capacity
 from benchmarks.pipeline import conversations, decoding, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.engine import OFF
-from benchmarks.pipeline.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
+from benchmarks.pipeline.host_path import (
+    COPIED,
+    DIRECT,
+    DURABLY,
+    OURS,
+    PINNED,
+    RAW,
+    VLLM,
+    Cell,
+)
 from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
 
 Rows = list[list[str]]
 TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
-WIDTH = 160  # of what goes to a file or a pipe
+WIDTH = 160  # of output to a file or a pipe
 NAME, COST = "performance", "cost"
-# The page is headed by the machine that its longest part was measured on.
+# The page names the machine of the longest part.
 _OF_HOST = ("host", "no_durable_view", "machine", "load_average", "ring_bytes")
-_NOTHING = Results({}, (0.0, 0.0), 0, [], {}, [], None, None, None, None, None)
+NOTHING = Results({}, (0.0, 0.0), 0, [], {}, [], None, None, None, None, None)
 
 
 def tables(results: Results) -> list[TABLE]:
-    """What is shown, in this order."""
+    """Return the tables for the terminal, in order."""
     shown: list[TABLE] = [cost_table(results), goals_table(results)]
     for view in (PINNED, COPIED, DURABLY):
         if cells := [cell for cell in results.host if cell.view == view]:
@@ -63,8 +73,8 @@ def cost_table(results: Results) -> TABLE:
 
 
 def goals_table(results: Results) -> TABLE:
-    rows = [[each.goal, each.measured, each.met, each.limit] for each in judge(results)]
-    return "goals", ["goal", "measured", "met", "limit measured"], rows
+    rows = [[each.goal, each.measured, each.met] for each in judge(results)]
+    return "goals", ["goal", "measured", "met"], rows
 
 
 def host_tables(view: str, cells: Sequence[Cell]) -> list[TABLE]:
@@ -277,17 +287,17 @@ def show(console: Console, results: Results) -> None:
 
 
 def written_before(directory: Path, parts: Sequence[str]) -> Results:
-    """What was written there before, without these parts, which may have another form now.
+    """Return the recorded results without these parts, whose form may have changed.
 
     Raises OSError, or ValidationError if another part cannot be read.
     """
     return _read(
-        directory / f"{NAME}.json", {name: getattr(_NOTHING, name) for name in _fields(parts)}
+        directory / f"{NAME}.json", {name: getattr(NOTHING, name) for name in _fields(parts)}
     )
 
 
 def merge(results: Results, before: Results, parts: Sequence[str]) -> Results:
-    """What was written before, with these parts as they were measured now."""
+    """Return the recorded results with these parts replaced by new measurements."""
     return replace(before, **{name: getattr(results, name) for name in _fields(parts)})
 
 
@@ -296,7 +306,7 @@ def _fields(parts: Sequence[str]) -> set[str]:
 
 
 def _read(path: Path, instead: Mapping[str, Any] = MappingProxyType({})) -> Results:
-    """The results in a file, with other ones in some fields. Raises as `written_before`."""
+    """Return the results in a file, with some fields replaced. Raises as `written_before`."""
     fields = {
         **dict.fromkeys(Results.__dataclass_fields__),
         **json.loads(path.read_text()),
@@ -306,9 +316,9 @@ def _read(path: Path, instead: Mapping[str, Any] = MappingProxyType({})) -> Resu
 
 
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write performance.json, two pictures and performance.md; returns their paths.
+    """Write performance.json, two pictures and performance.md. Return their paths.
 
-    The page has the goals of other machines, too: each performance-*.json there is a copy of one's.
+    The page also has the goals of other machines, one for each performance-*.json there.
     """
     from benchmarks.plot import draw
 
@@ -322,125 +332,207 @@ def write(results: Results, directory: Path) -> list[Path]:
     return [as_json, cost_image, image, text]
 
 
+def write_again(directory: Path) -> list[Path]:
+    """Write page and pictures again from the recorded results, without measuring."""
+    return write(_read(directory / f"{NAME}.json"), directory)
+
+
 def markdown(results: Results, others: Mapping[str, Results]) -> str:
-    """docs/performance.md; `others` are those of other machines, by the name of their file."""
-    found = {title: _markdown_table(headings, rows) for title, headings, rows in tables(results)}
+    """Return docs/performance.md. `others` are results of other machines, by file name."""
     parts = [
         words.HEAD,
-        f"![what extraction costs, beside a server without it and vLLM's connector]({COST}.png)",
-    ]
-    parts += [
-        found.pop(cost_table(results)[0]),
+        f"![costs beside a server without extraction and vLLM's connector]({COST}.png)",
+        _markdown_table(*cost_table(results)[1:]),
         words.COST,
-        words.MACHINE.format(machine=_machine(results)),
+        "## Appendix",
+        words.MACHINE,
+        "\n".join(
+            textwrap.fill(
+                words.RECORD.format(file=name, machine=_machine(each)), 100, subsequent_indent="  "
+            )
+            for name, each in {f"{NAME}.json": results, **others}.items()
+        ),
+        "### Goals",
+        _markdown_table(*_goals(results, others)),
+        f"![figures of files, latency, engine and steps]({NAME}.png)",
     ]
-    parts += ["## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
-    for name, other in others.items():
-        _, headings, rows = goals_table(other)
-        parts += [
-            f"## Goals on {other.machine['processor'].partition(',')[0]}",
-            words.OTHER.format(file=name, machine=_machine(other)),
-        ]
-        parts += [_markdown_table(headings, rows), *_slowest(other)]
-    parts += ["## What is measured", words.METHOD]
-    for view in (PINNED, COPIED, DURABLY):
-        if mine := [title for title in found if title.startswith(f"{view}: ")]:
-            parts += [
-                f"## Path to the file: {view}",
-                words.VIEWS[view],
-                *(_slowest(results) if view == PINNED else ()),
-            ]
-            for title in mine:
-                parts += [f"**{title.removeprefix(f'{view}: ')}**", found.pop(title)]
-    for filesystem, reason in results.no_durable_view.items():
-        parts.append(f"There is no durable view on {filesystem}: {reason}.")
-    for each in results.latency:
-        parts += [
-            f"## Latency on {each.filesystem}",
-            _latency_words(each),
-            found.pop(latency_table(each)[0]),
-        ]
-    if results.engine is not None:
-        parts += [
-            "## Engine",
-            _engine_words(results.engine),
-            found.pop(engine_table(results.engine)[0]),
-        ]
-    if results.step is not None:
-        parts += [
-            "## Main thread",
-            _step_words(results.step),
-            found.pop(step_table(results.step)[0]),
-        ]
-    if results.decode is not None:
-        parts += [
-            "## Generated tokens",
-            _decode_words(results.decode),
-            found.pop(decode_table(results.decode)[0]),
-        ]
-    if results.slow_storage is not None:
-        table = found.pop(slow_storage_table(results.slow_storage)[0])
-        parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
-    if results.conversations is not None:
-        table = found.pop(conversations_table(results.conversations)[0])
-        parts += ["## Conversations", _conversations_words(results.conversations), table]
-    if results.capacity is not None:
-        parts += [
-            "## KV cache",
-            _capacity_words(results.capacity),
-            found.pop(capacity_table(results.capacity)[0]),
-        ]
-    assert not found, found.keys()
+    for heading, text, table in _sections(results):
+        parts += [f"### {heading}", _fill(text), *([_markdown_table(*table)] if table else ())]
     return "\n\n".join(parts) + "\n"
 
 
+def _goals(results: Results, others: Mapping[str, Results]) -> tuple[list[str], Rows]:
+    """A column for each machine: the measurement, and whether the goal is met."""
+    by_machine = [
+        {each.goal: f"{each.measured}: {each.met}" for each in judge(found)}
+        for found in (results, *others.values())
+    ]
+    goals = dict.fromkeys(goal for found in by_machine for goal in found)
+    rows = [[goal, *(found.get(goal, "") for found in by_machine)] for goal in goals]
+    return ["goal", *(_processor(found) for found in (results, *others.values()))], rows
+
+
+def _sections(results: Results) -> Iterator[tuple[str, str, tuple[list[str], Rows] | None]]:
+    """Yield heading, words and table of each part of the appendix that was measured."""
+    if results.host:
+        yield "Files", _files_words(results), _files(results.host)
+    if results.latency:
+        yield "Latency", _latency_words(results.latency), _latencies(results.latency)
+    if results.engine is not None:
+        yield "Engine", _engine_words(results.engine), None
+    if results.step is not None:
+        yield "Main thread", _step_words(results.step), None
+    if results.decode is not None:
+        yield "Generated tokens", _decode_words(results.decode), None
+    if results.slow_storage is not None:
+        yield "Slow storage", _slow_storage_words(results.slow_storage), _slow(results.slow_storage)
+    if results.conversations is not None:
+        yield "Conversations", _conversations_words(results.conversations), None
+    if results.capacity is not None:
+        yield "KV cache", _capacity_words(results.capacity), None
+
+
+def _files(cells: Sequence[Cell]) -> tuple[list[str], Rows]:
+    """Medians over the numbers of requests in flight, for each filesystem and length."""
+    rows = []
+    for place in dict.fromkeys((cell.filesystem, cell.tokens) for cell in cells):
+        shares = [_median(cells, PINNED, place, name, "of_raw") for name in (OURS, VLLM)]
+        cpu = [_median(cells, PINNED, place, name, "cpu_s_per_gb") for name in (OURS, RAW)]
+        rows.append(
+            [f"{place[0]}, {place[1]:,} tokens"]
+            + ["" if share is None else f"{share:.0%}" for share in shares]
+            + ["" if None in cpu else " / ".join(f"{seconds:.2f}" for seconds in cpu)]
+        )
+        times = _median(cells, COPIED, place, OURS, "of_vllm")
+        durable = _median(cells, DURABLY, place, OURS, "of_raw")
+        rows[-1] += ["" if times is None else f"{times:.1f}"]
+        rows[-1] += ["" if durable is None else f"{durable:.0%}"]
+    headings = ["% of raw write", OURS, VLLM, "CPU s/GB: ours / raw"]
+    return [*headings, "with copy, times vLLM's path", "durable, % of O_DIRECT"], rows
+
+
+def _median(
+    cells: Sequence[Cell], view: str, place: tuple[str, int], name: str, attribute: str
+) -> float | None:
+    values = [
+        getattr(cell.figures[name], attribute)
+        for cell in cells
+        if (cell.view, cell.filesystem, cell.tokens) == (view, *place) and not cell.evenly
+    ]
+    return statistics.median(values) if values else None
+
+
+def _latencies(results: Sequence[latency.Result]) -> tuple[list[str], Rows]:
+    """The longest prompt of each filesystem, with the smallest and the largest last chunk."""
+    rows = []
+    for result in results:
+        longest = max(each.tokens for each in result.prompts)
+        prompts = [each for each in result.prompts if each.tokens == longest]
+        for each in (prompts[0], prompts[-1]):
+            quantiles = each.quantiles
+            rows.append(
+                [f"{result.filesystem}, last chunk of {each.last_chunk:,}"]
+                + [_p50_p99(quantiles["from_host"])]
+                + [f"{quantiles[name]['p50'] * 1e3:.2f}" for name in ("raw", "told")]
+            )
+    return ["ms", "published, p50 / p99", "raw write", "notified"], rows
+
+
+def _slow(result: slow_storage.Result) -> tuple[list[str], Rows]:
+    """A row for each storage, with columns for both values of slow_storage."""
+    by_storage: dict[str, dict[str, slow_storage.Cell]] = {}
+    for cell in result.cells:
+        is_off = cell.setting.startswith(slow_storage.NO_EXTRACTION)
+        setting = slow_storage.FAIL if slow_storage.FAIL in cell.setting else slow_storage.WAIT
+        storage = slow_storage.NO_EXTRACTION if is_off else cell.storage
+        by_storage.setdefault(storage, {})[setting] = cell
+    rows = []
+    for storage, cells in by_storage.items():
+        row = [storage]
+        for setting in (slow_storage.WAIT, slow_storage.FAIL):
+            if setting in cells:
+                found = cells[setting]
+                row += [f"{found.p99 * 1e3:,.0f} / {found.longest * 1e3:,.0f}"]
+                row += [f"{found.per_second:.1f}"]
+            else:
+                row += ["", ""]
+        failing = cells.get(slow_storage.FAIL)
+        rows.append([*row, "" if failing is None else f"{failing.failed:.0%}"])
+    headings = ["storage", "wait: gap", "prompts/s", "fail: gap", "prompts/s", "fail: without rows"]
+    return headings, rows
+
+
+def _fill(text: str) -> str:
+    """Break the lines of each paragraph at 100 columns."""
+    return "\n\n".join(
+        textwrap.fill(each, 100, break_on_hyphens=False) for each in text.split("\n\n")
+    )
+
+
 def _markdown_table(headings: Sequence[str], rows: Rows) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    head, *lines = ("| " + " | ".join(cells) + " |" for cells in (headings, *rows))
+    return "\n".join([head, "|" + "---|" * len(headings), *lines])
 
 
 def _machine(results: Results) -> str:
-    facts = [f"* {name}: {value}" for name, value in results.machine.items()]
+    """Return the facts that the figures depend on, in one line."""
+    known = {name: results.machine.get(name, "") for name in ("processor", "memory", "kernel")}
     before, after = results.load_average
-    return "\n".join(
-        [*facts, f"* load average at the beginning and at the end: {before:.1f}, {after:.1f}"]
-    )
+    facts = [known["processor"].removesuffix(" for this process"), known["memory"], known["kernel"]]
+    if release := results.machine.get("vllm-ascend"):
+        facts.append(f"vllm-ascend {release}")
+    return ", ".join([*filter(None, facts), f"load average {before:.1f} to {after:.1f}"])
 
 
-def _slowest(results: Results) -> list[str]:
-    """What the slowest cell of the first view means for a server; empty if it was not measured."""
+def _processor(results: Results) -> str:
+    return results.machine["processor"].partition(",")[0].partition("(")[0].strip()
+
+
+def _files_words(results: Results) -> str:
     cells = [cell for cell in results.host if cell.view == PINNED]
-    if not cells:
-        return []
-    cell = min(cells, key=lambda each: each.figures[OURS].gb_per_s)
-    tokens = round(cell.figures[OURS].gb_per_s * 1e9 / MINIMAX_M2.row_bytes, -3)
-    how = (
-        f"{cell.tokens:,} tokens, {cell.in_flight} {'evenly' if cell.evenly else 'in flight'}, "
-        f"{cell.filesystem}"
+    slowest = min(cells, key=lambda each: each.figures[OURS].gb_per_s)
+    gb = slowest.figures[OURS].gb_per_s
+    how = "sharing each step" if slowest.evenly else "in flight"
+    missing = [
+        f" There are none on {filesystem}: {reason}."
+        for filesystem, reason in results.no_durable_view.items()
+    ]
+    return words.FILES.format(
+        cell=f"{slowest.tokens:,} tokens, {slowest.in_flight} {how}, {slowest.filesystem}",
+        gb=gb,
+        tokens=f"{round(gb * 1e9 / MINIMAX_M2.row_bytes, -3):,.0f}",
+        missing="".join(missing),
     )
-    return [words.SLOWEST.format(cell=how, gb=cell.figures[OURS].gb_per_s, tokens=f"{tokens:,.0f}")]
 
 
-def _latency_words(result: latency.Result) -> str:
-    vllm = ", ".join(
-        f"{seconds * 1e3:,.0f} ms for {tokens:,} tokens" for tokens, seconds in result.vllm.items()
-    )
+def _latency_words(results: Sequence[latency.Result]) -> str:
+    longest = max(each.tokens for each in results[0].prompts)
     return words.LATENCY.format(
-        told=_p50_p99(result.told),
-        bare=_p50_p99(result.bare_told),
-        polled=_p50_p99(result.polled),
-        vllm=vllm,
+        tokens=longest,
         step_tokens=STEP_TOKENS,
+        polled=" and ".join(f"{each.polled['p50'] * 1e3:.0f}" for each in results),
+        vllm=" and ".join(f"{each.vllm[longest] * 1e3:,.0f}" for each in results),
     )
 
 
 def _engine_words(result: engine.Result) -> str:
-    return f"{result.model}.\n{words.ENGINE.format(off=OFF, starts=result.starts, rounds=result.rounds)}"
+    figures = [
+        f"{each.traffic}, {each.extraction}: {_range(each.requests_per_s)} ({each.cpu:.0%})"
+        for each in result.cells
+        if each.extraction != OFF
+    ]
+    return words.ENGINE.format(
+        model=result.model, starts=result.starts, rounds=result.rounds, figures="; ".join(figures)
+    )
 
 
 def _decode_words(result: decoding.Result) -> str:
-    scale = result.scale
-    return words.DECODE.format(python=scale.python_s * 1e3, steps=scale.steps, rounds=scale.rounds)
+    figures = [
+        f"{cell.row * 1e6:.1f} µs with {cell.in_flight} requests (a raw write {cell.raw * 1e6:.1f}"
+        f" µs), and {cell.step * 1e3:.1f} ms per step instead of {cell.step_off * 1e3:.1f} ms"
+        for cell in result.cells
+    ]
+    return words.DECODE.format(python=result.scale.python_s * 1e3, figures="; ".join(figures))
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:
@@ -453,7 +545,6 @@ def _slow_storage_words(result: slow_storage.Result) -> str:
         tokens=scale.tokens,
         seconds=scale.seconds,
         needed=needed,
-        machine=result.machine,
     )
 
 
@@ -468,27 +559,33 @@ def _step_words(result: per_step.Result) -> str:
 
 
 def _conversations_words(result: conversations.Result) -> str:
-    tokens = f"{result.cells[0].prompt:,}"
+    off = result.cells[0]
+    figures = [
+        f"{each.name}: {each.of_off:.2f} and {each.wall_of_off:.2f}, {each.right} of {each.files} "
+        "files right"
+        if not each.reason
+        else f"{each.name}: {each.reason}"
+        for each in result.cells
+        if each.files or each.reason
+    ]
     return words.CONVERSATIONS.format(
         **asdict(result.scale),
-        tokens=tokens,
+        tokens=f"{off.prompt:,}",
         distinct=f"{result.distinct:,}",
-        machine=result.machine,
+        off=f"{off.computed:,}",
+        figures="; ".join(figures),
     )
 
 
 def _capacity_words(result: capacity.Result) -> str:
     options = result.options
-    refused = [each for each in result.cells if each.reason]
-    lines = [
-        f"{each.layout.capitalize()} does not start for {each.model}: {each.reason}."
-        for each in refused
+    refusals = [
+        f" {each.model} with {each.layout}: {each.reason}." for each in result.cells if each.reason
     ]
-    refusals = "".join(f"\n{textwrap.fill(line, 100)}" for line in lines)
     return words.CAPACITY.format(
         memory=result.kv_bytes >> 30,
         tensor_parallel=options.tensor_parallel,
         length=options.max_model_len,
         step=options.max_num_batched_tokens,
-        refusals=refusals,
+        refusals="".join(refusals),
     )

@@ -2,21 +2,20 @@
 
 `python tools/compatibility.py REPORT.xml ...` takes pytest's JUnit reports of tests/e2e, each named
 after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps their counts in
-docs/compatibility.json, in which other releases stay as they are. A test compares page and counts.
+docs/compatibility.json and leaves other releases there unchanged. A test compares page and counts.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests" / "e2e"
 PAGE = ROOT / "docs" / "compatibility.md"
 COUNTS = ROOT / "docs" / "compatibility.json"
 BEGIN, END = "<!-- written by tools/compatibility.py -->\n", "<!-- end -->\n"
@@ -24,7 +23,7 @@ _FAILED = ("failure", "error")
 
 
 class Counts(TypedDict):
-    """What became of the tests of a file: how many passed, and the names of those that failed."""
+    """Results of a file of tests: the number that passed, and the names of failed tests."""
 
     passed: int
     failed: list[str]
@@ -34,12 +33,12 @@ Runs = Mapping[str, Mapping[str, Counts]]
 
 
 def read_report(report: Path) -> dict[str, Counts]:
-    """Return the counts of each file of tests; one whose tests were all skipped is left out."""
+    """Return the counts of each file of tests. A file with only skipped tests is left out."""
     files: dict[str, Counts] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # The class of a module that cannot be collected is empty, and its name is the module's.
+        # A module that cannot be collected has no class, and its name is in `name`.
         module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
         counts = files.setdefault(module, Counts(passed=0, failed=[]))
         if any(case.find(kind) is not None for kind in _FAILED):
@@ -50,18 +49,27 @@ def read_report(report: Path) -> dict[str, Counts]:
 
 
 def table(runs: Runs) -> str:
-    """Return the table, and the names of tests that failed, as Markdown."""
-    head = ["tests", "claim", *(title(run) for run in runs)]
-    lines = [_row(head), "|" + "---|" * len(head)]
-    for file in sorted({file for run in runs.values() for file in run}):
-        lines.append(
-            _row([f"`{file}.py`", claim(file), *(_cell(run.get(file)) for run in runs.values())])
-        )
+    """Return the files that passed alike everywhere, a table of the others, and failures."""
+    names = sorted({file for run in runs.values() for file in run})
+    counts = {name: [run.get(name) for run in runs.values()] for name in names}
+    alike = {name: found[0] for name, found in counts.items() if found.count(found[0]) == len(runs)}
+    same = ", ".join(f"`{name}.py` {_cell(found)}" for name, found in alike.items())
+    lines = []
+    if same:
+        text = f"On all releases and runners: {same}."
+        lines = [*textwrap.wrap(text, 100, break_on_hyphens=False), ""]
+    head = ["others", *(title(run) for run in runs)]
+    lines += [_row(head), "|" + "---|" * len(head)]
+    lines += [
+        _row([f"`{name}.py`", *map(_cell, found)])
+        for name, found in counts.items()
+        if name not in alike
+    ]
     failed = [
         f"* {title(run)}: `{file}.py`, `{name}`"
         for run, files in runs.items()
-        for file, counts in files.items()
-        for name in counts["failed"]
+        for file, found in files.items()
+        for name in found["failed"]
     ]
     return "\n".join(lines) + "\n" + ("\nFailed:\n\n" + "\n".join(failed) + "\n" if failed else "")
 
@@ -70,14 +78,6 @@ def title(run: str) -> str:
     """Return the title of a column: `0.30.0rc2-v2` is "0.30.0rc2, V2"."""
     release, _, runner = run.partition("-")
     return f"{release}, {runner.upper()}" if runner else release
-
-
-def claim(file: str) -> str:
-    """Return the first line of a file's docstring."""
-    text = next(
-        (ast.get_docstring(ast.parse(path.read_text())) for path in TESTS.rglob(f"{file}.py")), None
-    )
-    return (text or "").partition("\n")[0].replace("|", "\\|")
 
 
 def _cell(counts: Counts | None) -> str:
@@ -92,7 +92,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page(text: str, runs: Runs) -> str:
-    """Return the page with the table between its two comments replaced."""
+    """Return the page with a new table between the two comments."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -1,6 +1,6 @@
 """Defects of vLLM's connector: tests that fail there and pass with ours, on the same stack.
 
-The numbers are those of docs/design.md. "Upstream" is vllm's ExampleHiddenStatesConnector and
+docs/compatibility.md has the numbers. "Upstream" is vllm's ExampleHiddenStatesConnector and
 vllm-ascend's proposer, unmodified, without our plugin. Where a release has mended a defect, its
 test shows that.
 """

@@ -179,7 +179,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
 
 @pytest.mark.long
 @only_on_v1("docs/migration.md has what it makes of them on V1")
-@only_with(">=0.30", "design.md's table of defects has what earlier ones do")
+@only_with(">=0.30", "docs/compatibility.md lists the defects of earlier releases")
 @pytest.mark.parametrize(
     ("scenario", "engine", "expected"), [pytest.param(*each, id=each[0].__name__) for each in TABLE]
 )

@@ -163,7 +163,8 @@ def test_the_result_is_on_stdout_and_progress_on_stderr(
 
 def keys_of(command: str) -> set[str]:
     """The keys that the documentation names for a command."""
-    documented = dict(rows(page("operations.md").partition("## In scripts")[2]))
+    section = page("operations.md").partition("## In scripts")[2].partition("\n## ")[0]
+    documented = dict(rows(section))
     return set(re.findall(r"`(\w+)`", documented[f"`hsx {command}`"]))
 
 
