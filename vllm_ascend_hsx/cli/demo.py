@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
-QUANTIZED_TARGET = (
-    "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
-)
+QUANTIZED_TARGET = "a W8A8 target with QuaRot and MC2, rotated back to the model's own basis"
 NO_METRICS = "--disable-log-stats"
 
 
@@ -82,7 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="check shapes, token ids and finiteness only; for large models",
     )
     long_steps = (
-        "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
+        "steps of 8,192 tokens (emulated: 512), eager and with graphs; their rows must agree"
     )
     add("--long-steps", action="store_true", help=long_steps)
     by_hand = (
@@ -105,31 +103,31 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--seeds",
         type=whole(1, 10),
         metavar="N",
-        help="with --loop: drafts for each kind of rows; several: more kinds (default 1)",
+        help="with --loop: drafts per kind of rows; more than one adds kinds (default: 1)",
     )
     add(
         "--late",
         action="store_true",
-        help="emulated NPUs run work on other streams as late as allowed",
+        help="emulated NPUs delay work on other streams as long as allowed",
     )
     add(
         "--output",
         type=Path,
         metavar="DIR",
-        help="directory of log and hidden states (default: a new temporary directory)",
+        help="directory for log and hidden states (default: a new temporary directory)",
     )
     add(
         "--start-timeout",
         type=seconds,
         metavar="S",
-        help="seconds for the server's start (default: 600, npu: 1800)",
+        help="time limit for the start of the server, in seconds (default: 600, npu: 1800)",
     )
     add(
         "--request-timeout",
         type=seconds,
         default=120.0,
         metavar="S",
-        help="seconds for one request (default: 120)",
+        help="time limit for a request, in seconds (default: 120)",
     )
     add(
         "serve_options",
@@ -174,7 +172,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code.
 
-    It is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 if interrupted.
+    The code is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 after an
+    interrupt.
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
@@ -204,7 +203,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
                 "--output",
                 str(options.output),
                 problem,
-                "Name a new or existing directory that can be written.",
+                "Give a new or existing writable directory.",
             ) from error
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
@@ -212,7 +211,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
             f"not installed here: {', '.join(missing)}. On a machine with NPUs install "
             "vllm-ascend; for emulated ones use `make demo`"
         )
-    # No download must be attempted. transformers reads these variables once, when it is imported.
+    # Prevent downloads. transformers reads these variables at import.
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
@@ -357,12 +356,13 @@ def _server(
     extra: tuple[str, ...],
     **sizes: Any,
 ) -> Server:
-    """Make the server, and print the places of log and files.
+    """Create the server, and print the paths of log and files.
 
     Args:
-        work: directory of both.
-        environment: further variables.
-        extra: words of the command line. sizes: further fields of ServeOptions.
+        work: directory of log and files.
+        environment: additional variables.
+        extra: additional words of the command line.
+        sizes: further fields of ServeOptions.
     """
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.server import Server, free_port
@@ -421,7 +421,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         from vllm_ascend_hsx.emulator.launch import environment as emulated
 
         npus = options.data_parallel_size * options.tensor_parallel_size
-        # One thread per emulated NPU: all of them share the cores.
+        # One thread per emulated NPU, because they share the cores.
         environment |= {
             "OMP_NUM_THREADS": "1",
             **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late, soc=_soc(options)),
@@ -430,7 +430,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _compile_emulator(console: Console) -> None:
-    """Compile the emulated NPU if it is not cached, so that this does not count as server start."""
+    """Compile the emulated NPU if it is not cached. This does not count as server start."""
     from vllm_ascend_hsx.emulator.build import BuildError, library
 
     with console.status("compiling the emulated NPU, once (about a minute)"):
