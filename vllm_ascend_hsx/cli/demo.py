@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
-QUANTIZED_TARGET = "a W8A8 target with QuaRot and MC2, rotated back to the model's own basis"
+QUANTIZED_TARGET = (
+    "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
+)
 NO_METRICS = "--disable-log-stats"
 
 

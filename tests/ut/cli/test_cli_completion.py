@@ -100,7 +100,7 @@ def test_every_command_has_its_own_options_completed(
     assert completions(f"hsx {name} --jso", setting_up, environ) == ["--json"]
 
 
-def test_tab_in_a_terminal_completes_the_word(
+def test_tab_completes_a_word_in_a_terminal(
     setting_up: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "rc").write_text(f"PS1='ready> '\n{setting_up}")

@@ -42,7 +42,7 @@ def fake(
     return monkeypatch
 
 
-def test_sixteen_matching_requests_give_exit_code_zero(
+def test_matching_requests_give_exit_code_0(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
@@ -72,7 +72,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
         ("dies", "the server ended with exit code 3"),
     ],
 )
-def test_a_wrong_server_gives_exit_code_one(
+def test_wrong_server_gives_exit_code_1(
     fault: str,
     message: str,
     fake: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def test_long_steps_are_compared_with_the_reference_and_with_each_other(
     assert "eager and with graphs: prompts and 284 of 284 generated tokens compared" in output
 
 
-def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
+def test_difference_between_graphs_and_eager_gives_exit_code_1(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
@@ -148,7 +148,7 @@ def test_the_quantized_target_is_served_with_mc2_at_every_size() -> None:
     assert '{"enable_flashcomm1": true, "enable_prefill_mc2": true}' in command
 
 
-def test_without_a_reference_the_rest_is_still_checked(
+def test_shapes_and_token_ids_are_checked_without_a_reference(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
@@ -217,7 +217,7 @@ def test_a_wrong_option_is_named_with_its_remedy(
         ("-1", "distinct ids from 0"),
     ],
 )
-def test_wrong_layers_are_named_before_a_server_is_started(
+def test_invalid_layers_are_reported_before_a_server_starts(
     layers: str, message: str, tiny_minimax_m2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--model", str(tiny_minimax_m2), f"--layers={layers}"]) == 2
@@ -243,7 +243,7 @@ def test_a_directory_without_a_model_is_named(
     assert "has no config.json" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
+def test_model_that_does_not_fit_is_reported_with_the_option_to_use(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(target, "available_memory", lambda: 1)
@@ -251,7 +251,7 @@ def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
     assert "call again with --no-reference" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_that_no_port_is_free_is_said_without_a_traceback(
+def test_lack_of_a_free_port_is_reported_without_a_traceback(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as other:

@@ -177,7 +177,7 @@ def test_json_of_a_run_has_the_documented_keys(bench: Bench) -> None:
     assert found["endpoints"] == [{"url": bench.server.url, "answered": 6, "failed": 0}]
 
 
-def test_json_of_a_run_that_fails_has_the_reasons_and_stderr_has_them_too(
+def test_reasons_of_a_failed_run_are_in_json_and_on_stderr(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.server.behave = lambda seen: 400 if seen.row == 3 else "ok"
@@ -242,29 +242,27 @@ QUIET = [
 
 
 @pytest.mark.parametrize(("name", "option"), QUIET)
-def test_a_quiet_command_that_is_right_says_nothing(
+def test_successful_quiet_command_prints_nothing(
     name: str, option: str, run: Run, tmp_path: Path
 ) -> None:
     assert run(name, fresh(tmp_path, name), option) == (0, "", "")
 
 
-def test_the_short_option_of_hsx_serve_is_vllm_s(run: Run) -> None:
+def test_short_q_of_hsx_serve_is_passed_to_vllm(run: Run) -> None:
     code, out, _ = run("serve", "{dir}/model -q ascend --dry-run --json")
     assert code == 0 and json.loads(out)["arguments"][3:5] == ["-q", "ascend"]
 
 
 @pytest.mark.parametrize("options", [["--quiet"], ["--json"], []])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_error_is_on_stderr_and_leaves_stdout_alone(
-    name: str, options: list[str], run: Run
-) -> None:
+def test_errors_go_to_stderr_only(name: str, options: list[str], run: Run) -> None:
     code, out, err = run(name, REFUSED[name], *options)
     assert code == 2
     assert f"hsx {name}: " in err
     assert out == "" or name == "status"  # that shows what it could read
 
 
-def test_a_number_that_json_does_not_have_is_null(run: Run, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null_in_json(run: Run, tmp_path: Path) -> None:
     states = rows_of(3)
     states[1, 0, 0] = math.nan
     write(tmp_path / "odd", "a", states)
@@ -273,7 +271,7 @@ def test_a_number_that_json_does_not_have_is_null(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(PASS_ON))
-def test_the_help_of_a_command_that_runs_another_says_whose_output_it_is(
-    name: str, run: Run
-) -> None:
-    assert "prints nothing of its own" in " ".join(run(name, "--help")[1].split())
+def test_help_of_speculators_says_whose_options_these_are(name: str, run: Run) -> None:
+    assert "All options, including --json and -q, are options of that command" in " ".join(
+        run(name, "--help")[1].split()
+    )

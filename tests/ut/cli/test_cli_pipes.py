@@ -48,7 +48,7 @@ def run_unread(*arguments: str | Path, buffered: bool, errors_too: bool = False)
 
 
 @pytest.mark.parametrize("arguments", HELP, ids=" ".join)
-def test_a_help_that_nobody_reads_ends_without_a_word(arguments: tuple[str, ...]) -> None:
+def test_help_into_a_closed_pipe_ends_silently(arguments: tuple[str, ...]) -> None:
     assert run_unread(*arguments, buffered=True) == (BROKEN_PIPE, "")
 
 
@@ -82,9 +82,7 @@ UNREAD = (
 @pytest.mark.parametrize(
     ("words", "buffered"), [*((words, True) for words in UNREAD), (UNREAD[1], False)]
 )
-def test_what_nobody_reads_ends_a_command_without_a_word(
-    place: Path, words: str, buffered: bool
-) -> None:
+def test_closed_stdout_ends_a_command_silently(place: Path, words: str, buffered: bool) -> None:
     arguments = [word.format(place) for word in words.split()]
     assert run_unread(*arguments, buffered=buffered, errors_too=buffered) == (BROKEN_PIPE, "")
 
@@ -100,14 +98,14 @@ def test_what_nobody_reads_ends_a_command_without_a_word(
         "emulate --npus 0 -- true",
     ],
 )
-def test_an_error_that_nobody_reads_ends_a_command_too(place: Path, command: str) -> None:
+def test_closed_stderr_ends_a_command(place: Path, command: str) -> None:
     assert run_unread(
         *(word.format(place) for word in command.split()), buffered=True, errors_too=True
     ) == (BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_command_without_an_output_does_its_work(place: Path, stream: str) -> None:
+def test_command_without_open_outputs_does_its_work(place: Path, stream: str) -> None:
     """As with `hsx verify DIR >&-`: there is no such descriptor at all."""
     number = {"stdout": 1, "stderr": 2}[stream]
     done = subprocess.run(
@@ -118,7 +116,7 @@ def test_a_command_without_an_output_does_its_work(place: Path, stream: str) -> 
     assert done.returncode == 0
 
 
-def test_a_program_with_emulated_npus_is_ended_by_a_broken_pipe_as_without() -> None:
+def test_broken_pipe_ends_an_emulated_program_as_usual() -> None:
     """Python ignores the signal, and what it becomes would inherit that."""
     code, errors = run_unread(
         "emulate",
@@ -133,7 +131,7 @@ def test_a_program_with_emulated_npus_is_ended_by_a_broken_pipe_as_without() -> 
     assert (code, errors) == (-13, "")
 
 
-def test_a_command_that_takes_long_gives_a_sign_of_life_once(
+def test_long_command_prints_one_sign_of_life(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     done = threading.Event()
@@ -145,17 +143,17 @@ def test_a_command_that_takes_long_gives_a_sign_of_life_once(
     assert said + capfd.readouterr().err.splitlines() == ["hsx plan: asking ..."]
 
 
-def test_a_command_that_is_soon_done_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_short_command_prints_no_sign_of_life(capfd: pytest.CaptureFixture[str]) -> None:
     with sign_of_life("hsx plan: asking ...", seconds=3600):
         pass
     assert capfd.readouterr().err == ""
 
 
-def test_every_command_that_works_itself_says_at_what() -> None:
+def test_every_command_has_a_sign_of_life() -> None:
     assert [name for name, command in COMMANDS.items() if command.at_work is None] == ["emulate"]
 
 
-def test_the_sign_goes_to_stderr_and_leaves_the_result_alone(place: Path) -> None:
+def test_sign_of_life_goes_to_stderr_only(place: Path) -> None:
     code = (
         "import sys, vllm_ascend_hsx.cli.output as o; o.sign_of_life.__wrapped__.__defaults__ = "
         "(0.0,)\n"
@@ -207,7 +205,7 @@ def strange(tmp_path: Path) -> Path:
     ],
     ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else None,
 )
-def test_names_of_any_bytes_are_spelt_out_on_every_output(
+def test_names_that_are_not_utf8_are_escaped_on_every_output(
     strange: Path, words: list[str], code: int
 ) -> None:
     arguments = [os.fsencode(word.format(strange)) for word in words]
@@ -237,7 +235,7 @@ def test_names_of_any_bytes_are_spelt_out_on_every_output(
 @pytest.mark.parametrize(
     "words", ["--help", "verify --help", "verify {}/rows --jobs 1", "clean {}/rows"]
 )
-def test_an_output_on_a_full_disk_is_one_line_on_stderr(
+def test_output_to_a_full_disk_gives_one_line_on_stderr(
     place: Path, words: str, buffered: bool
 ) -> None:
     environ = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
@@ -323,7 +321,7 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
         (signal.SIGKILL, False, False, -9, []),
     ],
 )
-def test_a_signal_ends_verify_and_all_its_processes_without_a_traceback_of_any(
+def test_signal_ends_verify_and_its_processes_without_a_traceback(
     stalled: tuple[list[str], dict[str, str], int, TextIO],
     number: int,
     to_all: bool,
@@ -365,7 +363,7 @@ def look(path, listed, checksum):
 """
 
 
-def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Path) -> None:
+def test_verify_shows_partial_results_if_a_process_is_killed(tmp_path: Path) -> None:
     """As the system does if memory is short."""
     (tmp_path / "stalled.py").write_text(KILLED)
     for number in range(6):
@@ -394,6 +392,6 @@ def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Pa
     result = json.loads(done.stdout)
     assert result["good"] + result["unseen"] == 6 and result["unseen"] > 0
     assert (
-        f"one of its processes was killed, perhaps for want of memory: {result['unseen']} files "
-        "have no verdict"
+        f"a process was killed, possibly for lack of memory: {result['unseen']} files were not "
+        "checked"
     ) in said[0]

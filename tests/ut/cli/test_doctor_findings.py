@@ -103,7 +103,7 @@ def environ_of(root: Path, **more: str) -> dict[str, str]:
     [{}, {"VLLM_PLUGINS": "ascend,ascend_hsx"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}],
     ids=str,
 )
-def test_a_machine_that_has_everything_is_told_its_versions(
+def test_complete_machine_gets_its_versions(
     installed: Path, machine: Path, environ: dict[str, str]
 ) -> None:
     found = by_name(check_software(environ_of(machine, **environ), machine))
@@ -156,9 +156,9 @@ CHANGES = {
     "no torch-npu": Change(
         "torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}
     ),
-    "another CANN": Change("CANN", "8.5.0; vllm-ascend wants 9.1.0", "", cann="version=8.5.0\n"),
+    "another CANN": Change("CANN", "8.5.0; vllm-ascend requires 9.1.0", "", cann="version=8.5.0\n"),
     "the CANN of a later image": Change(
-        "CANN", "9.2.0; vllm-ascend wants 9.1.0", "", cann="version=9.2.0\n"
+        "CANN", "9.2.0; vllm-ascend requires 9.1.0", "", cann="version=9.2.0\n"
     ),
     "a CANN that no variable names": Change(
         "CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}
@@ -173,7 +173,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_differs_is_one_problem_that_names_what_is_right(
+def test_each_difference_is_one_problem_with_the_right_version(
     installed: Path, machine: Path, change: Change
 ) -> None:
     for name, version in change.packages.items():
@@ -258,7 +258,7 @@ def build_image(packages: Path, machine: Path, build: Build) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_what_an_official_image_has_is_no_problem(
+def test_versions_of_official_images_are_no_problem(
     installed: Path, machine: Path, build: Build
 ) -> None:
     build_image(installed, machine, build)
@@ -275,12 +275,15 @@ def test_what_an_official_image_has_is_no_problem(
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
-        ({"torch_npu": "2.9.0.post4"}, "In an image of vllm-ascend, start it anew."),
+        (
+            {"torch_npu": "2.9.0.post4"},
+            "In a container of vllm-ascend's image, start a new container.",
+        ),
         ({"cann": "9.0.1"}, "use vllm-ascend's container image"),
     ],
     ids=["torch-npu", "CANN"],
 )
-def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remedy(
+def test_other_base_release_is_one_problem_with_the_image_as_remedy(
     installed: Path, machine: Path, image: Image, wrong: dict[str, str], remedy: str
 ) -> None:
     build_image(installed, machine, replace(Build(image, "2.10.0.post4", image.cann), **wrong))  # type: ignore[arg-type]
@@ -290,7 +293,7 @@ def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remed
     assert remedy in problem.what_to_do
     assert (problem.name == "CANN") == ("cann" in wrong)
     if image is OF_0_30 and "cann" in wrong:
-        assert problem.found == "9.0.1; vllm-ascend wants 9.1.0 or 9.2.0"
+        assert problem.found == "9.0.1; vllm-ascend requires 9.1.0 or 9.2.0"
 
 
 def test_each_checked_release_has_a_row_of_images_with_the_versions_that_it_requires() -> None:
@@ -326,7 +329,7 @@ def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(
         ("vllm-ascend", "0.23.1", "0.23.0, 0.23.0.post1 were"),
     ],
 )
-def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide(
+def test_unchecked_release_is_only_a_note(
     installed: Path, machine: Path, name: str, version: str, others: str
 ) -> None:
     without(installed, name)
@@ -337,7 +340,7 @@ def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide
         "software",
         name,
         "note",
-        f"{version}; not checked, as {others}",
+        f"{version} was not checked, only {others}",
         f"If a patch point does not hold: pip install {name}==0.23.0.",
     )
 
@@ -350,9 +353,7 @@ def test_model_runner_v2_is_no_problem_from_0_30_on(
     assert "model runner" not in found
 
 
-def test_what_is_not_installed_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_packages_are_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [])
     found = by_name(check_software({}, tmp_path))
     assert {name for name, each in found.items() if each.verdict == "problem"} == {
@@ -365,7 +366,7 @@ def test_what_is_not_installed_is_a_problem(
     assert found["plugin"].found == "no entry point vllm.general_plugins: ascend_hsx"
 
 
-def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(
+def test_machine_without_npus_has_one_problem_that_names_the_emulator(
     installed: Path, tmp_path: Path
 ) -> None:
     without(installed, "torch-npu")
@@ -380,7 +381,7 @@ def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(
     assert not [each for each in found if "nstall" in each.what_to_do]
 
 
-def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions(
+def test_cann_release_is_read_from_component_versions(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "runtime").mkdir()
@@ -388,9 +389,7 @@ def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions
     assert software.cann_version(tmp_path) == "8.0.0"
 
 
-def test_a_container_without_driver_and_npus_is_told_what_to_mount(
-    installed: Path, machine: Path
-) -> None:
+def test_container_without_driver_is_told_what_to_mount(installed: Path, machine: Path) -> None:
     (machine / "usr/local/Ascend/driver/version.info").unlink()
     for path in (machine / "dev").iterdir():
         if path.name != "davinci_manager":
@@ -400,7 +399,9 @@ def test_a_container_without_driver_and_npus_is_told_what_to_mount(
     assert found["NPUs"].verdict == "problem"
 
 
-def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_emulated_npus_are_reported_as_emulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(software.SITE))
     found = by_name(check_software({"HSX_EMULATOR_NPUS": "4"}, tmp_path))
     assert found["NPUs"].verdict == "note" and found["NPUs"].found.startswith("4, emulated")
@@ -414,7 +415,7 @@ def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     "options", [FileOptions(), FileOptions(use_lock=False), FileOptions(durability="fdatasync")]
 )
-def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(
+def test_directory_is_tested_like_a_server_and_left_unchanged(
     tmp_path: Path, options: FileOptions
 ) -> None:
     (tmp_path / "other.safetensors").touch()
@@ -436,7 +437,7 @@ def test_free_space_is_counted_in_rows_of_the_model(
     assert stored_format("minimax-m2").hidden_size == 3072
 
 
-def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None:
+def test_missing_directory_is_created_and_reported_as_new(tmp_path: Path) -> None:
     assert (
         "did not exist and was created"
         in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))[
@@ -451,14 +452,14 @@ def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None
     )
 
 
-def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
+def test_unusable_directory_is_a_problem_with_the_remedy_of_the_sink(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file", FileOptions())
     assert found.verdict == "problem" and "cannot be a directory" in found.found
     assert found.what_to_do == "Name a directory, or remove what is there."
 
 
-def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(
+def test_full_disk_is_a_problem_and_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 100 << 20)
@@ -469,7 +470,7 @@ def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(
     )
 
 
-def test_a_write_that_fails_is_a_problem_and_leaves_nothing(
+def test_failed_write_is_a_problem_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -506,20 +507,20 @@ def config_json(directory: Path, **fields: object) -> str:
     return str(directory)
 
 
-def test_a_target_that_collects_hidden_states_is_good() -> None:
+def test_target_that_collects_hidden_states_is_ok() -> None:
     found = by_name(check_target("minimax-m2"))
     assert found["model"].verdict == found["plan"].verdict == "ok"
     assert "MiniMaxM2ForCausalLM" in found["model"].found
     assert found["plan"].found == "62 layers x 3072, bfloat16: 6,144 bytes per token and layer"
 
 
-def test_a_target_that_a_server_refuses_is_a_problem_that_lists_the_others(tmp_path: Path) -> None:
+def test_refused_target_is_a_problem_that_lists_supported_targets(tmp_path: Path) -> None:
     (found,) = check_target(config_json(tmp_path, architectures=["OPTForCausalLM"]))
     assert found.verdict == "problem" and "OPTForCausalLM" in found.found
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
-def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(
+def test_unservable_target_is_a_problem_with_the_reason(
     tmp_path: Path,
 ) -> None:
     (found,) = check_target(
@@ -536,7 +537,7 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
-def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> None:
+def test_untested_target_is_a_note(tmp_path: Path) -> None:
     found = by_name(check_target(config_json(tmp_path, architectures=["ApertusForCausalLM"])))[
         "model"
     ]
@@ -546,7 +547,7 @@ def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> No
         and "no test" in found.found
     )
     assert found.what_to_do.startswith(
-        "Compare its rows with transformers first: hsx demo --device npu --model "
+        "First compare the rows with transformers: hsx demo --device npu --model "
     )
 
 
@@ -558,5 +559,5 @@ def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) 
 
 
 def test_a_problem_without_a_remedy_cannot_be_reported() -> None:
-    with pytest.raises(ValueError, match="something to do about it"):
+    with pytest.raises(ValueError, match="needs a remedy"):
         Finding("software", "vllm", "problem", "not installed")

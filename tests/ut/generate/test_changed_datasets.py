@@ -126,7 +126,7 @@ def in_place(before: str, now: str) -> Counter[str]:
         pytest.param("abcdef", "fXaYc", "XY", 3, id="half of them are left"),
     ],
 )
-def test_only_new_contents_are_asked_for(
+def test_only_new_content_is_requested(
     words: Words, before: str, now: str, new: str, moved: int
 ) -> None:
     """Members of shards stay where they are: a row that has another place is generated again."""
@@ -158,7 +158,7 @@ def test_only_new_contents_are_asked_for(
     kind=st.sampled_from(sorted(SINKS)),
     deaths=st.lists(st.integers(1, 30), max_size=2),
 )
-def test_rows_are_asked_for_whose_contents_are_in_no_finished_file_whenever_the_run_is_killed(
+def test_after_a_kill_only_content_without_a_file_is_requested(
     before: str, now: str, refuses: str, kind: str, deaths: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, Words(Path(folder), kind) as words:
@@ -228,9 +228,7 @@ def killed_at(last: int, words: Words, word: str) -> bool:
 
 
 @pytest.mark.parametrize("now", ["bcaed", "Xabcde", "badc", "cbXe"])
-def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(
-    tmp_path: Path, now: str
-) -> None:
+def test_kill_before_any_filesystem_change_loses_no_row(tmp_path: Path, now: str) -> None:
     last, dies = 0, True
     while dies:
         last += 1
@@ -247,7 +245,7 @@ def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(
     assert last > 2
 
 
-def test_a_file_of_a_row_that_the_dataset_no_longer_has_does_not_stay(words: Words) -> None:
+def test_file_of_a_row_removed_from_the_dataset_is_removed(words: Words) -> None:
     """Nobody is to train on it."""
     assert words.run("abcdef").code == 0
     run = words.run("abcd!", "--skip-invalid")
@@ -255,23 +253,23 @@ def test_a_file_of_a_row_that_the_dataset_no_longer_has_does_not_stay(words: Wor
     words.check("abcd")
 
 
-def test_rows_beyond_the_limit_are_not_looked_at(words: Words) -> None:
+def test_rows_beyond_the_limit_are_ignored(words: Words) -> None:
     assert words.run("abcdef").code == 0
     run = words.run("abXYZZ", "--limit", 3)
     assert (run.code, run.asked) == (0, Counter("X")), run.printed
     words.check("abXdef")
 
 
-def test_another_dataset_is_refused_and_nothing_changes(words: Words) -> None:
+def test_another_dataset_is_refused_and_changes_nothing(words: Words) -> None:
     assert words.run("abcdef").code == 0
     ledger = (words.output / "ledger.jsonl").read_bytes()
     run = words.run("abXYZW")
     assert (run.code, run.asked) == (2, Counter()), run.printed
     problem = (
-        f"{words.output} holds rows of another dataset: only 2 of its 6 finished rows are rows "
+        f"{words.output} holds rows of another dataset: only 2 of 6 finished rows are in "
         f"of {words.root / 'data.jsonl'}"
     )
-    assert f"{problem}; name another --output" in run.printed
+    assert f"{problem}; give another --output" in run.printed
     words.check("abcdef")
     assert (words.output / "ledger.jsonl").read_bytes() == ledger
 
@@ -285,8 +283,8 @@ def test_only_a_run_of_one_rank_renames_files(
     run = words.run("abcdfe", "--world-size", 2, "--rank", 1)
     assert (run.code, run.asked) == (2, Counter())
     assert (
-        "2 finished rows have another place in " in run.printed
-        and "call once with --world-size 1 --rank 0" in run.printed
+        "2 finished rows have moved in " in run.printed
+        and "run once with --world-size 1 --rank 0" in run.printed
     )
     words.check("abcdef")
     for rank, asked in ((0, "X"), (1, "Y")):

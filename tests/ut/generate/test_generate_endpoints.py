@@ -74,7 +74,7 @@ def now() -> float:
     return round(asyncio.get_running_loop().time(), 3)
 
 
-def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
+def test_least_busy_endpoint_gets_the_next_request() -> None:
     async def scenario() -> None:
         made = balancer(3)
         for _ in range(6):
@@ -87,7 +87,7 @@ def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
     run(scenario)
 
 
-def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
+def test_row_goes_to_the_endpoint_with_its_prefix_unless_that_is_busier() -> None:
     async def scenario() -> None:
         made = balancer(2)
         near, other = made.endpoints
@@ -105,9 +105,7 @@ def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
     run(scenario)
 
 
-def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_with_one_trial() -> (
-    None
-):
+def test_pause_of_a_failing_endpoint_doubles_and_ends_with_one_trial() -> None:
     async def scenario() -> None:
         made = balancer(1)
         (endpoint,) = made.endpoints
@@ -132,7 +130,7 @@ def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_
     run(scenario)
 
 
-def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(
+def test_pause_that_ends_during_the_choice_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing else would wake who waits for an endpoint, for nothing is under way."""
@@ -146,7 +144,7 @@ def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(
     run(scenario)
 
 
-def test_others_do_the_work_while_one_pauses() -> None:
+def test_other_endpoints_are_used_during_a_pause() -> None:
     async def scenario() -> None:
         made = balancer(2)
         down, well = made.endpoints
@@ -161,7 +159,7 @@ def test_others_do_the_work_while_one_pauses() -> None:
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(
+def test_wrong_answers_pause_a_new_endpoint_immediately_and_a_proven_one_after_three(
     proven: bool,
 ) -> None:
     async def scenario() -> None:
@@ -178,7 +176,7 @@ def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_a
     run(scenario)
 
 
-def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
+def test_retry_after_is_respected() -> None:
     async def scenario() -> None:
         made = balancer(2)
         fail(made, await made.acquire(), Failure.WRONG, retry_after=50)
@@ -190,7 +188,7 @@ def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
 
 
 @pytest.mark.parametrize("failure", [None, Failure.REFUSED])
-def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(
+def test_new_endpoint_gets_one_request_at_a_time_and_waiters_are_woken(
     failure: Failure | None,
 ) -> None:
     async def scenario() -> None:
@@ -250,7 +248,7 @@ REFUSALS = [Failure.REFUSED, Failure.ABSENT]
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_has_not_published_yet(
+def test_refusals_and_late_files_count_as_answers(
     failure: Failure,
 ) -> None:
     async def scenario() -> None:
@@ -274,9 +272,7 @@ def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_ha
     st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Failure, None])), max_size=60),
     st.integers(1, 3),
 )
-def test_whatever_happens_requests_are_counted_and_none_is_lost(
-    events: list[tuple[int, Failure | None]], count: int
-) -> None:
+def test_all_requests_are_counted(events: list[tuple[int, Failure | None]], count: int) -> None:
     async def scenario() -> None:
         made = balancer(count)
         held: list[Endpoint] = []

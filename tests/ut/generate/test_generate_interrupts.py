@@ -67,7 +67,7 @@ class SlowServer(DeadlyServer):
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(
+def test_after_an_interrupt_finished_rows_are_not_requested_again(
     tmp_path: Path, kind: str
 ) -> None:
     chance = random.Random(seed := random.randrange(10**6))
@@ -115,7 +115,7 @@ def logged_rows(runs: Runs) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(
+def test_requests_in_flight_may_end_after_a_signal_and_are_logged(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """Two of them are answered when the signal has arrived; the third one is not."""
@@ -153,9 +153,7 @@ def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(
 
 
 @pytest.mark.parametrize("behaviour", [502, "drop"])
-def test_a_signal_is_not_held_up_by_a_pause_or_a_retry(
-    tmp_path: Path, behaviour: str | int
-) -> None:
+def test_signal_interrupts_a_pause_or_a_retry_delay(tmp_path: Path, behaviour: str | int) -> None:
     runs = Runs(tmp_path)
     runs.options += ["--retry-delay", "600"]
     fails = threading.Event()

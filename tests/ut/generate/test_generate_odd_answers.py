@@ -85,7 +85,7 @@ ELSEWHERE: dict[str, Callable[[OddServer, Seen], str]] = {
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 @pytest.mark.parametrize("stores", [True, False])
-def test_only_the_file_of_the_request_itself_is_taken_or_removed(
+def test_only_the_file_of_the_request_is_used_or_removed(
     bench: Bench, server: OddServer, what: str, stores: bool
 ) -> None:
     touched: list[Path] = []
@@ -164,9 +164,7 @@ BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_an_odd_answer_is_the_failure_of_its_row_alone(
-    bench: Bench, server: OddServer, what: str
-) -> None:
+def test_malformed_answer_fails_only_its_row(bench: Bench, server: OddServer, what: str) -> None:
     server.status, body, reason = BODIES[what]
     server.body, server.stores = body(server), False
     records = [
@@ -180,7 +178,7 @@ def test_an_odd_answer_is_the_failure_of_its_row_alone(
     assert bench.lines()[2]["status"] == "failed"
 
 
-def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(
+def test_control_characters_in_the_reason_of_a_server_are_escaped(
     bench: Bench, server: OddServer
 ) -> None:
     server.fails = ESCAPES.replace("\ud800", "")
@@ -192,7 +190,7 @@ def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(
 @pytest.mark.parametrize(
     "location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"]
 )
-def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(
+def test_invalid_redirect_fails_only_its_row(
     bench: Bench, server: OddServer, location: str
 ) -> None:
     """A proxy may send one at the end of a session."""
@@ -222,7 +220,7 @@ def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(
         b'{"a": 1',
     ],
 )
-def test_a_list_of_models_that_is_none_is_told(
+def test_malformed_list_of_models_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object
 ) -> None:
     send = FakeServer.send
@@ -243,7 +241,7 @@ def test_a_list_of_models_that_is_none_is_told(
     assert bench.server.seen == []
 
 
-def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServer) -> None:
+def test_retry_after_is_limited(server: OddServer) -> None:
     async def ask() -> float | None:
         server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
         async with Client(Options("", Path())) as client:

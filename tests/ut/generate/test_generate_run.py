@@ -88,7 +88,7 @@ def test_rows_of_generated_tokens(bench: Bench) -> None:
     ]
     # The same rows, asked for otherwise, are others.
     code, printed = bench.run(records=records)
-    assert code == 2 and "requests of another kind: max_tokens was 4, is 1" in printed
+    assert code == 2 and "other requests: max_tokens was 4, is 1" in printed
 
 
 # Retries
@@ -162,7 +162,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_asked_for_again_and_what_is_given_up(any_bench: Bench, name: str) -> None:
+def test_which_failures_are_retried(any_bench: Bench, name: str) -> None:
     bench, case = any_bench, CASES[name]
 
     def behave(seen: Seen) -> str | int:
@@ -180,7 +180,7 @@ def test_what_is_asked_for_again_and_what_is_given_up(any_bench: Bench, name: st
     bench.check([row for row in range(6) if row != 2 or case.status == "done"])
 
 
-def test_a_row_that_failed_is_asked_for_again_by_the_next_run_and_no_other(bench: Bench) -> None:
+def test_next_run_requests_only_failed_rows(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row in (1, 4) else "ok"
     assert bench.run()[0] == 1
     bench.server.behave = lambda seen: "ok"
@@ -193,7 +193,7 @@ def test_a_row_that_failed_is_asked_for_again_by_the_next_run_and_no_other(bench
 # When to stop
 
 
-def test_so_many_errors_in_a_row_end_the_run(bench: Bench) -> None:
+def test_consecutive_errors_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 503 if seen.row >= 10 else "ok"  # type: ignore[operator]
     options = ("--max-consecutive-errors", 4, "--concurrency", 1, "--max-retries", 0)
     code, printed = bench.run(*options, records=60)
@@ -205,7 +205,7 @@ def test_so_many_errors_in_a_row_end_the_run(bench: Bench) -> None:
     bench.check(list(range(10)), records=60)
 
 
-def test_errors_with_finished_rows_in_between_do_not(bench: Bench) -> None:
+def test_errors_with_finished_rows_in_between_do_not_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 503 if seen.row % 2 else "ok"  # type: ignore[operator]
     assert (
         bench.run(
@@ -216,7 +216,7 @@ def test_errors_with_finished_rows_in_between_do_not(bench: Bench) -> None:
     bench.check(list(range(0, 20, 2)), records=20)
 
 
-def test_refusals_of_rows_do_not_end_the_run_however_many(bench: Bench) -> None:
+def test_refused_rows_do_not_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row < 10 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--max-consecutive-errors", 3, "--concurrency", 1, records=20)
     assert code == 1 and "errors in a row" not in printed
@@ -226,7 +226,7 @@ def test_refusals_of_rows_do_not_end_the_run_however_many(bench: Bench) -> None:
     bench.check(list(range(10, 20)), records=20)
 
 
-def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) -> None:
+def test_permanently_dead_server_ends_the_run(bench: Bench) -> None:
     def die(seen: Seen, stage: str) -> None:
         if seen.row == 3 and stage == "asked":
             bench.server._loop.call_soon_threadsafe(bench.server._server.close)
@@ -235,15 +235,12 @@ def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) ->
     bench.server.behave = lambda seen: "drop" if seen.row >= 3 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--concurrency", 1, "--max-consecutive-errors", 3, records=40)
     assert code == 1
-    assert (
-        "is tried again in" in printed
-        and "every server fails; 2 more errors end the run" in printed
-    )
+    assert "next request to" in printed and "all servers fail; 2 more errors end the run" in printed
     assert "stopped: 3 errors in a row" in printed
     bench.check([0, 1, 2], records=40)
 
 
-def test_quantised_rows_are_rows_too(bench: Bench, tmp_path: Path) -> None:
+def test_quantised_rows_are_accepted(bench: Bench, tmp_path: Path) -> None:
     with FakeServer(tmp_path / "second", quantization="fp8") as other:
         bench.output = other.storage
         assert bench.run("--validate", endpoint=other.url)[0] == 0
@@ -282,7 +279,7 @@ def test_a_limit_can_be_raised_later(bench: Bench) -> None:
     assert bench.server.asked == Counter(range(6))
 
 
-def test_many_are_under_way_at_a_time_and_no_more_than_wanted(bench: Bench) -> None:
+def test_concurrency_limits_requests_in_flight(bench: Bench) -> None:
     # The first one to come is answered at once: until then the server gets one at a time.
     bench.server.behave = lambda seen: (
         "after-next" if seen.row % 4 and len(bench.server.seen) > 1 else "ok"
@@ -294,7 +291,7 @@ def test_many_are_under_way_at_a_time_and_no_more_than_wanted(bench: Bench) -> N
     bench.check(list(range(41)), records=41)
 
 
-def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> None:
+def test_path_in_use_by_another_request_is_retried(bench: Bench) -> None:
     async def do_in_use(exchange: Exchange) -> None:
         problem = path_in_use(str(bench.server.path(exchange.seen)))
         await bench.server.answer(
@@ -314,7 +311,7 @@ def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> 
     [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
     ids=["text", "chat"],
 )
-def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken(
+def test_file_of_another_request_is_never_used_for_a_text(
     any_bench: Bench, record: dict[str, Any]
 ) -> None:
     """A killed run's server may still write rows of another dataset under this name."""
@@ -348,7 +345,7 @@ def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken
     [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
     ids=["text", "chat"],
 )
-def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(
+def test_file_of_a_text_is_used_without_an_answer_if_this_run_requested_it(
     any_bench: Bench, record: dict[str, Any]
 ) -> None:
     any_bench.server.behave = lambda seen: "drop-complete"
@@ -356,7 +353,7 @@ def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(
     assert any_bench.server.asked == Counter({0: 1})
 
 
-def test_the_documented_command_does_what_it_says(bench: Bench, tmp_path: Path) -> None:
+def test_documented_command_works(bench: Bench, tmp_path: Path) -> None:
     (shown,) = blocks("generate.md", "generate")
     with FakeServer(bench.output) as second:
         data = write_jsonl(

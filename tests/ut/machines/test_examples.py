@@ -35,13 +35,13 @@ if [ "$1" = serve ]; then trap 'echo ended >> "$CALLS"; exit 0' TERM; touch "$RE
 }
 
 
-def test_every_example_is_checked_here() -> None:
+def test_every_example_is_tested() -> None:
     assert sorted(path.name for path in EXAMPLES.iterdir()) == sorted(
         path.name for path in (SBATCH, JOB, RECIPE)
     )
 
 
-def test_shellcheck_finds_nothing_in_the_batch_script() -> None:
+def test_batch_script_passes_shellcheck() -> None:
     whole = SBATCH.read_text()
     on_a_node = "#!/bin/bash\n" + whole.partition("bash -c '")[2].partition("' generate")[0]
     for script in (whole, on_a_node):
@@ -81,7 +81,7 @@ def test_the_batch_script_serves_and_generates_on_each_node_and_ends_its_servers
 
 
 @pytest.mark.long  # its schemas are large: see requirements/test-all.txt
-def test_the_job_is_right_by_the_schemas_of_kubernetes() -> None:
+def test_job_matches_the_schemas_of_kubernetes() -> None:
     validator = pytest.importorskip(
         "kubernetes_validate",
         reason="needs requirements/test-all.txt, which `make test-all` installs",
@@ -94,7 +94,7 @@ def test_the_job_is_right_by_the_schemas_of_kubernetes() -> None:
         validator.validate(resources[0], "1.37", strict=True)
 
 
-def test_the_job_is_an_indexed_one_whose_ranks_are_as_many_as_its_completions(
+def test_job_is_indexed_with_as_many_ranks_as_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, servers = yaml.safe_load_all(JOB.read_text())
@@ -138,7 +138,7 @@ def test_the_job_is_an_indexed_one_whose_ranks_are_as_many_as_its_completions(
 
 
 @pytest.mark.long  # Ray is large: see requirements/test-all.txt
-def test_the_recipe_reads_every_row_on_a_cluster(tmp_path: Path) -> None:
+def test_recipe_reads_every_row_on_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip(
         "ray", reason="needs requirements/test-all.txt, which `make test-all` installs"
     )

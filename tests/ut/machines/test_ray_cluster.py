@@ -40,7 +40,7 @@ def wait_for_rows(cluster: Cluster, count: int) -> None:
         time.sleep(0.02)  # the servers are other processes
 
 
-def test_a_machine_that_dies_costs_no_row_and_does_none_twice(
+def test_dead_machine_loses_no_row_and_repeats_none(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     rows = pytestconfig.getoption("--ray-rows") or 1500
@@ -85,7 +85,7 @@ def test_a_machine_that_dies_costs_no_row_and_does_none_twice(
     )
 
 
-def test_a_machine_that_joins_is_used_and_one_without_the_label_is_not(tmp_path: Path) -> None:
+def test_joining_machine_is_used_only_with_the_label(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.jsonl", records := token_rows(1500))
     (tmp_path / "out").mkdir()
     with ray_cluster(tmp_path / "out", tmp_path) as cluster:

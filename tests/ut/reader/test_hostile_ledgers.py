@@ -67,7 +67,7 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
         assert len(ledger.finished.marks) == 3
     for line in ODD_LINES:
         path.write_bytes(line.encode() + b"\n" + whole)
-        with pytest.raises(InputError, match="does not begin as a ledger"):
+        with pytest.raises(InputError, match="is not a ledger of version"):
             open_ledger(tmp_path, request)
 
 
