@@ -1,4 +1,4 @@
-"""A path or number that cannot be used is one line with option, value and bounds; exit code 2."""
+"""An invalid path or number gives one line with option, value and bounds, and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY = float(LONGEST_S)
 TIB = float(1 << 40)
 GENERATE = ["generate", "--data", "{dir}/none.jsonl", "--output", "{dir}/out"]
 PLAN = ["plan", "minimax-m2"]
-# (command, option) with its smallest and its largest number. A smallest of None: any above 0.
+# Smallest and largest number of (command, option). A smallest of None means any above 0.
 WHOLE = {
     (*GENERATE, "--concurrency"): (1, 1000),
     (*GENERATE, "--max-retries"): (0, 1000),
@@ -102,14 +102,14 @@ def ids(case: tuple[str, ...]) -> str:
 def refusal(
     case: tuple[str, ...], value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """The last line of the error."""
+    """Return the last line of the error."""
     arguments = [word.replace("{dir}", str(folder)) for word in case]
     tail = ["--", "true"] if case[0] == "emulate" else []
     try:
         words = [*arguments[:-1], f"{arguments[-1]}={value}", *tail]
         code = (
             main(words) if case[0] != "demo" else demo.parse_arguments(words[1:])
-        )  # it would start a server
+        )  # the command would start a server
     except SystemExit as left:
         code = left.code
     printed = capsys.readouterr()
@@ -151,7 +151,7 @@ def test_value_just_outside_a_bound_is_refused(
 
 
 def accepted(case: tuple[str, ...], value: object, folder: Path) -> None:
-    """The options can be read; the command itself is not run."""
+    """Only the options are parsed; the command does not run."""
     words = [*(word.replace("{dir}", str(folder)) for word in case[1:-1]), f"{case[-1]}={value}"]
     if case[0] == "emulate":
         parse_npus("", str(value)) if case[-1] == "--npus" else parse_size("", str(value))

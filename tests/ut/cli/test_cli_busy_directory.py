@@ -1,4 +1,4 @@
-"""`hsx verify` and `hsx inspect` of a directory that servers and consumers use meanwhile."""
+"""`hsx verify` and `hsx inspect` of a directory that servers and consumers use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unlink(path: Path) -> None:
     path.unlink()
 
 
-# What is removed between the listing and the opening, and how.
+# Removals between the listing and the opening.
 REMOVED: dict[str, tuple[Callable[[Path], Path], Change]] = {
     "a file": (lambda directory: write(directory, "a", rows_of(3)), remove),
     "a file whose lock stays": (lambda directory: write(directory, "a", rows_of(3)), unlink),
@@ -52,7 +52,7 @@ REMOVED: dict[str, tuple[Callable[[Path], Path], Change]] = {
 
 @pytest.fixture
 def after_listing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something happen once the commands have listed the directory."""
+    """Call a function once the commands have listed the directory."""
 
     def arrange(change: Callable[[], object]) -> None:
         def listed(*arguments: Any) -> list[Path]:
@@ -129,7 +129,7 @@ def test_file_that_a_server_is_writing_is_not_bad(
         assert "1 good, 0 bad, 0 failed requests, 1 not checked" in said
         assert inspect.main([str(tmp_path)]) == 0
         assert "a server is still writing it" in " ".join(capsys.readouterr().out.split())
-        assert inspect.main([str(path)]) == 1  # asked for itself, it is not there
+        assert inspect.main([str(path)]) == 1  # given by name, it does not exist
         under_way.discard()
 
 

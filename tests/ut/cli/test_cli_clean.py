@@ -1,4 +1,4 @@
-"""`hsx clean` removes what nobody will need, and nothing that a server or a reader might."""
+"""`hsx clean` removes leftovers, but nothing that a server or a reader may need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def age(path: Path, days: float) -> None:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Fill the directory: files, empty locks, errors 10 and 1 days old, a dead server's remains."""
+    """Create files, empty locks, errors of 10 days and 1 day, and leftovers of a dead server."""
     with FileSink(tmp_path, FORMAT) as sink:
         for folder in ("", "day/"):
             publish(sink, tmp_path, f"{folder}complete")

@@ -1,4 +1,4 @@
-"""`hsx clean` removes what consumers have acknowledged, by age or size, and nothing else."""
+"""`hsx clean` removes only files that consumers have acknowledged, by age or size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def data_in(directory: Path) -> set[str]:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Write five files; four were acknowledged so many hours ago as their names say."""
+    """Write five files. The names of four have the hours since the acknowledgement."""
     with FileSink(tmp_path, FORMAT) as sink:
         for name in ("ack-1", "ack-2", "day/ack-3", "ack-4", "kept"):
             publish(sink, tmp_path, name)
@@ -229,7 +229,9 @@ def test_removals_match_the_options_exactly(
         path = storage / f"{number}.safetensors"
         path.write_bytes(b"x" * 100)
         if age is not None:
-            acknowledge(path, age + 0.5 + number / 100)  # of one age, later ones are older
+            acknowledge(
+                path, age + 0.5 + number / 100
+            )  # for equal ages, later files count as older
     left = {str(number): age for number, age in enumerate(ages)}
     for number, age in sorted(enumerate(ages), key=lambda each: -((each[1] or 0) + each[0] / 100)):
         is_old = age is not None and older is not None and age + 0.5 + number / 100 > older

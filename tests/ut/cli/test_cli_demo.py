@@ -1,4 +1,4 @@
-"""`hsx demo` from end to end, against a server without an NPU whose faults must be reported."""
+"""`hsx demo` from end to end with a fake server. Faults of the server must be reported."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
 def fake(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> pytest.MonkeyPatch:
-    """The demo starts the fake server; HSX_TEST_FAULT says how it is wrong."""
+    """Let the demo start the fake server. HSX_TEST_FAULT selects the fault."""
     known = tmp_path_factory.getbasetemp() / "known"
 
     def command(self: ServeOptions) -> list[str]:
@@ -132,7 +132,7 @@ def test_difference_between_graphs_and_eager_gives_exit_code_1(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without a reference each run is right by itself."""
+    """Without a reference, each run is right by itself."""
     fake.setenv("HSX_TEST_FAULT", "graphs differ")
     arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--long-steps"]
     assert demo.main([*arguments, "--no-reference"]) == 1
@@ -268,10 +268,12 @@ def test_default_layers_end_with_the_last(layers: int, ids: tuple[int, ...]) -> 
 
 
 def running(output: Path) -> list[str]:
-    """The command lines that name the directory of hidden states of this output directory."""
+    """Return the command lines of processes that use this output directory."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we look
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # the process ended meanwhile
             lines.append(path.read_text(errors="replace"))
     return [line for line in lines if str(output / "hidden_states") in line]
 
@@ -290,7 +292,7 @@ demo._environment = lambda options: {{}}
 demo._compile_emulator = lambda console: None
 sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_path)!r}, "--no-reference"]))
 """
-    # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
+    # A shell starts background processes, possibly these tests, with SIGINT ignored.
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`hsx demo --loop`: what it prints of a run, and its exit code."""
+"""`hsx demo --loop`: output and exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RIGHT = {OURS: 20, TRANSFORMERS: 20, SHIFTED: 1}
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
-    """The loops that were run; each returns ten drafts of three tokens for each kind of rows."""
+    """Record the loops that are run. Each returns ten drafts of three tokens per kind of rows."""
     found: list[Loop] = []
 
     def run(self: Loop) -> Results:

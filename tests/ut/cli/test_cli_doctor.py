@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """Findings of software and patch points that the command is to show."""
+    """Set the findings of software and patch points that the command shows."""
     found = [Finding("software", "vllm", "ok", "0.23.0")]
     monkeypatch.setattr(command, "check_software", lambda: iter(found))
     held = Finding("patch points", "a.b", "ok", "called")

@@ -1,4 +1,4 @@
-"""What all commands do alike: result on stdout, progress on stderr, --json and --quiet."""
+"""Common behaviour of all commands: result on stdout, progress on stderr, --json, --quiet."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vllm_ascend_hsx.doctor import patch_points
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.report.result import HELD, Result
 
-# They run another program, whose output is theirs.
+# These commands run another program, and the output is that of the program.
 PASS_ON = {"emulate", "speculators"}
 
 
 class Case(NamedTuple):
-    """A command line that works, a part of its result, and one of its progress, if it has any."""
+    """A valid command line, a part of the result, and a part of the progress, if any."""
 
     words: str
     result: str
@@ -62,7 +62,7 @@ CASES = {
     "status": Case("{dir}/ledgers", "0 of 3 rows done"),
     "verify": Case("{dir}/rows", "2 good"),
 }
-NO_SHORT = ("serve", "-q")  # it is vLLM's --quantization
+NO_SHORT = ("serve", "-q")  # -q is vLLM's --quantization
 REFUSED = {
     "clean": "{dir}/none",
     "demo": "--model {dir}/none",
@@ -84,9 +84,9 @@ def test_every_command_is_in_the_table() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command of the tables with more options; its exit code and two outputs.
+    """Run a command of the tables with more options. Return exit code, stdout and stderr.
 
-    What takes minutes is replaced: servers, checks of the machine, steps of the report.
+    Servers, checks of the machine and steps of the report are replaced, because they take minutes.
     """
     for name in ("a", "b"):
         write(tmp_path / "rows", name, rows_of(5))
@@ -144,7 +144,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def fresh(tmp_path: Path, name: str) -> str:
-    """The words of a command, with a new directory for a report, which must be empty."""
+    """Return the words of a command. A report gets a new directory, because it must be empty."""
     return CASES[name].words.replace(
         "{dir}/report", f"{{dir}}/report-{len(list(tmp_path.iterdir()))}"
     )
@@ -164,7 +164,7 @@ def test_the_result_is_on_stdout_and_progress_on_stderr(
 
 
 def keys_of(command: str) -> set[str]:
-    """The keys that the documentation names for a command."""
+    """Return the documented keys of a command's JSON."""
     documented = dict(rows(page("operations.md").partition("## In scripts")[2]))
     return set(re.findall(r"`(\w+)`", documented[f"`hsx {command}`"]))
 
@@ -228,7 +228,7 @@ def test_json_is_one_object_on_stdout_with_the_documented_keys(
     code, out, err = run(name, fresh(tmp_path, name), "--json")
     assert code == 0 and CASES[name].progress in err
     printed = json.loads(out)
-    if name == "plan":  # its costs have names of their own
+    if name == "plan":  # the costs have separate names
         printed = {key: value for key, value in printed.items() if key in documented}
     assert set(printed) == documented
     assert run(name, fresh(tmp_path, name), "--json", "--quiet")[2] == "", (
@@ -259,7 +259,7 @@ def test_errors_go_to_stderr_only(name: str, options: list[str], run: Run) -> No
     code, out, err = run(name, REFUSED[name], *options)
     assert code == 2
     assert f"hsx {name}: " in err
-    assert out == "" or name == "status"  # that shows what it could read
+    assert out == "" or name == "status"  # the command shows the readable files
 
 
 def test_non_finite_numbers_are_null_in_json(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`hsx inspect` and `hsx verify` show what is wrong with files, and nothing that is not."""
+"""`hsx inspect` and `hsx verify` report all problems of files, and no others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_verify_reports_an_unreadable_folder(
     write(directory / "closed", "a", rows_of(3))
     scandir = os.scandir
 
-    def refuse(path: str) -> Any:  # permissions do not keep root out
+    def refuse(path: str) -> Any:  # root ignores permissions
         if os.fspath(path).endswith("closed"):
             raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
         return scandir(path)
@@ -247,7 +247,7 @@ def test_inspect_explains_a_lock_without_data(
 def test_verify_lists_free_locks_without_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are no reason for another exit code: a consumer may have taken the data."""
+    """Locks without data do not change the exit code: a consumer may have removed the data."""
     write(tmp_path, "a", rows_of(3))
     write(tmp_path, "folder/taken", rows_of(3)).unlink()
     with FileSink(tmp_path, FORMAT) as sink:

@@ -1,4 +1,4 @@
-"""`hsx`: which command does what, and what a mistyped one is told."""
+"""`hsx`: dispatch to commands, and errors for mistyped commands."""
 
 import importlib
 import subprocess
@@ -111,7 +111,7 @@ def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path
         "except KeyboardInterrupt as error:\n    raise ImportError('numpy') from error\n"
         "def main(argv): raise AssertionError('not interrupted')\n"
     )
-    # In the background a shell has its processes ignore the signal.
+    # A shell starts background processes with the signal ignored.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += (
         "from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', "
@@ -159,7 +159,7 @@ def test_the_package_can_be_run_as_a_module() -> None:
     assert done.returncode == 2
     assert (
         "hsx plan: MODEL='none' is neither a preset nor a file" in done.stderr
-    )  # a slow machine gives a sign of life, too
+    )  # a slow machine also prints the sign of life
 
 
 def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:

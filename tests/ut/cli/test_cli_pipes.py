@@ -1,4 +1,4 @@
-"""`hsx ... | head` ends silently with the exit code of a program killed by the broken pipe."""
+"""`hsx ... | head` ends silently, with the exit code of a program killed by SIGPIPE."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from vllm_ascend_hsx.cli.output import sign_of_life
 
 HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
 SIGN_OF_LIFE = re.compile(r"hsx [\w-]+: .* \.\.\.")  # the machine may be slow
-BROKEN_PIPE = 128 + 13  # what a shell calls the end by SIGPIPE
+BROKEN_PIPE = 128 + 13  # a shell's exit code for an end by SIGPIPE
 HELP = [("--help",), (), ("--version",), *((name, "--help") for name in COMMANDS)]
 
 
 def run_unread(*arguments: str | Path, buffered: bool, errors_too: bool = False) -> tuple[int, str]:
-    """Exit code and errors of a command whose output goes into a pipe that nobody reads."""
+    """Return exit code and errors of a command with output to a closed pipe."""
     readable, writable = os.pipe()
     os.close(readable)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -106,7 +106,7 @@ def test_closed_stderr_ends_a_command(place: Path, command: str) -> None:
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_command_without_open_outputs_does_its_work(place: Path, stream: str) -> None:
-    """As with `hsx verify DIR >&-`: there is no such descriptor at all."""
+    """As with `hsx verify DIR >&-`: the descriptor is not open."""
     number = {"stdout": 1, "stderr": 2}[stream]
     done = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {number}>&-', "sh", *HSX, "verify", str(place / "rows")],
@@ -117,7 +117,7 @@ def test_command_without_open_outputs_does_its_work(place: Path, stream: str) ->
 
 
 def test_broken_pipe_ends_an_emulated_program_as_usual() -> None:
-    """Python ignores the signal, and what it becomes would inherit that."""
+    """Python ignores the signal, and the program that replaces it would inherit that."""
     code, errors = run_unread(
         "emulate",
         "--npus",
@@ -165,7 +165,7 @@ def test_sign_of_life_goes_to_stderr_only(place: Path) -> None:
     assert done.stderr.splitlines()[0] == "hsx verify: reading files ..."
 
 
-# Names that no locale can write
+# Names that cannot be printed
 
 
 STRICT = {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
@@ -173,7 +173,7 @@ STRICT = {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
 
 @pytest.fixture
 def strange(tmp_path: Path) -> Path:
-    """Files whose names are no UTF-8, or would be an instruction to a terminal."""
+    """Create files with names that are not UTF-8 or have escape sequences."""
     directory = tmp_path / "d\udcff\x1b[31m"
     write(directory, "good", rows_of(5))
     for stem in ("x\udcff", "w\x1b[31m"):
@@ -228,7 +228,7 @@ def test_names_that_are_not_utf8_are_escaped_on_every_output(
         ]
 
 
-# Outputs that take nothing
+# Outputs that cannot be written
 
 
 @pytest.mark.parametrize("buffered", [True, False])
@@ -251,7 +251,7 @@ def test_output_to_a_full_disk_gives_one_line_on_stderr(
             check=False,
         )
     said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
-    if words == "verify --help" and not buffered:  # argparse keeps it to itself
+    if words == "verify --help" and not buffered:  # argparse suppresses the error
         assert (done.returncode, said) == (0, [])
         return
     assert (done.returncode, len(said)) == (1, 1), done.stderr
@@ -285,9 +285,9 @@ def look(path, listed, checksum):
 
 @pytest.fixture
 def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, TextIO]]:
-    """`hsx verify` of six files whose two processes wait for a lock.
+    """Run `hsx verify` of six files with two processes that wait for a lock.
 
-    Yields command, environment, the pipe to which each process writes at its start, and the lock.
+    Yields command, environment, the pipe to which each process writes at the start, and the lock.
     """
     os.mkfifo(tmp_path / "began")
     began = os.open(tmp_path / "began", os.O_RDWR)
@@ -296,7 +296,7 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     )
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
-    # In the background a shell has its processes ignore SIGINT.
+    # A shell starts background processes with SIGINT ignored.
     code = "import signal, sys, stalled; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
@@ -349,7 +349,9 @@ def test_signal_ends_verify_and_its_processes_without_a_traceback(
         raise
     said = [line for line in errors.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
     assert (process.returncode, output, "Traceback" in errors) == (code, "", False)
-    assert said == says or number == signal.SIGKILL  # Python's own process tells what was left then
+    assert (
+        said == says or number == signal.SIGKILL
+    )  # the resource tracker of Python reports leftovers then
 
 
 KILLED = """
@@ -364,7 +366,7 @@ def look(path, listed, checksum):
 
 
 def test_verify_shows_partial_results_if_a_process_is_killed(tmp_path: Path) -> None:
-    """As the system does if memory is short."""
+    """As the system does if memory runs out."""
     (tmp_path / "stalled.py").write_text(KILLED)
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))

@@ -1,4 +1,4 @@
-"""An error is one line on stderr, whatever was typed and whatever names files have."""
+"""An error is one line on stderr, whatever the arguments and names of files contain."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def options_of(name: str, capsys: pytest.CaptureFixture[str], taking: str) -> list[str]:
-    """The options in the help of a command that take a value, or none."""
+    """Return the options in the help of a command that take a value, or that take none."""
     with pytest.raises(SystemExit):
         COMMANDS[name].parse_arguments(["--help"])
     return re.findall(rf"^  (--[a-z-]+){taking}", capsys.readouterr().out, re.MULTILINE)
@@ -107,7 +107,7 @@ def options_of(name: str, capsys: pytest.CaptureFixture[str], taking: str) -> li
 
 @pytest.mark.parametrize(
     "name", sorted({*COMMANDS} - {"status"})
-)  # that has no option with a value
+)  # the command has no option with a value
 def test_two_dashes_are_not_a_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = options_of(name, capsys, r" [^ ]")
     assert options

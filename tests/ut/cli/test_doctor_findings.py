@@ -36,7 +36,7 @@ def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
 
 
 def install(directory: Path, name: str, version: str, rest: str = "") -> None:
-    """Metadata of a package, as pip leaves it."""
+    """Write the metadata of a package, as pip does."""
     folder = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(
@@ -52,7 +52,7 @@ VLLM_ASCEND = (
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an Ascend machine's metadata before this machine's and the emulated torch_npu's."""
+    """Put the metadata of an Ascend machine before that of this machine and the emulator."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for name, version, rest in (
@@ -63,14 +63,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         install(packages, name, version, rest)
     others = [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()]
-    # One change: what syspath_prepend undoes would be put back without the emulator.
+    # One change, because undoing syspath_prepend separately would lose the emulator.
     monkeypatch.setattr(sys, "path", [str(packages), *others])
     return packages
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """The files of an Ascend machine."""
+    """Create the files of an Ascend machine."""
     root = tmp_path / "root"
     toolkit = root / "usr/local/Ascend/cann" / f"{platform.machine()}-linux"
     toolkit.mkdir(parents=True)
@@ -122,13 +122,13 @@ def test_complete_machine_gets_its_versions(
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a sound machine, and the problem that it makes.
+    """A change to a complete machine, and the resulting problem.
 
     Attributes:
-        environ: variables that differ.
-        packages: what is installed instead, by name; None for nothing.
+        environ: changed variables.
+        packages: changed versions by name; None for a package that is not installed.
         cann: text of the toolkit's file.
-        name, found, what_to_do: of the finding, the last two in part.
+        name, found, what_to_do: fields of the finding; parts of the last two.
     """
 
     name: str
@@ -197,12 +197,12 @@ def test_each_difference_is_one_problem_with_the_right_version(
 
 @dataclass(frozen=True)
 class Build:
-    """Versions as they may be in an image, and the components of which the doctor makes a note.
+    """Possible versions in an image, and the components with a note.
 
     Attributes:
-        torch_npu: a daily build's version is nowhere named; these are the forms of earlier ones.
+        torch_npu: version of a daily build. It is not published, so earlier forms are used.
         cann: `version=` of the toolkit.
-        vllm_ascend: version of an editable installation, if it is not the release.
+        vllm_ascend: version of an editable installation, if it differs from the release.
     """
 
     image: Image
@@ -243,7 +243,7 @@ BUILDS = {
 
 
 def build_image(packages: Path, machine: Path, build: Build) -> None:
-    """Install what an image has: its metadata, and the file of its CANN toolkit."""
+    """Install the metadata and the file of the CANN toolkit of an image."""
     versions = {
         "vllm": f"{next(pair.vllm for pair in CHECKED_PAIRS if pair.vllm_ascend == build.image.vllm_ascend)}+empty",
         "vllm-ascend": build.vllm_ascend or build.image.vllm_ascend,
@@ -297,7 +297,7 @@ def test_other_base_release_is_one_problem_with_the_image_as_remedy(
 
 
 def test_each_checked_release_has_a_row_of_images_with_the_versions_that_it_requires() -> None:
-    """By the metadata of the installed one; images of 0.30.0rc2 replace some by daily builds."""
+    """Compare with the metadata. Images of 0.30.0rc2 replace some packages with daily builds."""
     assert [image.vllm_ascend for image in IMAGES] == [pair.vllm_ascend for pair in CHECKED_PAIRS]
     image = image_of(installed_version("vllm-ascend"))
     assert image is not None and image.vllm_ascend == installed_version("vllm-ascend")

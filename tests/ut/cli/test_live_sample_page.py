@@ -1,4 +1,4 @@
-"""The commands and the loop that docs/operations.md shows for live traffic work as they stand."""
+"""The commands and the loop for live traffic in docs/operations.md work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hsx plan` reckons, against numbers made by hand, and what it refuses."""
+"""`hsx plan`: results compared with calculations by hand, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REQUEST = Request(
     prompt_tokens=100,
     prefill_speed=500.0,
 )
-# Runs `hsx plan` where an import of what it must not need is an error.
+# Runs `hsx plan` where importing a package that it must not need is an error.
 ALONE = """
 import sys
 
@@ -75,11 +75,11 @@ def test_plan_matches_a_calculation_by_hand() -> None:
     assert result.staging_bytes == 2 * 128 * 384 == 98304
     assert (
         result.collected_bytes == 2 * 128 * 64 * 2 == 32768
-    )  # ids 0 and 1; the state after the last layer comes when all else is gone
+    )  # ids 0 and 1; the state after the last layer needs no additional memory
     assert result.kept == 1 - 98304 / (1 << 20) == 0.90625
     assert result.kept_at_least == 1 - (98304 + 32768) / (1 << 20) == 0.875
     assert result.ring_bytes == 64 << 10
-    # A page for the header, and a token id of 8 bytes with each row.
+    # A page for the header, and 8 bytes for the token id of each row.
     assert result.stored_bytes == 384 + 8
     assert result.prompts_bytes == 1000 * (4096 + 100 * (384 + 8))
     assert result.prompts_seconds == 1000 * 100 / 500
@@ -393,7 +393,7 @@ def test_unreadable_config_gives_one_line_and_exit_code_2(
 
 
 def test_a_published_config_may_have_a_number_that_is_not_finite(tmp_path: Path) -> None:
-    """As the time_step_limit of models with Mamba layers, which transformers writes so."""
+    """For example time_step_limit of models with Mamba layers, as transformers writes it."""
     assert (
         read_shape(write(tmp_path, {**DENSE, "time_step_limit": [0.0, float("inf")]})).num_layers
         == 7
@@ -438,7 +438,7 @@ def test_invalid_option_gives_exit_code_2(
     assert says in capsys.readouterr().err
 
 
-# What is shown
+# Output
 
 
 @pytest.mark.parametrize("name", PRESETS)

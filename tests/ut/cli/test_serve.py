@@ -1,4 +1,4 @@
-"""`hsx serve`: the command that it shows and becomes, and what it refuses."""
+"""`hsx serve`: the command that is shown and executed, and refusals."""
 
 from __future__ import annotations
 
@@ -511,7 +511,7 @@ def test_invalid_file_mode_is_quoted_as_typed(
 def test_process_becomes_the_vllm_beside_its_python(
     model: Path, tmp_path: Path, found: bool
 ) -> None:
-    """The process that a supervisor started is the server: it takes signals and gives the code."""
+    """The server replaces the process, so that it gets a supervisor's signals."""
     program = tmp_path / "vllm"
     if found:
         tells = (

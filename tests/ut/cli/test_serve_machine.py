@@ -1,4 +1,4 @@
-"""Before it becomes the server, `hsx serve` checks port and directory."""
+"""`hsx serve` checks port and directory before it starts the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_DIRECTORY = "/proc/hidden_states"
 
 @pytest.fixture(params=[False, True], ids=["another program", "another vLLM"])
 def used_port(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A port on which a program listens. vLLM's own sockets share it with each other."""
+    """Listen on a port. vLLM's sockets would share it with each other."""
     with socket.socket() as listening:
         if request.param:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

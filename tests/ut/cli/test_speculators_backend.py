@@ -1,4 +1,4 @@
-"""The backend `hsx` of speculators starts our server; its reader waits, explains, cleans up."""
+"""The backend `hsx` of speculators starts our server, waits for samples, and cleans up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vllm_ascend_hsx.integrations.speculators import HsxBackend, HsxTransfer
 
 
 def launch(*words: str) -> dict[str, Any]:
-    """As launch_vllm.py does: every backend adds its options to one parser."""
+    """As in launch_vllm.py, every backend adds options to one parser."""
     parser = argparse.ArgumentParser()
     for backend in HiddenStatesBackend.registry.values():
         backend.add_launch_args(parser)
@@ -206,7 +206,7 @@ def test_command_without_arguments_shows_the_usage(capsys: pytest.CaptureFixture
 
 
 def test_requirements_of_speculators_are_installed_except_unused_ones() -> None:
-    """Installed without its requirements: torchvision and torchaudio would bring gigabytes."""
+    """speculators is installed without requirements: torchvision and torchaudio have gigabytes."""
     missing = {
         each.name
         for package in ("speculators", "hs-connectors", "datasets", "pandas", "multiprocess")

@@ -1,4 +1,4 @@
-"""Bad rows do not stop the rest: they are named, counted and, once mended, asked for alone."""
+"""Bad rows do not stop a run. They are reported, counted and requested once they are fixed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENIENT = ("--skip-invalid", "--allow-failures", 2, "--concurrency", 8)
 
 @pytest.fixture
 def bad_bench(any_bench: Bench) -> Bench:
-    """A server that finds one row too long, and always fails with another one."""
+    """A server that refuses one row as too long and always fails with another row."""
     any_bench.server.behave = lambda seen: {TOO_LONG: 400, BROKEN: 502}.get(seen.row, "ok")
     return any_bench
 
 
 def check(bench: Bench, without: set[int]) -> None:
-    """All other rows have their right files, and there is nothing else."""
+    """Check that all other rows have the right files, and that there are no other files."""
     wanted = {
         f"hs_{row}.safetensors": right(each["token_ids"])
         for row, each in enumerate(token_rows(300))
@@ -121,7 +121,7 @@ def test_exit_code_is_1_if_more_rows_fail_than_allowed(bad_bench: Bench, allowed
 
 
 def test_row_that_was_not_done_counts_as_failed(bench: Bench) -> None:
-    """The run was stopped, so no number of allowed failures makes it a success."""
+    """A stopped run fails, whatever number of failures is allowed."""
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else 502
     code, printed = bench.run(
         "--allow-failures",

@@ -1,4 +1,4 @@
-"""A list of servers that is read again: who comes is used, who goes is drained, no row is lost."""
+"""A list of servers is read again: added servers are used, removed servers are drained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
-    """Replace a file at once, as the documentation tells users to."""
+    """Replace a file atomically, as documented."""
     new = path.with_suffix(".new")
     make(new)
     os.replace(new, path)
@@ -40,10 +40,10 @@ def write(path: Path, text: str) -> None:
 
 
 class Script:
-    """What happens when row `n` is asked for; it is answered when the run has said the result.
+    """Steps by row: do a step when a row is requested, and answer once the run has printed a text.
 
     Args:
-        steps: for a row, what to do, and a part of what is said then.
+        steps: by row, a function to call, and a part of the text that the run prints then.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def test_invalid_list_changes_nothing_and_is_reported_once(
     listed = tmp_path / "servers"
     write(listed, bench.server.url)
     Script(bench, {3: (lambda: breaks(listed), problem)}, monkeypatch)
-    bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # several readings
+    bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # the file is read several times
     code, printed = bench.run(records=20, endpoint=f"@{listed}")
     assert code == 0 and printed.count("the servers listed before are still used") == 1, printed
     bench.check(list(range(20)), records=20)
@@ -238,7 +238,7 @@ def test_returning_server_is_on_trial_and_listed_server_stays_set_aside() -> Non
         assert replace(["a"]) == (["a"], ["b"])
         last = made.endpoints[4]
         assert not last.proven
-        made.note_answer(b)  # its request under way ends
+        made.note_answer(b)  # the request in flight ends
         made.give_back(b)
         assert await made.acquire(near=b) is last
 
@@ -248,7 +248,7 @@ def test_returning_server_is_on_trial_and_listed_server_stays_set_aside() -> Non
 def test_waiting_request_gets_an_added_server() -> None:
     async def scenario() -> None:
         made = Balancer(["a"], 1.0)
-        await made.acquire()  # its trial
+        await made.acquire()  # the trial
         waiting = asyncio.ensure_future(made.acquire())
         await asyncio.sleep(0)
         made.replace(["a", "b"])

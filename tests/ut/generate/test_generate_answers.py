@@ -1,4 +1,4 @@
-"""Answers of the target are stored beside the rows, and written as a dataset to train on."""
+"""Answers of the target are stored beside the rows and written as a training dataset."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXT = "<7><8><9><10>"
 
 
 def answers_of(output: Path) -> dict[int, dict[str, Any]]:
-    """The last whole line of each row."""
+    """Return the last complete line of each row."""
     texts = [
         line
         for path in sorted(output.glob("answers*.jsonl"))
@@ -100,7 +100,7 @@ def test_only_rows_without_an_answer_are_requested_again(bench: Bench) -> None:
     (lost,) = [line for line in lines if '"row":1,' in line]
     path.write_text(
         "".join(line for line in lines if line != lost) + lost[:-30]
-    )  # as where a run was killed
+    )  # as after a killed run
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0, printed
     assert bench.server.asked == Counter({0: 1, 1: 2, 2: 1})
@@ -152,7 +152,7 @@ def the_dataset_is_of_the_files(bench: Bench, rows: int = 3) -> None:
 
 
 def test_row_with_a_lost_answer_is_requested_again(bench: Bench) -> None:
-    """Its file is there, and nobody knows its text."""
+    """The row has a file, but the text is unknown."""
     bench.server.behave = lambda seen: "drop_complete" if (seen.row, seen.time) == (1, 1) else "ok"
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0 and bench.server.asked == Counter({0: 1, 1: 2, 2: 1}), printed
@@ -199,7 +199,7 @@ def test_rows_that_moved_in_the_dataset_keep_their_answers(bench: Bench) -> None
 def test_answer_with_the_request_id_of_the_file_is_used(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The earlier one is in the file that is read last."""
+    """The earlier answer is in the file that is read last."""
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     (bench.output / "hs_1.safetensors").unlink()
     with monkeypatch.context() as other:
@@ -240,7 +240,7 @@ def test_documented_command_counts_tokens_with_a_loss(
 
 
 def test_speculators_trains_on_all_rows_with_an_answer(bench: Bench) -> None:
-    """With its own loader, unmodified."""
+    """Read the dataset with the unmodified loader of speculators."""
     from hs_connectors.transfer import FileTransfer
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
@@ -274,7 +274,7 @@ def test_speculators_trains_on_all_rows_with_an_answer(bench: Bench) -> None:
             seen.append(
                 (batch["input_ids"][0, mine].tolist(), batch["loss_mask"][0, mine].tolist())
             )
-    # Without the first token, as it is trained.
+    # Without the first token, as in training.
     assert [ids for ids, _ in sorted(seen)] == [[50, 7, 8, 9]] * 16 and all(
         mask == [0, 1, 1, 1] for _, mask in seen
     )
@@ -412,5 +412,5 @@ def test_answers_before_a_truncation_are_found(
 
 
 def test_dataset_has_the_form_that_speculators_reads() -> None:
-    """The keys that train/data.py of speculators 0.9.0 uses."""
+    """Check the keys that train/data.py of speculators 0.9.0 uses."""
     assert set(answers._NO_ANSWER) >= {"input_ids", "loss_mask", "seq_len"}

@@ -32,7 +32,7 @@ IDS = {"input_ids": [9, 10, 11, 0, 0]}
 def prompt(
     record: dict[str, Any], unsent: Counter[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the part of a request's body that the prompt is made of."""
+    """Return the part of a request's body that defines the prompt."""
     row = read_row(
         0, record, Options("data", Path("out"), **options), Counter() if unsent is None else unsent
     )
@@ -43,7 +43,7 @@ def chat(*messages: dict[str, Any], ask: bool = True, **fields: Any) -> dict[str
     return {"messages": list(messages), "add_generation_prompt": ask, **fields}
 
 
-# Column: record, and the part of the body that it becomes.
+# By column: a record, and the part of the body that results.
 SENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token_ids": ({"token_ids": [3, 1]}, {"prompt": [3, 1]}),
     "input_ids": ({"input_ids": "[3, 1]"}, {"prompt": [3, 1]}),
@@ -395,9 +395,9 @@ def test_unsendable_value_is_reported_with_column_and_remedy(
         prompt(record)
 
 
-# A grammar of rows: every text and number in them is another one, so that each can be looked for.
+# A grammar of rows. All texts and numbers in a row differ, so that each can be searched for.
 def leaves(value: Any) -> list[Any]:
-    """Return all values in lists and objects; objects that are JSON are read."""
+    """Return all values in lists and objects, including objects in JSON texts."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         value = json.loads(value)
     if isinstance(value, dict):
@@ -407,7 +407,7 @@ def leaves(value: Any) -> list[Any]:
 
 @st.composite
 def records(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a record without empty columns, of columns that are sent together."""
+    """Draw a record of columns that are sent together, without empty columns."""
     number = iter(range(10**6))
 
     def text() -> str:

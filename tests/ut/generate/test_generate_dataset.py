@@ -1,4 +1,4 @@
-"""All forms of a dataset give equal rows; what cannot be read is named with a remedy."""
+"""All forms of a dataset give equal rows. Unreadable data is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHATS = [
     },
 ]
 TEXTS = [{"prompt": "null"}, {"prompt": "\n b"}, {"prompt": 'ü, "12"'}]
-# Tools, whose arguments differ from row to row: Arrow has all keys in all rows.
+# The arguments of tools differ from row to row. Arrow has all keys in all rows.
 CALLS = [
     {
         "messages": [
@@ -89,7 +89,7 @@ def checked(path: object, **options: Any) -> Checked:
 
 
 def bad(path: object, **options: Any) -> list[str]:
-    """Return the rows that cannot be sent, each with its place."""
+    """Return the rows that cannot be sent, with their positions."""
     return [f"{each.where}: {each.problem}" for each in checked(path, **options).bad]
 
 
@@ -112,7 +112,7 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def packed(path: Path) -> list[Path]:
-    """Return the same file as .gz, .zst and in two parts of each."""
+    """Return the same file as .gz and .zst, in one part and in two parts."""
     made = [path.with_name(f"{path.name}.gz"), path.with_name(f"{path.name}.zst")]
     made[0].write_bytes(gzip.compress(path.read_bytes()))
     with pa.CompressedOutputStream(str(made[1]), "zstd") as file:
@@ -231,7 +231,7 @@ def test_a_dataset_of_a_hub_is_read_from_its_cache(
     assert len(checked("some-one/some.thing", split="train").identities) == 3
     assert len(checked("some-one/some.thing:en", split="test").identities) == 1
     assert asked == [("some-one/some.thing", None), ("some-one/some.thing", "en")]
-    # A path that is there comes first.
+    # An existing path takes precedence.
     monkeypatch.chdir(tmp_path)
     save_to_disk(tmp_path / "some-one" / "some.thing", pa.Table.from_pylist(TOKENS))
     assert len(checked("some-one/some.thing").identities) == 3
@@ -363,7 +363,7 @@ def test_rows_beyond_a_limit_are_not_checked(form: str, tmp_path: Path) -> None:
 
 
 def test_unknown_columns_of_tables_are_counted_but_not_read(tmp_path: Path) -> None:
-    odd = pa.array([2**55, None], pa.timestamp("ms"))  # a time that Python has no object for
+    odd = pa.array([2**55, None], pa.timestamp("ms"))  # a time that Python cannot represent
     table = pa.table({"prompt": ["a", "b"], "made": odd})
     assert checked(_parquet(tmp_path / "d.parquet", table)).unsent == Counter(made=1)
     assert bad(tmp_path / "d.parquet", column="made")[0].startswith(
@@ -412,7 +412,7 @@ def test_bad_line_is_reported_by_number_and_other_rows_are_read(
     assert [row.index for row in opened(path).rows()] == [0, 1, 3]
 
 
-# Rows with a key twice, and the key. The last value would be sent without a word.
+# Rows with a repeated key, and the key. The last value would be sent silently.
 TWICE = [
     ('{"prompt": "a", "id": 1, "prompt": "b"}', "it has the key 'prompt' twice"),
     ('{"prompt": "a", "score": 1, "score": 1}', "it has the key 'score' twice"),
@@ -642,7 +642,7 @@ def test_arrow_file_truncated_while_reading_is_reported(tmp_path: Path, kind: st
 
 
 def test_too_deeply_nested_message_is_reported(tmp_path: Path) -> None:
-    """The decoder's limit can be too deep for the encoder, which is called deeper in the stack."""
+    """The decoder accepts deeper values than the encoder, because the encoder has less stack."""
     path = tmp_path / "d.jsonl"
     for depth in (970, 978, 980, 982, 984):
         path.write_text(
@@ -690,7 +690,7 @@ def packed_by_gzip(path: Path) -> Path:
 
 
 def test_no_rows_are_read_after_the_file_has_changed(tmp_path: Path) -> None:
-    """It would be sent under the number of a row of the content that was checked."""
+    """A changed row would be sent with the index of a row that was checked."""
     path = write_jsonl(tmp_path / "d.jsonl", [{"token_ids": [number]} for number in range(3000)])
     dataset = opened(path)
     dataset.check({})

@@ -1,4 +1,4 @@
-"""Which server gets the next request of `hsx generate`, and how long a failed one pauses."""
+"""The choice of the server for the next request, and pauses of failed servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_hsx.generate.errors import Failure, RequestError
 
 
 class Instant(DefaultSelector):
-    """Waits for no time: it passes at once."""
+    """A selector that never waits: time passes immediately."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ def balancer(count: int, proven: bool = True) -> Balancer:
 
 
 async def acquired_at_once(made: Balancer, failed_at: Endpoint | None = None) -> Endpoint | None:
-    """An endpoint, if there is one without a pause."""
+    """Return an endpoint without a pause, if there is one."""
     task = asyncio.ensure_future(made.acquire(failed_at))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -64,7 +64,7 @@ def answer(made: Balancer, endpoint: Endpoint) -> None:
 def fail(
     made: Balancer, endpoint: Endpoint, failure: Failure, retry_after: float | None = None
 ) -> bool:
-    """A request fails. True if the endpoint begins to pause."""
+    """A request fails. Return True if the endpoint begins to pause."""
     begins = made.note_failure(endpoint, RequestError("as the test wants", failure, retry_after))
     made.give_back(endpoint)
     return begins
@@ -111,7 +111,7 @@ def test_pause_of_a_failing_endpoint_doubles_and_ends_with_one_trial() -> None:
         (endpoint,) = made.endpoints
         for _ in range(3):
             await made.acquire()
-        # All three fail for the same reason: that is one pause, not three.
+        # All three requests fail for the same reason, so there is one pause.
         assert [fail(made, endpoint, Failure.BROKEN) for _ in range(3)] == [True, False, False]
         ends = 0.0
         for pause in (1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
@@ -121,9 +121,7 @@ def test_pause_of_a_failing_endpoint_doubles_and_ends_with_one_trial() -> None:
             assert await acquired_at_once(made) is None, "the trial is not over"
             assert fail(made, endpoint, Failure.UNREACHED)
         answer(made, await made.acquire())
-        assert await acquired_at_once(made) and await acquired_at_once(
-            made
-        )  # well again: no trial any more
+        assert await acquired_at_once(made) and await acquired_at_once(made)  # no longer on trial
         fail(made, endpoint, Failure.UNREACHED)
         assert endpoint.pause_left() == pytest.approx(1)
 
@@ -133,7 +131,7 @@ def test_pause_of_a_failing_endpoint_doubles_and_ends_with_one_trial() -> None:
 def test_pause_that_ends_during_the_choice_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing else would wake who waits for an endpoint, for nothing is under way."""
+    """Nothing is in flight, so nothing else would wake a waiting request."""
     pauses = [1e-6]
     monkeypatch.setattr(Endpoint, "pause_left", lambda self: pauses.pop() if pauses else 0.0)
 
@@ -152,8 +150,8 @@ def test_other_endpoints_are_used_during_a_pause() -> None:
         fail(made, down, Failure.UNREACHED)
         assert [await made.acquire() for _ in range(4)] == [well] * 4
         await asyncio.sleep(1)
-        assert await made.acquire() is down  # it has nothing under way
-        assert await made.acquire() is well  # the trial is not over
+        assert await made.acquire() is down  # it has no requests in flight
+        assert await made.acquire() is well  # the trial has not ended
 
     run(scenario)
 
@@ -164,7 +162,7 @@ def test_wrong_answers_pause_a_new_endpoint_immediately_and_a_proven_one_after_t
 ) -> None:
     async def scenario() -> None:
         made = balancer(1, proven)
-        for faults in [2, 1] if proven else []:  # a good answer in between ends the row of faults
+        for faults in [2, 1] if proven else []:  # a good answer in between resets the faults
             for _ in range(faults):
                 assert not fail(made, await made.acquire(), Failure.WRONG)
             answer(made, await made.acquire())
@@ -197,7 +195,7 @@ def test_new_endpoint_gets_one_request_at_a_time_and_waiters_are_woken(
         waiting = asyncio.ensure_future(made.acquire())
         assert await acquired_at_once(made) is None and not waiting.done()
         if failure is None:
-            made.give_back(endpoint)  # the run has stopped meanwhile
+            made.give_back(endpoint)  # the run was stopped meanwhile
         else:
             fail(made, endpoint, failure)
         assert await waiting is endpoint and now() == 0

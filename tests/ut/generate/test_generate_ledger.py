@@ -1,4 +1,4 @@
-"""The ledger of `hsx generate`: what the rows of a directory were made from, and who may go on."""
+"""The ledger of `hsx generate` records the requests of a directory and excludes others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def opened(
 
 
 def closed(path: Path, **options: Any) -> Ledger:
-    """As a run that is over leaves it."""
+    """Write a ledger as a finished run leaves it."""
     ledger = opened(path, **options)
     ledger.close()
     return ledger
@@ -102,7 +102,7 @@ def test_run_continues_from_the_ledgers_of_earlier_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_later_of_two_lines_about_a_row_counts(tmp_path: Path, later: int) -> None:
-    """As after runs that divided the rows otherwise."""
+    """The ledgers are from runs of different world sizes."""
     closed(tmp_path)
     closed(tmp_path, world_size=2, rank=1)
     for at, name in enumerate(("ledger.jsonl", "ledger-1-of-2.jsonl")):
@@ -169,7 +169,7 @@ def test_rows_of_other_requests_or_servers_are_refused(
 def test_ranks_starting_together_do_not_mix_rows_of_different_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has looked for other ledgers before any of them was there."""
+    """Each rank has looked for other ledgers before one existed."""
     lock = ledger_module._lock
 
     def other_rank_is_faster(path: Path, fd: int, waits: bool) -> None:
@@ -226,7 +226,7 @@ def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> No
 def test_runs_of_different_world_sizes_exclude_each_other(
     tmp_path: Path, first: tuple[int, int], second: tuple[int, int], is_new: bool
 ) -> None:
-    """The slower one would find files that it knows nothing of, and replace them."""
+    """The slower run would find unknown files and replace them."""
     if not is_new:
         closed(tmp_path, world_size=second[0], rank=second[1])
     one = opened(tmp_path, world_size=first[0], rank=first[1])
@@ -253,7 +253,7 @@ def test_runs_of_different_world_sizes_exclude_each_other(
 def test_at_most_one_of_two_world_sizes_starting_together_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has listed the ledgers before the other one was there."""
+    """Each run has listed the ledgers before the other ledger existed."""
     lock = ledger_module._lock
     others: list[Ledger] = []
 
@@ -287,11 +287,11 @@ def test_truncated_ledger_is_continued(
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
-    kept = whole[:cut].count(b"\n") - 1  # lines after the first
+    kept = whole[:cut].count(b"\n") - 1  # number of lines after the first
     again = opened(tmp_path)
     again.append(19, Status.DONE, IDENTITY)
     again.close()
-    # A last line that lacks nothing but its end counts.
+    # A last line without a line break counts.
     expected = [row for row, _ in lines[: max(kept, 0)]]
     found = [line["row"] for line in map(_parsed, path.read_bytes().splitlines()) if "row" in line]
     assert found in (

@@ -1,4 +1,4 @@
-"""Messages of every form become those of the chat API, or are refused with their key."""
+"""Messages of every form are converted to the chat API's form, or refused with the key."""
 
 from __future__ import annotations
 

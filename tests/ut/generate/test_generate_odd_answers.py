@@ -1,4 +1,4 @@
-"""Answers are not trusted: whatever they name or hold, the row fails and no file is touched."""
+"""Answers are not trusted: a malformed answer fails the row and touches no other file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J bad \ud800"
 
 
 class OddServer(FakeServer):
-    """Answers row 2 as the test wants.
+    """A server with an unusual answer to row 2.
 
     Attributes:
-        names: the path that the answer names.
-        stores: whether the file of the request is there all the same.
-        body: of an answer, instead of a whole one; status: of it; headers: more of them.
-        fails: what the server leaves as the reason why it has no file.
+        names: path in the answer.
+        stores: True if the file of the request exists nevertheless.
+        body: body of the answer, instead of a complete answer.
+        status: status of the answer.
+        headers: additional headers.
+        fails: reason in the error file of the server.
     """
 
     names: Callable[[OddServer, Seen], str] | None = None
@@ -103,7 +105,7 @@ def test_only_the_file_of_the_request_is_used_or_removed(
     code, printed = bench.run("--max-retries", 1)
     assert all(each.read_bytes() == b"theirs" for each in touched), printed
     assert "Traceback" not in printed
-    # The answer is lost; the file of the request, if it is there, has the name that we gave it.
+    # The answer is lost. The file of the request, if it exists, has the requested name.
     assert code == (0 if stores else 1), printed
     there = {row_of_file(name) for name in os.listdir(server.storage)} - {None, 77}
     assert there == {row for row in range(6) if stores or row != 2}
@@ -111,12 +113,12 @@ def test_only_the_file_of_the_request_is_used_or_removed(
 
 
 def chat_of(server: OddServer, ids: object) -> dict[str, object]:
-    """An answer to a chat, whole but for the ids of its prompt."""
+    """Return an answer to a chat that lacks only the token ids of the prompt."""
     path = {"hidden_states_path": str(server.storage / "hs_2.safetensors")}
     return {"choices": [{"token_ids": [5]}], "prompt_token_ids": ids, "kv_transfer_params": path}
 
 
-# What the server sends: status, body, and what is said of the row.
+# Status and body of the server's answer, and the message about the row.
 BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
     "texts for ids": (
         200,
@@ -193,7 +195,7 @@ def test_control_characters_in_the_reason_of_a_server_are_escaped(
 def test_invalid_redirect_fails_only_its_row(
     bench: Bench, server: OddServer, location: str
 ) -> None:
-    """A proxy may send one at the end of a session."""
+    """A proxy may redirect at the end of a session."""
     server.body, server.status, server.headers, server.stores = (
         {},
         302,

@@ -1,4 +1,4 @@
-"""Rows are sent after what they begin with, each once, and few of them are kept in memory."""
+"""Each row is sent once, after its prefix, and few rows are kept in memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_row_is_sent_once_after_the_row_with_the_longest_common_prefix(
 def conversation(
     name: int, turns: int = 4, system: Sequence[int] = range(1000, 1200)
 ) -> list[list[int]]:
-    """Prompts that extend each other by 128 tokens, after a common one of 200."""
+    """Return prompts that extend each other by 128 tokens, after 200 common tokens."""
     said = [name * 7919 + at for at in range(128 * turns)]
     return [[*system, *said[: 128 * turn]] for turn in range(1, turns + 1)]
 
@@ -138,7 +138,7 @@ def token_rows(prompts: Sequence[Sequence[int]]) -> Iterator[Row]:
 
 
 def test_conversations_are_completed_before_others_begin() -> None:
-    """With as many servers' requests as 3, no more than 3 of 20 conversations are unfinished."""
+    """With 3 requests in flight, at most 3 of 20 conversations are unfinished."""
     prompts = [turn for name in range(20) for turn in conversation(name)]
     random.Random(1).shuffle(prompts)
     made = RowOrder(token_rows(prompts))
@@ -259,7 +259,7 @@ def test_rows_do_not_wait_for_retries_of_their_prefix(
     prompts = [
         turns[0][:200],
         *turns,
-    ]  # all begin with the first, which shows that the server works: it gets no rest
+    ]  # all extend the first row, which proves the server, so it does not pause
     code, printed = bench.run(
         "--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts]
     )

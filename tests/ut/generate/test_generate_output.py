@@ -1,4 +1,4 @@
-"""Files that `hsx generate` finds in its output, and outputs that several runs share."""
+"""Existing files in the output of `hsx generate`, and outputs that several runs share."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_run_fails_if_files_cannot_be_listed_at_the_end(
 def test_replaced_ledger_does_not_adopt_rows_of_texts(
     any_bench: Bench,
 ) -> None:
-    """As after `mv a a_old; mv b a` below a server of shards, whose members keep their paths."""
+    """As after `mv a a_old; mv b a` below a server of shards. Members keep their paths."""
     bench, storage = any_bench, any_bench.output
     for folder in ("a", "b"):
         bench.output = storage / folder
@@ -123,7 +123,7 @@ def test_replaced_ledger_does_not_adopt_rows_of_texts(
 def test_run_ends_if_the_output_is_moved_or_removed(
     any_bench: Bench, tmp_path: Path, how: Callable[[Path, Path], object], after: int
 ) -> None:
-    """Servers make the folder anew, where the rows after that would be without those before."""
+    """Servers create the folder again. Later rows would be there without the earlier rows."""
     bench, answered = any_bench, Counter[str]()
     bench.output /= "a"
 
@@ -162,7 +162,7 @@ def test_run_fails_if_the_output_is_replaced_after_the_last_row(
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_run_ends_if_its_ledger_is_truncated(any_bench: Bench, whole: bool, last: bool) -> None:
-    """Later lines would begin a file that is no ledger, or go on in the middle of another line."""
+    """Later lines would begin an invalid ledger, or continue in the middle of a line."""
     bench, ledger = any_bench, any_bench.output / "ledger.jsonl"
     before: list[bytes] = []
 
@@ -183,7 +183,7 @@ def test_run_ends_if_its_ledger_is_truncated(any_bench: Bench, whole: bool, last
         assert (
             "has files of rows but no ledger that records their requests; give another --output"
         ) in printed
-        ledger.write_bytes(before[0])  # as the error says
+        ledger.write_bytes(before[0])  # the remedy in the error
         code, printed = bench.run()
     assert code == 0, printed
     bench.check(list(range(6)))
@@ -214,7 +214,7 @@ def test_a_server_without_locks_may_publish_after_its_answer(
         bench.check(list(range(6)))
 
 
-# Files that are there
+# Existing files
 
 
 def test_existing_files_are_checked_and_bad_files_generated_again(any_bench: Bench) -> None:
@@ -299,7 +299,7 @@ def test_bad_file_is_removed_even_if_the_server_cannot_replace_it(bench: Bench) 
 def test_wrong_file_of_a_text_is_removed_however_the_run_ends(
     any_bench: Bench, proven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next run does not know the tokens of a text, and would accept any valid file."""
+    """The next run does not know the tokens of a text and would accept any valid file."""
     bench = any_bench
     records = [{"prompt": f"text {row}"} for row in range(6)]
 
@@ -309,7 +309,7 @@ def test_wrong_file_of_a_text_is_removed_however_the_run_ends(
 
     bench.server.behave = lambda seen: "other-tokens" if seen.row == 2 * proven else "ok"
     with monkeypatch.context() as patch:
-        patch.setattr(Generation, "_delay", end)  # before the row is asked for again
+        patch.setattr(Generation, "_delay", end)  # before the row is requested again
         assert (
             bench.run("--concurrency", 1, "--max-consecutive-errors", 9, records=records)[0]
             == 128 + signal.SIGTERM
@@ -346,7 +346,7 @@ def test_lock_left_by_a_killed_run_is_removed_by_the_next(bench: Bench) -> None:
 
 
 def test_row_of_a_concurrent_run_is_not_removed(bench: Bench) -> None:
-    """Another division into ranks has its own ledger; the server refuses a second use of a name."""
+    """A run of another world size has its own ledger. The server refuses to reuse a name."""
 
     async def do_race(exchange: Exchange) -> None:
         first = await bench.server.begin(exchange)

@@ -1,4 +1,4 @@
-"""What `hsx generate` prints: progress, help, and names that a console cannot take."""
+"""Output of `hsx generate`: progress, help, and names that a console cannot print."""
 
 from __future__ import annotations
 

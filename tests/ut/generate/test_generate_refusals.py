@@ -1,4 +1,4 @@
-"""What `hsx generate` refuses, mostly before it sends the first row, with the remedy."""
+"""Refusals of `hsx generate`, mostly before the first row is sent, with remedies."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_unreachable_server_is_reported_before_anything_is_sent(bench: Bench) ->
 
 
 def test_connection_reset_before_tls_is_reported(bench: Bench) -> None:
-    """httpx reports it without a word."""
+    """httpx reports it without a message."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
 
         def reset() -> None:
-            with suppress(OSError):  # the test is over
+            with suppress(OSError):  # the test has ended
                 while True:
                     connection, _ = listener.accept()
                     connection.recv(1)  # the handshake has begun
@@ -102,7 +102,7 @@ def test_untrusted_certificate_is_refused_and_the_remedy_works(
 
 
 def self_signed(address: str) -> bytes:
-    """A certificate for an IP address, and its key."""
+    """Create a certificate for an IP address, and the key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a server of a test")])
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -250,7 +250,7 @@ def keep_lines(bench: Bench, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 @pytest.mark.parametrize("validate", [True, False])
 def test_rows_that_differ_from_the_ledger_are_not_replaced(bench: Bench, validate: bool) -> None:
-    """One changed digit in the ledger, and every file looks like one of another server."""
+    """With one digit changed in the ledger, all files seem to be from another server."""
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace("[2,0,3]", "[2,0,4]"))
@@ -312,7 +312,7 @@ def test_the_key_of_the_server_is_sent(
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
         assert bench.run()[0] == 0
         bench.check(list(range(6)))
-        monkeypatch.setenv("OPENAI_API_KEY", "")  # as where a secret is not given to a job
+        monkeypatch.setenv("OPENAI_API_KEY", "")  # as in a job without the secret
         assert "answers 401" in bench.run("--limit", 2, "--output", tmp_path / "store" / "other")[1]
 
 
@@ -336,7 +336,7 @@ def test_unusable_environment_variable_is_reported(
     assert code == 2 and message in printed and printed.endswith("; correct or unset it"), printed
 
 
-# Paths that the server refuses, or that lead elsewhere
+# Paths that the server refuses, or that lead to another directory
 
 
 def test_server_that_refuses_chosen_paths_is_reported_immediately(bench: Bench) -> None:
@@ -380,7 +380,7 @@ def test_refused_output_keeps_its_contents(bench: Bench, tmp_path: Path) -> None
 def test_refused_output_keeps_its_ledger_while_files_may_appear(
     bench: Bench, tmp_path: Path, behaviour: str
 ) -> None:
-    """Without it the next run would refuse the file."""
+    """Without the ledger the next run would refuse the file."""
     asked = threading.Event()
 
     def wait(seen: Seen, stage: str) -> None:
@@ -406,7 +406,7 @@ def test_a_refused_dataset_adds_no_ledger(bench: Bench, more: list[object]) -> N
 
 
 def test_unshared_directory_of_the_same_path_is_reported(bench: Bench, tmp_path: Path) -> None:
-    """The server writes, and nothing is found here."""
+    """The server writes a file, but it does not exist on this machine."""
     bench.output = tmp_path / "mounted"
     code, printed = bench.run(
         "--map-path", f"{bench.server.storage}={bench.output}", "--concurrency", 8

@@ -1,4 +1,4 @@
-"""`hsx generate` killed at any instant and resumed ends with an undisturbed run's directory."""
+"""A killed and resumed `hsx generate` gives the directory of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_hsx.generate import files
 
 
 def play(runs: Runs, deaths: list[Death]) -> None:
-    """Resume after each death, then finish; each run requests an unfinished row at most once."""
+    """Resume after each death, then finish. Each run requests an unfinished row at most once."""
     with runs.server:
         for death in [*deaths, None]:
             finished, asked = runs.finished, len(runs.server.seen)
@@ -82,7 +82,7 @@ def test_next_run_waits_for_a_file_that_a_server_is_writing(
 
     class Slow(DeadlyServer):
         async def do_kill(self, exchange: Exchange) -> None:
-            """The client dies, and the file is published when the next one sleeps on its lock."""
+            """The client dies. The file is published while the next client waits for the lock."""
             file = await self.begin(exchange)
             await self._kill()
 
@@ -186,7 +186,7 @@ def test_signal_ends_the_run_and_keeps_finished_rows(
         runs.server.wait_idle()
         assert process.exitcode == 128 + number
         assert "interrupted; finished rows are kept; run again to continue" in runs.log.read_text()
-        finished = runs.finished  # others may have been on their way when the signal came
+        finished = runs.finished  # others may have been in flight at the signal
         assert 3 not in finished
         assert runs.server.files() == [
             *(f"hs_{row}.safetensors" for row in sorted(finished)),
@@ -203,7 +203,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
 
     class Stuck(DeadlyServer):
         async def do_stuck(self, exchange: Exchange) -> None:
-            """A file that is never finished."""
+            """Begin a file and never finish it."""
             file = await self.begin(exchange)
             await self.answer(exchange, str(file.path))
 

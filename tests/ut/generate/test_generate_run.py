@@ -33,7 +33,7 @@ from vllm_ascend_hsx.protocol.api import path_in_use
 from vllm_ascend_hsx.reader.check import check
 from vllm_ascend_hsx.reader.load import load
 
-# The command where neither torch nor vLLM is installed.
+# Runs the command as if torch and vLLM were not installed.
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "vllm_ascend", "torch_npu"), None))
@@ -61,7 +61,7 @@ def test_every_row_gets_its_file_and_its_line(any_bench: Bench) -> None:
         }
         assert line == {"row": row, "status": "done", **facts}
     assert re.search(r"generated │ 6 │", printed) and re.search(r"tokens │ 27, ", printed)
-    # Again: there is nothing to do, and no server is needed.
+    # The second run has nothing to do and needs no server.
     probes = bench.server.probes
     code, printed = bench.run(endpoint="http://127.0.0.1:9")
     assert code == 0 and re.search(r"finished before │ 6 │", printed), printed
@@ -86,7 +86,7 @@ def test_rows_of_generated_tokens(bench: Bench) -> None:
         [3, 4, 7, 8, 9],
         [97, 98, 7, 8, 9],
     ]
-    # The same rows, asked for otherwise, are others.
+    # Rows of another kind of request are refused.
     code, printed = bench.run(records=records)
     assert code == 2 and "other requests: max_tokens was 4, is 1" in printed
 
@@ -95,13 +95,13 @@ def test_rows_of_generated_tokens(bench: Bench) -> None:
 
 
 class Case(NamedTuple):
-    """How the server answers each request for row 2, and how the row ends.
+    """Answers to requests for row 2, and the result of the row.
 
     Attributes:
-        behaviours: of the server, the last for all further requests; other rows are answered.
-        times: how often row 2 is asked for.
-        status: of the row in the end.
-        error: in the ledger, if it failed.
+        behaviours: behaviours of the server for row 2; the last is repeated.
+        times: number of requests for row 2.
+        status: final status of the row.
+        error: error in the ledger, if the row failed.
     """
 
     behaviours: list[str | int]
@@ -111,7 +111,7 @@ class Case(NamedTuple):
     options: tuple[object, ...] = ()
 
 
-# Only row 2 is to take longer than that, however slow the disk is: so one request at a time.
+# One request at a time, so that only row 2 times out, even on a slow disk.
 PATIENT = ("--request-timeout", 3, "--concurrency", 1)
 CASES = {
     "late": Case(["late"], 1),
@@ -190,7 +190,7 @@ def test_next_run_requests_only_failed_rows(bench: Bench) -> None:
     assert {line["status"] for line in bench.lines().values()} == {"done"}
 
 
-# When to stop
+# End of a run
 
 
 def test_consecutive_errors_end_the_run(bench: Bench) -> None:
@@ -265,7 +265,7 @@ def test_ranks_divide_the_rows(bench: Bench) -> None:
         assert sorted(line["row"] for line in lines) == rows
         assert f"rows │ {len(rows)} │" in printed and "not done │ 0 │" in printed
     assert bench.server.asked == Counter(range(70))
-    # One run alone finds everything done, and logs no row again.
+    # A run of one rank finds all rows done and logs none again.
     assert bench.run(records=70)[0] == 0
     assert len(bench.server.seen) == 70
     assert not bench.lines()
@@ -280,13 +280,13 @@ def test_a_limit_can_be_raised_later(bench: Bench) -> None:
 
 
 def test_concurrency_limits_requests_in_flight(bench: Bench) -> None:
-    # The first one to come is answered at once: until then the server gets one at a time.
+    # The first request is answered immediately. Until then the server gets one at a time.
     bench.server.behave = lambda seen: (
         "after-next" if seen.row % 4 and len(bench.server.seen) > 1 else "ok"
     )
     assert (
         bench.run("--concurrency", 4, records=41)[0] == 0
-    )  # with less than 4 at a time no answer would ever come
+    )  # with fewer than 4 in flight there would be no answer
     assert bench.server.most_at_once == 4
     bench.check(list(range(41)), records=41)
 
@@ -314,7 +314,7 @@ def test_path_in_use_by_another_request_is_retried(bench: Bench) -> None:
 def test_file_of_another_request_is_never_used_for_a_text(
     any_bench: Bench, record: dict[str, Any]
 ) -> None:
-    """A killed run's server may still write rows of another dataset under this name."""
+    """The server of a killed run may still write rows of another dataset under this name."""
     bench = any_bench
 
     async def do_other_publishes(exchange: Exchange) -> None:

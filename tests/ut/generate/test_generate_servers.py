@@ -1,4 +1,4 @@
-"""`hsx generate` shares rows between servers; a bad one costs time and no row."""
+"""`hsx generate` shares rows between servers. A bad server costs time but no row."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_run_ends_if_all_servers_fail(bench: Bench) -> None:
 def test_output_replaced_by_another_run_is_not_touched(
     bench: Bench, stage: str, behaviour: str | int
 ) -> None:
-    """As where a suspended run goes on: its directory was rotated, and another run has ended."""
+    """A suspended run continues after its directory was replaced by that of another run."""
     storage = bench.output
     bench.output = storage / "b"
     assert bench.run(records=[{"token_ids": [7, 7, row]} for row in range(6)])[0] == 0
@@ -144,7 +144,7 @@ def test_output_replaced_by_another_run_is_not_touched(
 
 
 def states(bench: Bench) -> list[str]:
-    """Of the runs, in order."""
+    """Return the states of the runs, in order."""
     lines = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines())
     return [line["state"] for line in lines if "state" in line]
 
@@ -152,7 +152,7 @@ def states(bench: Bench) -> list[str]:
 @pytest.mark.parametrize("behaviour", ["drop", 502])
 def test_waiting_for_the_only_server_is_reported_once(bench: Bench, behaviour: str | int) -> None:
     bench.server.behave = lambda seen: behaviour if 10 <= len(bench.server.seen) < 18 else "ok"
-    # One at a time: a good answer to a request sent before the first failure ends the pauses.
+    # One request at a time: an earlier request that succeeds would end the pauses.
     code, printed = bench.run(
         "--max-consecutive-errors", 40, "--max-retries", 30, "--concurrency", 1, records=60
     )
@@ -200,7 +200,7 @@ def test_run_does_not_wait_while_one_server_works(bench: Bench) -> None:
 def test_restarted_server_with_another_model_is_reported_immediately(
     bench: Bench, model: tuple[str, ...]
 ) -> None:
-    """It answers 404 to the name that the run learnt at its first request."""
+    """The server answers 404 to the name that it had at the first request."""
     server = bench.server
 
     def behave(seen: Seen) -> str | int:
@@ -249,7 +249,7 @@ def test_restarted_server_with_a_renamed_model_continues(
 def test_output_through_a_link_is_reported_with_the_reason_of_the_server(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Servers follow no link out of their storage."""
+    """Servers do not follow links out of their storage."""
     (tmp_path / "elsewhere").mkdir()
     (bench.output / "link").symlink_to(tmp_path / "elsewhere")
     bench.output /= "link"

@@ -1,4 +1,4 @@
-"""Rows are shown as tokens with their loss mask before anything is stored."""
+"""Rows are shown as tokens with the loss mask before the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_tokens_of_the_assistant_are_between_marks(bench: Bench) -> None:
         "--show", 3, records=[CHAT, {"prompt": "a text"}, {"token_ids": list(b"ids\x1b[2J")}]
     )
     assert code == 0, printed
-    # The fake server renders an assistant's message as <assistant> and its text.
+    # The fake server renders an assistant's message as <assistant> and the text.
     assert "row 0: 24 tokens, 3 of them with a loss <user>Why?<assistant>[[So.]]" in printed
     assert "row 1: 6 tokens, 0 of them with a loss a text" in printed
     assert r"row 2: 7 tokens, 0 of them with a loss ids\x1b[2J" in printed
@@ -58,7 +58,7 @@ def test_turn_that_renders_differently_is_reported(
 def test_conversation_with_a_refused_prefix_is_shown_without_that_loss(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """A template may want a question of the user before any answer."""
+    """A template may require a message of the user before an answer."""
     chat = {
         "messages": [
             {"role": "system", "content": "s"},

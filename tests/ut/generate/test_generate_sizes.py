@@ -1,4 +1,4 @@
-"""What `hsx generate --dry-run` says of a run, and the warning before the storage is full."""
+"""Estimates of `hsx generate --dry-run`, and the warning about free space."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 
 class Rows:
-    """A dataset of rows that are in memory."""
+    """A dataset in memory."""
 
     def __init__(self, *contents: Any) -> None:
         self.all = [Row(index, content) for index, content in enumerate(contents)]
@@ -49,7 +49,7 @@ class Rows:
         return (row for row in self.all if wanted(row.index))
 
     def checked(self, bad: int = 0) -> Checked:
-        """As Dataset.check returns it, with `bad` rows more."""
+        """Return the result of Dataset.check, with `bad` additional rows."""
         identities = array("Q", [int(identity(row)[:16], 16) for row in self.all] + [0] * bad)
         tokens = sum(len(row.token_ids or ()) for row in self.all)
         characters = sum(len(str(row.content)) for row in self.all if row.token_ids is None)
@@ -95,7 +95,7 @@ def done(
 
 
 def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str, str]:
-    """The lines of --dry-run."""
+    """Return the lines of --dry-run."""
     said = StringIO()
     given = Options("data", output, **{"endpoints": (NOBODY,), **options})
     show_sizes(Console(file=said, width=200), sizes_of(given, dataset, dataset.checked(bad)))  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the free bytes of all file systems."""
+    """Set the free bytes of all file systems."""
 
     def set_free(num_bytes: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(num_bytes))
@@ -117,7 +117,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def renderer(
     answer: Callable[[dict[str, Any]], Any],
 ) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """A server that renders prompts. Yields its URL, and a list of paths and bodies."""
+    """Run a server that renders prompts. Yield the URL, and a list of paths and bodies."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""`hsx generate` keeps rows of different weights apart: a checkpoint may change under its name."""
+"""`hsx generate` does not mix rows of different weights: a checkpoint may be replaced."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FORMAT = RowFormat((2, 0, 3), 8, "BF16", "tiny")
 
 
 def serving(bench: Bench, weights: str, sink: str = "files") -> FakeServer:
-    """Another server of the same storage, model, layers and shape."""
+    """Return another server of the same storage, model, layers and shape."""
     return FakeServer(bench.output, weights=weights, make_sink=SINKS[sink])
 
 
 def run_with(
     bench: Bench, weights: str, *arguments: object, sink: str = "files", fails: int | None = None
 ) -> tuple[int, str, int]:
-    """(exit code, what was printed, requests)."""
+    """Run, and return exit code, output and number of requests."""
     with serving(bench, weights, sink) as server:
         server.behave = lambda seen: 400 if seen.row == fails else "ok"
         code, printed = bench.run("--validate", *arguments, endpoint=server.url)
@@ -131,7 +131,7 @@ def replace_row(
     adapter: Adapter = NO_ADAPTER,
     content: str | None = None,
 ) -> None:
-    """As a server with that sink writes it, asked for the row's token ids or text."""
+    """Write a file as a server with that sink does for the row's token ids or text."""
     import numpy as np
     from generate_files import expected_rows
 
@@ -190,7 +190,7 @@ def weights_in(bench: Bench, row: int) -> str | None:
 def test_restarted_server_with_other_weights_ends_the_run(
     bench: Bench, changes: dict[str, Any], difference: str
 ) -> None:
-    """It is known by then, so requests that it answers wrongly in other ways are repeated."""
+    """The server is proven, so other failures would be retried."""
     with serving(bench, OLD) as server:
 
         async def do_other(exchange: Exchange) -> None:
@@ -253,7 +253,7 @@ def leave(
     sink: str = "files",
     texts: str = "",
 ) -> None:
-    """Rows that a server wrote after its run had ended."""
+    """The server wrote the rows after the run had ended."""
     with SINKS[sink](bench.output, replace(FORMAT, model=model), FileOptions()) as other:
         for row in rows:
             replace_row(bench, row, other, weights, content=texts[row] if texts else None)
@@ -268,9 +268,9 @@ def leave(
 def test_rows_in_flight_at_a_refused_server_are_removed(
     bench: Bench, sink: str, changes: dict[str, Any]
 ) -> None:
-    """The server publishes them, and their answers never come. Two were done once, and lost.
+    """The server publishes the rows but never answers. Two of them were done once, and lost.
 
-    One that is in flight has the right weights, and stays.
+    One row in flight has the right weights and is kept.
     """
     with serving(bench, OLD, sink) as server:
         code, printed = bench.run("--limit", 10, endpoint=server.url, records=40)
@@ -382,7 +382,7 @@ def test_unlogged_file_of_another_model_is_generated_again(bench: Bench) -> None
 def test_first_unlogged_file_decides_the_server(
     bench: Bench,
 ) -> None:
-    """The run that asked for them was killed before it noted anything."""
+    """The run that requested the files was killed before it logged anything."""
     assert run_with(bench, OLD)[0] == 0
     keep_lines(bench, lambda line: "ledger" in line)
     leave(bench, 5)

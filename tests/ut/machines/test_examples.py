@@ -1,4 +1,4 @@
-"""The examples are right by what checks their kind; ruff and mypy read the recipe for Ray Data."""
+"""The examples pass the checkers of their kind. ruff and mypy check the recipe for Ray Data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SBATCH = EXAMPLES / "generate.sbatch"
 JOB = EXAMPLES / "generate-job.yaml"
 RECIPE = EXAMPLES / "ray_data.py"
 
-# `srun` with two tasks, `hsx` and `curl` that tell how they were called.
+# `srun` with two tasks, and `hsx` and `curl` that record their arguments.
 STUBS = {
     "srun": """
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -80,7 +80,7 @@ def test_the_batch_script_serves_and_generates_on_each_node_and_ends_its_servers
     assert subprocess.run(["bash", SBATCH], capture_output=True, check=False).returncode == 2
 
 
-@pytest.mark.long  # its schemas are large: see requirements/test-all.txt
+@pytest.mark.long  # the schemas are large: see requirements/test-all.txt
 def test_job_matches_the_schemas_of_kubernetes() -> None:
     validator = pytest.importorskip(
         "kubernetes_validate",

@@ -1,4 +1,4 @@
-"""Rank and world size of `hsx generate` are those of its launcher, unless they are given."""
+"""Rank and world size of `hsx generate` come from a launcher unless they are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hsx generate --ray` on three machines, one of which is switched off: every row, and once."""
+"""`hsx generate --ray` does each row once on three machines, even if one is switched off."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def command(cluster: Cluster, root: Path, *more: str) -> list[str | Path]:
 
 
 def wait_for_rows(cluster: Cluster, count: int) -> None:
-    """Wait until the servers were asked for `count` rows."""
+    """Wait until `count` rows were requested."""
     deadline = time.monotonic() + 300
     while sum(len(cluster.asked(node)) for node in cluster.nodes) < count:
         assert time.monotonic() < deadline
-        time.sleep(0.02)  # the servers are other processes
+        time.sleep(0.02)  # servers are separate processes
 
 
 def test_dead_machine_loses_no_row_and_repeats_none(

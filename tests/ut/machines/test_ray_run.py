@@ -1,4 +1,4 @@
-"""`hsx generate --ray`: each rank's rows are done, however its tasks end."""
+"""`hsx generate --ray` does the rows of each rank, however tasks end."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> InlineRay:
 
 
 def rows_logged(bench: Bench) -> Counter[int]:
-    """Lines about rows in all ledgers."""
+    """Return the lines about rows in all ledgers."""
     return Counter(
         line["row"] for path in bench.output.glob("ledger-*.jsonl") for line in ledger_lines(path)
     )
 
 
 def check(bench: Bench, records: int) -> None:
-    """All rows are there, each right."""
+    """Check that all rows have the right files."""
     wanted = {
         f"hs_{row}.safetensors": right(each["token_ids"])
         for row, each in enumerate(token_rows(records))
@@ -70,7 +70,7 @@ def test_every_row_is_done_once_and_has_one_line(bench: Bench, ray: InlineRay) -
     assert len(ray.asked) == 5 and all(
         each["max_retries"] == 10 and each["scheduling_strategy"] == "SPREAD" for each in ray.asked
     )
-    # Again: all files are found, and the ledgers have no more lines.
+    # The second run finds all files and adds no lines.
     code, printed = bench.run(*RAY, records=100)
     assert code == 0 and re.search("finished before │ 100 │", printed), printed
     assert rows_logged(bench) == Counter(range(100)) == bench.server.asked
@@ -213,7 +213,7 @@ def test_a_node_that_does_not_see_the_storage_ends_the_run(
     bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert bench.run(*RAY)[0] == 0
-    # On the node: a disk of its own, with rows of the same dataset.
+    # The node has another disk, with rows of the same dataset.
     (on_node := tmp_path / "on_node").mkdir()
     with FakeServer(on_node) as server:
         assert bench.run("--output", on_node, endpoint=server.url)[0] == 0

@@ -1,4 +1,4 @@
-"""`hsx status`: state and progress of the last run, whatever else is in the directory."""
+"""`hsx status` shows state and progress of the last run, whatever else is in the directory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def counts(progress: Progress) -> tuple[int, ...]:
     )
 
 
-# What counts
+# Counts
 
 COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
     "begun": ([begin()], (40, 0, 0, 0, 0, 40)),
@@ -242,7 +242,7 @@ def test_state_of_several_ranks_counts_them(tmp_path: Path) -> None:
     assert run.state == "2 running, 1 waiting, 1 not begun"
 
 
-# What is no ledger
+# Invalid ledgers
 
 NO_LEDGERS: dict[str, str] = {
     "empty-object": "{}\n",
@@ -390,7 +390,7 @@ def test_running_run_is_shown(bench: Bench) -> None:
     bench.server.at = look
     code, printed = bench.run("--limit", 18, records=20)
     assert code == 0, printed
-    # Another request may end before this one is answered.
+    # Another request may end earlier.
     assert seen[0].state == "running" and 13 <= seen[0].made <= 16 and seen[0].rows == 18
     (run,), _ = read_status([bench.output], time.time())
     assert run.state == "finished" and counts(run) == (18, 18, 18, 0, 0, 0) and run.rows_per_s > 0
