@@ -115,10 +115,10 @@ def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
     if os.path.isdir(path):
         return [each for each in files_in(path, on_error) if not each.name.endswith(ERROR_SUFFIX)]
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
-    there = any(
+    exists = any(
         os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)
     ) or is_decided(Path(name))
-    return [Path(name)] if there else []
+    return [Path(name)] if exists else []
 
 
 def _facts(found: Examination) -> dict[str, Any]:

@@ -98,19 +98,19 @@ class Balancer:
         Returns:
             Added endpoints, and removed endpoints.
         """
-        went = [each for each in self.used if each.url not in urls]
-        stays = {each.url for each in self.used} & set(urls)
-        came = [
+        removed = [each for each in self.used if each.url not in urls]
+        kept = {each.url for each in self.used} & set(urls)
+        added = [
             Endpoint(url, is_late=True)
             for url in urls
-            if url not in stays and (url not in self._set_aside() or not stays)
+            if url not in kept and (url not in self._set_aside() or not kept)
         ]
-        for each in went:
+        for each in removed:
             each.is_used = False
-        self.endpoints += came
+        self.endpoints += added
         self._listed = set(urls)
         self._changed.set()
-        return came, went
+        return added, removed
 
     def _set_aside(self) -> set[str]:
         """Return the listed endpoints that get no requests."""
@@ -227,10 +227,10 @@ def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) ->
     ended, loop = threading.Event(), asyncio.get_running_loop()
 
     def use(urls: Sequence[str]) -> None:
-        came, went = balancer.replace(urls)
-        for each in came:
+        added, removed = balancer.replace(urls)
+        for each in added:
             say(f"{each.url} is used from now on")
-        for each in went:
+        for each in removed:
             say(f"{each.url} gets no new requests; {each.in_flight} in flight")
 
     def watch() -> None:

@@ -75,12 +75,12 @@ def _message(where: str, value: Any, called: list[str], numbers: Iterator[int]) 
         key: each for key, each in parsed(where, value, dict, _MESSAGE).items() if each is not None
     }
     if "role" not in message and "from" in message:
-        said = message.pop("from")
-        if str(said) not in ROLES:
-            raise RowError(f"{where}.from is {shown(said)}; use one of {', '.join(ROLES)}")
-        key = "tool_calls" if said == "function_call" else "content"
+        sender = message.pop("from")
+        if str(sender) not in ROLES:
+            raise RowError(f"{where}.from is {shown(sender)}; use one of {', '.join(ROLES)}")
+        key = "tool_calls" if sender == "function_call" else "content"
         message = {
-            "role": ROLES[said],
+            "role": ROLES[sender],
             **({key: message.pop("value")} if "value" in message else {}),
             **message,
         }

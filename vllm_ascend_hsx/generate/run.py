@@ -205,7 +205,7 @@ def _note_removed(options: Options, ledger: Ledger, outcome: Outcome, checked: C
     ledger.require_in_place()
     output = options.output
     try:
-        there = {row_of_file(path.name) for path in files_of_rows(output)}
+        existing = {row_of_file(path.name) for path in files_of_rows(output)}
         # A network filesystem may return an old listing, so each missing name is looked up again.
         done = (
             row
@@ -213,7 +213,7 @@ def _note_removed(options: Options, ledger: Ledger, outcome: Outcome, checked: C
             if mark and options.is_wanted(row)
         )
         outcome.removed = [
-            row for row in done if row not in there and not is_decided(output / row_file(row))
+            row for row in done if row not in existing and not is_decided(output / row_file(row))
         ]
     except OSError as error:
         raise RunError(describe("cannot check whether all files still exist", error)) from error

@@ -109,7 +109,7 @@ def test_verify_reports_an_unreadable_index_and_continues(
     (bad,) = found["bad"]
     assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
     assert bad["problem"].startswith(
-        "it cannot be read: Permission denied; rows may be in this index: let this user read it"
+        "cannot be read: Permission denied; rows may be in this index: let this user read it"
     )
     assert found["good"] == 3
 

@@ -305,7 +305,7 @@ OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vl
             True,
             "problem",
             (
-                "Its version is right, so something has changed it: leave other plugins out "
+                "The version is right, so the code was modified: disable other plugins "
                 "(VLLM_PLUGINS)"
             ),
         ),

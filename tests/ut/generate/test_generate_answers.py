@@ -133,7 +133,7 @@ def test_each_rank_has_an_answers_file_and_a_run_of_one_rank_writes_the_dataset(
         code, printed = bench.run(*SAMPLED, "--world-size", 2, "--rank", rank, records=records)
         assert (
             code == 0
-            and "training_data is not written: when all ranks have ended, call again" in printed
+            and "training_data was not written: after all ranks have ended, run again" in printed
         ), printed
     assert sorted(path.name for path in bench.output.glob("answers*")) == [
         "answers-0-of-2.jsonl",
@@ -175,7 +175,7 @@ def test_answer_of_an_earlier_request_is_not_used_for_a_later_file(
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
         code == 0
-        and "hs_1.safetensors: its answer is not stored; requesting the row again" in printed
+        and "hs_1.safetensors: the answer is not stored; requesting the row again" in printed
     ), printed
     assert bench.server.asked == Counter({0: 1, 1: 3, 2: 1})
     the_dataset_is_of_the_files(bench)
@@ -305,8 +305,8 @@ def test_unwritable_dataset_does_not_fail_the_run(
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
         code == 0
-        and "training_data is not written: " in printed
-        and f"{reason}; mend that, and call again" in printed
+        and "training_data was not written: " in printed
+        and f"{reason}; fix it and run again" in printed
     ), printed
     assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {
         0,
@@ -364,7 +364,7 @@ def test_without_datasets_answers_are_kept_and_the_extra_is_named(
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
         code == 0
-        and "training_data is not written: it needs datasets: pip install 'vllm-ascend-hsx[data]'"
+        and "training_data was not written: datasets is not installed; pip install 'vllm-ascend-hsx[data]'"
         in printed
     ), printed
     assert set(answers_of(bench.output)) == {0, 1, 2}

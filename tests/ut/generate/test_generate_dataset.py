@@ -551,8 +551,8 @@ def test_bad_row_of_list_table_or_csv_is_reported(tmp_path: Path) -> None:
             b"this is no table of any kind",
             "cannot be read after 0 rows: Parquet magic bytes not found in footer",
         ),
-        ("blank.jsonl", b"\n\n", "it has no rows"),
-        ("empty.json", b"[]", "it has no rows"),
+        ("blank.jsonl", b"\n\n", "the dataset has no rows"),
+        ("empty.json", b"[]", "the dataset has no rows"),
     ],
 )
 def test_unreadable_file_gives_one_error(
@@ -700,8 +700,8 @@ def test_no_rows_are_read_after_the_file_has_changed(tmp_path: Path) -> None:
     with pytest.raises(
         DatasetError,
         match=(
-            "the file changed while it was read; restore the checked version, or call again when it "
-            "is complete"
+            "the file changed while it was read; restore the checked version, or run again when "
+            "the file is complete"
         ),
     ):
         given += rows

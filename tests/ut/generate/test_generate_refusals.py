@@ -35,7 +35,7 @@ from vllm_ascend_hsx.sinks.data_file import FileOptions
 def test_output_name_that_is_not_utf8_is_refused(bench: Bench) -> None:
     bench.output /= "a\udcff"
     code, printed = bench.run()
-    assert code == 2 and "its name is not UTF-8" in printed and "Traceback" not in printed
+    assert code == 2 and "the name is not UTF-8" in printed and "Traceback" not in printed
 
 
 def test_unreachable_server_is_reported_before_anything_is_sent(bench: Bench) -> None:
@@ -157,7 +157,7 @@ def self_signed(address: str) -> bytes:
             "--max-tokens: the prompt's rows do not depend on it; add --include-output",
         ),
         (["--include-output-tokens"], "--include-output: give --max-tokens"),
-        (["--data", "nothing.jsonl"], "nothing.jsonl: there is no such file or folder"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: no such file or folder"),
         (["--column", "text"], "data.jsonl:1: it has no 'text', only ['token_ids']"),
     ],
 )

@@ -231,7 +231,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         process.join()
         assert process.exitcode == 128 + signal.SIGINT
-        assert "stopping; a second signal ends the run at once" in runs.log.read_text()
+        assert "stopping; a second signal ends the run immediately" in runs.log.read_text()
         assert "interrupted" not in runs.log.read_text()
 
 

@@ -143,9 +143,9 @@ CASES = {
     ),
     "no-file": Case(["no-file", "ok"], 2),
     "no-file-named": Case(
-        ["no-params"], 4, "failed", "the answer names no file (kv_transfer_params are {})"
+        ["no-params"], 4, "failed", "the answer names no file (kv_transfer_params: {})"
     ),
-    "no-json": Case(["no-json"], 4, "failed", "answers no JSON: <html>a proxy's page</html>"),
+    "no-json": Case(["no-json"], 4, "failed", "did not return JSON: <html>a proxy's page</html>"),
     "not-finite": Case(["not-finite", "ok"], 2, options=("--validate",)),
     "not-finite-for-ever": Case(["not-finite"], 4, "failed", "not finite", ("--validate",)),
     "corrupt": Case(["corrupt", "ok"], 2, options=("--validate",)),
@@ -199,7 +199,7 @@ def test_consecutive_errors_end_the_run(bench: Bench) -> None:
     code, printed = bench.run(*options, records=60)
     assert code == 1
     assert "stopped: 4 errors in a row (--max-consecutive-errors), the last: " in printed
-    assert "call again to go on" in printed
+    assert "run again to continue" in printed
     assert max(bench.lines()) < 20
     assert re.search(r"not done +│ +\d\d │", printed)
     bench.check(list(range(10)), records=60)

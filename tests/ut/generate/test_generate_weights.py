@@ -88,7 +88,7 @@ def test_mixed_weights_of_finished_rows_are_refused_before_anything_is_sent(
     assert (code, len(bench.server.seen)) == (2, 0), printed
     path = bench.output / "hs_5.safetensors"
     assert (
-        f"{path} is a row of another server than " in printed
+        f"{path} is from another server than " in printed
         and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
     )
     assert tensors_of(path) == right(token_rows(6)[5]["token_ids"])
@@ -360,7 +360,7 @@ def test_wrong_row_finished_by_another_rank_is_refused(
     assert run_with(bench, OLD)[0] == 0
     leave(bench, 3)
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
-    assert (code, requests) == (2, 0) and "is a row of another server than " in printed
+    assert (code, requests) == (2, 0) and "is from another server than " in printed
     assert weights_in(bench, 3) == NEW
 
 
@@ -374,7 +374,8 @@ def test_unlogged_file_of_another_model_is_generated_again(bench: Bench) -> None
             0,
             1,
         )
-        and "it is of another server: model was tiny, is other; requesting the row again" in printed
+        and "the file is from another server: model was tiny, is other; requesting the row again"
+        in printed
     ), printed
     bench.check(list(range(6)))
 

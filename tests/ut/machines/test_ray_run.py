@@ -325,8 +325,8 @@ def test_documented_command_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--ray-label", "a=b"], "name it with --ray"),
-        (["--ray-tasks", "3"], "name it with --ray"),
+        (["--ray-label", "a=b"], "give it with --ray"),
+        (["--ray-tasks", "3"], "give it with --ray"),
         (["--ray", ""], "--ray: the value is empty"),
         (["--ray", "auto", "--ray-label", "a"], "--ray-label a: give KEY=VALUE"),
         (["--ray", "auto", "--ray-label", "=b"], "--ray-label =b: give KEY=VALUE"),

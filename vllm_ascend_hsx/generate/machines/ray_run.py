@@ -141,7 +141,7 @@ class RayRun:
         self._progress = Progress(plan.console, self.outcome)
         self._results = 0
         self._endpoints: dict[str, Endpoint] = {}
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def run(self) -> None:
         """Do all rows. `outcome.stopped_by` has the reason of an early end."""
@@ -232,8 +232,8 @@ class RayRun:
 
     def _say(self, text: str) -> None:
         """Print a line, once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self._progress.say(text)
 
 
