@@ -16,8 +16,8 @@ USAGE = """\
 usage: hsx speculators COMMAND [OPTIONS]
        hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
 
-Runs a command (such as train) or a script of speculators with --hidden-states-backend hsx.
-All options, including --json and -q, are options of that command.
+Runs a command of speculators (such as train) or a script of its repository, for
+--hidden-states-backend hsx. It prints nothing of its own: --json and -q are options of the command.
 On several NPUs: torchrun --nproc-per-node 8 --no-python hsx speculators train ..."""
 
 

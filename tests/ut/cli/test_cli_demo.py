@@ -231,7 +231,7 @@ def test_an_output_that_is_no_directory_is_named(
     file.touch()
     assert demo.main(["--output", str(file)]) == 2
     assert (
-        f"--output={str(file)!r} cannot be a directory: File exists. Name a new"
+        f"--output={str(file)!r} cannot be a directory: File exists. Give a new"
         in capsys.readouterr().err.replace("\n", " ")
     )
 

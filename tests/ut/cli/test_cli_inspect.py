@@ -137,7 +137,7 @@ def test_verify_refuses_files_of_different_kinds(
     directory = a_directory(tmp_path)
     write(directory, "other", torch.zeros(3, 4, 8, dtype=torch.bfloat16))
     assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert "files of different kinds" in capsys.readouterr().out
+    assert "the files are of different kinds" in capsys.readouterr().out
 
 
 def test_verify_notes_weights_of_two_checkpoints(

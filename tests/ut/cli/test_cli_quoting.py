@@ -116,7 +116,7 @@ def test_two_dashes_are_not_a_value(name: str, capsys: pytest.CaptureFixture[str
             COMMANDS[name].parse_arguments(["x", f"{option}=--"])
         assert left.value.code == 2
         error = capsys.readouterr().err.splitlines()[-1]
-        assert option in error and "'--' is no value" in error
+        assert option in error and "'--' is not a value" in error
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -266,7 +266,7 @@ def test_versions_of_official_images_are_no_problem(
     assert [each for each in found.values() if each.verdict == "problem"] == []
     assert {name for name, each in found.items() if each.verdict == "note"} == build.notes
     assert all(
-        "names" in found[name].found and "pip install" not in found[name].what_to_do
+        "requires" in found[name].found and "pip install" not in found[name].what_to_do
         for name in build.notes & DAILY
     )
 
@@ -430,10 +430,10 @@ def test_free_space_is_counted_in_rows_of_the_model(
 ) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 3 << 30)
     plain = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["free space"]
-    assert plain.found == "3.22 GB: some 98,304 tokens of 4 layers x 8,192 bytes"
+    assert plain.found == "3.22 GB: about 98,304 tokens of 4 layers x 8,192 bytes"
     row_format = stored_format(config_json(tmp_path, hidden_size=1024))
     found = by_name(check_storage(tmp_path, FileOptions(), row_format, 16 << 20))["free space"]
-    assert found.found == "3.22 GB: some 393,216 tokens of 4 layers x 2,048 bytes"
+    assert found.found == "3.22 GB: about 393,216 tokens of 4 layers x 2,048 bytes"
     assert stored_format("minimax-m2").hidden_size == 3072
 
 

@@ -16,7 +16,7 @@ BAD: dict[int, tuple[Any, str]] = {
     15: ({"messages": [{"role": "user"}]}, "messages[0].content is None; give the message's text"),
     16: ({"token_ids": [3, -1]}, "token_ids[1] is -1; token ids are whole numbers from 0"),
     150: ({"prompt": None}, "prompt is empty; remove this row"),
-    299: ([1, 2], "it is [1, 2]; give one JSON object per line"),
+    299: ([1, 2], "the row is [1, 2]; give one JSON object per line"),
 }
 TOO_LONG, BROKEN = 77, 201
 RECORDS = [BAD[row][0] if row in BAD else record for row, record in enumerate(token_rows(300))]
@@ -59,7 +59,7 @@ def test_only_the_seven_bad_rows_of_300_are_missing_and_only_they_are_requested_
     ):
         assert fact in printed, printed
     for row, (_, problem) in BAD.items():
-        assert f"left out: {bench.root / 'data.jsonl'}:{row + 1}: {problem}" in printed, printed
+        assert f"skipped: {bench.root / 'data.jsonl'}:{row + 1}: {problem}" in printed, printed
     for row, status in ((TOO_LONG, 400), (BROKEN, 502)):
         reason = f"{bench.server.url}/v1/completions answers {status}: as the test wants: {status}"
         assert (

@@ -267,7 +267,7 @@ def test_another_dataset_is_refused_and_changes_nothing(words: Words) -> None:
     assert (run.code, run.asked) == (2, Counter()), run.printed
     problem = (
         f"{words.output} holds rows of another dataset: only 2 of 6 finished rows are in "
-        f"of {words.root / 'data.jsonl'}"
+        f"{words.root / 'data.jsonl'}"
     )
     assert f"{problem}; give another --output" in run.printed
     words.check("abcdef")

@@ -106,7 +106,7 @@ def test_added_server_is_used_and_removed_server_is_drained(
 
 BROKEN = {
     "gone": (lambda path: path.unlink(), "cannot be read: No such file or directory"),
-    "empty": (lambda path: write(path, "# nobody\n"), "it lists no server"),
+    "empty": (lambda path: write(path, "# nobody\n"), "the file lists no server"),
     "half-written": (
         lambda path: write(path, "http://127.0.0.1:1\nhtt"),
         "htt: give the URL of a server",
@@ -168,7 +168,7 @@ def test_invalid_list_is_refused_at_the_start(bench: Bench, tmp_path: Path) -> N
     listed = tmp_path / "servers"
     for text, problem in (
         (None, "cannot be read"),
-        ("", "it lists no server"),
+        ("", "the file lists no server"),
         ("x", "x: give the URL"),
         ("http://a\nhttp://a/v1", "twice"),
     ):

@@ -387,10 +387,10 @@ def test_blank_lines_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "a"', "it is not JSON .*; give one JSON object per line"),
-        (b'{"prompt": "\xff"}', "it is not JSON"),
-        (b"[" * 100_000, "it is not JSON"),
-        (b"5", "it is 5; give one JSON object per line"),
+        (b'{"prompt": "a"', "the row is not JSON .*; give one JSON object per line"),
+        (b'{"prompt": "\xff"}', "the row is not JSON"),
+        (b"[" * 100_000, "the row is not JSON"),
+        (b"5", "the row is 5; give one JSON object per line"),
         (
             b'{"other": "a", "id": 4}',
             (
@@ -414,17 +414,17 @@ def test_bad_line_is_reported_by_number_and_other_rows_are_read(
 
 # Rows with a repeated key, and the key. The last value would be sent silently.
 TWICE = [
-    ('{"prompt": "a", "id": 1, "prompt": "b"}', "it has the key 'prompt' twice"),
-    ('{"prompt": "a", "score": 1, "score": 1}', "it has the key 'score' twice"),
+    ('{"prompt": "a", "id": 1, "prompt": "b"}', "the row has the key 'prompt' twice"),
+    ('{"prompt": "a", "score": 1, "score": 1}', "the row has the key 'score' twice"),
     (
         '{"messages": [{"role": "user", "content": "a", "role": "system"}]}',
-        "it has the key 'role' twice",
+        "the row has the key 'role' twice",
     ),
     (
         '{"prompt": "a", "meta": [[{"x": {"y": 1, "y": {"z": 1, "z": 2}}}]]}',
-        "it has the key '[yz]' twice",
+        "the row has the key '[yz]' twice",
     ),
-    ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "it has the key '(prompt)?' twice"),
+    ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "the row has the key '(prompt)?' twice"),
 ]
 
 
@@ -479,7 +479,7 @@ def test_repeated_column_of_csv_is_refused(name: str, tmp_path: Path) -> None:
 def test_bad_row_of_list_table_or_csv_is_reported(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[{"prompt": "a"},\n 5,\n{"prompt": ""}]')
     assert [each.split(";")[0] for each in bad(tmp_path / "list.json")] == [
-        f"{tmp_path}/list.json, row 1: it is 5",
+        f"{tmp_path}/list.json, row 1: the row is 5",
         f"{tmp_path}/list.json, row 2: prompt is empty",
     ]
     (tmp_path / "d.csv").write_text('prompt,tools\n"a\nb",\n,\nc,5\nd,,e\n')
@@ -526,7 +526,7 @@ def test_bad_row_of_list_table_or_csv_is_reported(tmp_path: Path) -> None:
             b'{\n  "prompt": "a"\n}\n',
             (
                 "the first row has several lines; write one JSON object per line, or one list of "
-                "of them"
+                "all objects"
             ),
         ),
         (
@@ -597,8 +597,8 @@ def test_error_for_an_invalid_dataset_lists_valid_forms(tmp_path: Path) -> None:
             ".parquet or .arrow"
         ),
         "fifo.jsonl": (
-            "not a regular file, and the dataset is read twice; copy it to a file, or pass it as standard input with --data - "
-            "as standard input"
+            "not a regular file, and the dataset is read twice; copy it to a file, or pass it as "
+            "standard input with --data -"
         ),
         "empty": "cannot be read: The directory at .*empty doesn't contain any data files",
     }
@@ -619,7 +619,9 @@ def test_error_for_an_invalid_dataset_lists_valid_forms(tmp_path: Path) -> None:
 )
 def test_invalid_arrow_data_is_reported(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DatasetError, match=f"{tmp_path}: it (cannot be read|has the splits ;)"):
+    with pytest.raises(
+        DatasetError, match=f"{tmp_path}: (cannot be read|the dataset has the splits ;)"
+    ):
         opened(tmp_path)
 
 

@@ -136,7 +136,7 @@ BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
         lambda server: chat_of(server, [[1], [2, 3]]),
         "the answer has no token ids",
     ),
-    "deep": (200, lambda server: b"[" * 100_000, "answers no JSON"),
+    "deep": (200, lambda server: b"[" * 100_000, "did not return JSON"),
     "deep enough to be read": (
         200,
         lambda server: b"[" * 900 + b"]" * 900,
@@ -239,7 +239,7 @@ def test_malformed_list_of_models_is_reported(
     monkeypatch.setattr(FakeServer, "send", odd)
     code, printed = bench.run("--max-retries", 0)
     assert code == 2
-    assert "/v1/models answers" in printed or "answers no JSON" in printed
+    assert "unexpected response of" in printed or "did not return JSON" in printed
     assert bench.server.seen == []
 
 

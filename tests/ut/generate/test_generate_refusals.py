@@ -413,7 +413,8 @@ def test_unshared_directory_of_the_same_path_is_reported(bench: Bench, tmp_path:
     )
     assert code == 2, printed
     assert re.search(
-        r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount",
+        r"the server wrote .*/out/hs_\d.safetensors, but .*/mounted/hs_\d.safetensors does not "
+        r"exist; mount the server's storage directory here",
         printed,
     )
     assert len(bench.server.seen) <= 4

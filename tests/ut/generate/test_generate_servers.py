@@ -218,7 +218,7 @@ def test_restarted_server_with_another_model_is_reported_immediately(
     server.behave, server.do_other = behave, do_other  # type: ignore[attr-defined]
     code, printed = bench.run(*model, records=60)
     reason = (
-        f"{server.url} serves other, and not tiny"
+        f"{server.url} serves other, not tiny"
         if model
         else "holds rows of another server: model was tiny, is other"
     )

@@ -150,7 +150,7 @@ def renderer(
 
 def test_dry_run_counts_token_ids_exactly_and_creates_no_directory(tmp_path: Path) -> None:
     lines = shown(tmp_path / "new" / "rows", Rows(ids(3), ids(4)), bad=1)
-    assert lines["rows"] == "2, of which 0 are there"
+    assert lines["rows"] == "2, 0 of them finished"
     assert lines["tokens"] == "7 (exact: from token ids)"
     assert lines["free space"] == "1.0 GB"
     assert not (tmp_path / "new").exists()
@@ -176,14 +176,14 @@ def test_rows_count_as_finished_by_last_line_and_current_content(
         of_another_content,
         outside,
     )
-    assert shown(tmp_path, dataset, bad=2)["rows"] == "8, of which 2 are there"
+    assert shown(tmp_path, dataset, bad=2)["rows"] == "8, 2 of them finished"
 
 
 def test_rows_finished_by_any_rank_count(tmp_path: Path) -> None:
     dataset = Rows(*(ids(1 + each) for each in range(20)))
     write_ledger(tmp_path, run(), done(dataset.all[0], 1, 10), rank=0, world_size=2)
     write_ledger(tmp_path, run(), done(dataset.all[17], 18, 180), rank=1, world_size=2)
-    assert shown(tmp_path, dataset)["rows"] == "20, of which 2 are there"
+    assert shown(tmp_path, dataset)["rows"] == "20, 2 of them finished"
 
 
 def test_tokens_of_texts_are_estimated_from_ledger_files(tmp_path: Path) -> None:

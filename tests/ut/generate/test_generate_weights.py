@@ -238,7 +238,7 @@ def test_ledgers_of_ranks_with_different_weights_are_refused(
         with pytest.raises(
             InputError,
             match=(
-                f"0 holds rows of two servers: weights was {first}, is {second}.*name another "
+                f"0 holds rows of two servers: weights was {first}, is {second}.*give another "
                 "--output"
             ),
         ):
@@ -322,8 +322,8 @@ def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(
     assert (code, sorted(server.asked)) == (0, [3, 5]), printed
     for row in (3, 5):
         problem = (
-            f"hs_{row}.safetensors: the file is from another server: weights was {OLD}, is {NEW}; requesting "
-            "asked for again"
+            f"hs_{row}.safetensors: the file is from another server: weights was {OLD}, is {NEW}; "
+            "requesting the row again"
         )
         assert printed.count(problem) == 1, printed
     assert {weights_in(bench, row) for row in range(6)} == {OLD}
@@ -334,7 +334,7 @@ def test_unlogged_rows_of_the_right_weights_are_kept(bench: Bench) -> None:
     leave(bench, 3, weights=OLD)
     keep_lines(bench, lambda line: line.get("row") != 5)
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (0, 0) and "asked for again" not in printed
+    assert (code, requests) == (0, 0) and "requesting the row again" not in printed
     bench.check(list(range(6)))
 
 

@@ -128,7 +128,7 @@ def test_unrenamable_files_end_the_run_with_one_line(
     code, printed = bench.run(*RAY, records=records[1:])
     assert (
         code == 1
-        and (f"stopped: cannot rename or remove files in {bench.output}: Read-only file  system")
+        and f"stopped: cannot rename or remove files in {bench.output}: Read-only file system"
         in printed
     ), printed
 
@@ -195,7 +195,7 @@ def test_error_of_a_node_is_reported_without_traceback(
         code == 1
         and (
             "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; finished rows "
-            "is kept"
+            "are kept"
         )
         in printed
     ), printed
