@@ -89,7 +89,7 @@ def test_verify_names_what_it_could_not_read(
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert "None" not in said
-    assert f"bad: {tmp_path}/a.safetensors: cannot be read: Input/output error" in said
+    assert f"bad: {tmp_path}/a.safetensors: it cannot be read: Input/output error" in said
     assert f"bad: {tmp_path}/shards/hsx-" in said
 
 
