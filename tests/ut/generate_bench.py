@@ -1,4 +1,4 @@
-"""A dataset, a fake server and its output, for tests of `hsx generate` as a command."""
+"""A dataset, a fake server and an output directory, for tests of the command `hsx generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_hsx.generate.ledger import row_of_file
 
 
 class Bench:
-    """A dataset, a server and its storage directory, which is the output."""
+    """A dataset, a server, and an output directory that is the server's storage directory."""
 
     def __init__(self, root: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
         self.root = root
@@ -28,9 +28,9 @@ class Bench:
         records: list[dict[str, Any]] | int = 6,
         endpoint: str | None = None,
     ) -> tuple[int, str]:
-        """(exit code, what was printed).
+        """Run the command, and return exit code and output.
 
-        A server gets one request at a time until one has succeeded, and rows that are under way
+        A server gets one request at a time until one has succeeded, and rows in flight
         together may come in any order: with two at a time the first to come is row 0 or 1.
         """
         data = write_jsonl(
@@ -55,16 +55,16 @@ class Bench:
 
     @property
     def rows(self) -> list[int]:
-        """Rows that have a file."""
+        """Return the rows with a file."""
         return sorted(row for row in map(row_of_file, contents(self.output)) if row is not None)
 
     def check(self, rows: list[int], records: int = 6) -> None:
-        """These rows are there, each right, and nothing else but the ledger."""
+        """Check that these rows have the right files and that only the ledger exists besides."""
         wanted = {
             f"hs_{row}.safetensors": right(token_rows(records)[row]["token_ids"]) for row in rows
         }
         assert contents(self.output) == {**wanted, "ledger.jsonl": {}}
 
     def lines(self) -> dict[int, dict[str, Any]]:
-        """The last line of each row."""
+        """Return the last line of each row."""
         return {line["row"]: line for line in ledger_lines(self.output / "ledger.jsonl")}

@@ -1,4 +1,4 @@
-"""Requests and rows of `hsx generate`, and the files and ledgers that must come of them."""
+"""Requests and rows of `hsx generate`, and the expected files and ledgers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL = "tiny"
 
 
 def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt.NDArray[np.uint16]:
-    """Bits of a sequence's bf16 rows [tokens, layers, hidden]: all different, all finite."""
+    """Return a sequence's bf16 rows [tokens, layers, hidden] as bits: all different and finite."""
     ids = np.asarray(token_ids, dtype=np.uint32).reshape(-1, 1, 1)
     positions = np.arange(len(token_ids), dtype=np.uint32).reshape(-1, 1, 1)
     layer = np.arange(layers, dtype=np.uint32).reshape(1, -1, 1)
@@ -40,7 +40,7 @@ def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt
 
 
 def change_a_bit(path: Path) -> None:
-    """Of the rows of a file, or of the member of a shard that has its name."""
+    """Flip a bit in the rows of a file, or of the member of a shard with that name."""
     found = shards_of(path.parent).find(path.name)
     shard, offset = (path, 0) if found is None else (found[0], found[1].offset)
     with shard.open("r+b") as file:
@@ -56,14 +56,14 @@ def write_jsonl(path: Path, records: Sequence[object]) -> Path:
 
 
 def token_rows(count: int) -> list[dict[str, Any]]:
-    """A dataset: rows of 1 to 9 tokens, no two alike."""
+    """Return a dataset of different rows of 1 to 9 tokens."""
     return [
         {"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)
     ]
 
 
 def in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences."""
     different = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(different, min(len(one), len(other)))
 
@@ -100,7 +100,7 @@ def tensors_of(path: Path) -> Tensors:
 
 
 def right(ids: Sequence[int]) -> Tensors:
-    """The tensors of the right file of a row."""
+    """Return the tensors that the file of a row must have."""
     rows, id_bytes = expected_rows(ids), b"".join(each.to_bytes(8, "little") for each in ids)
     return {
         "hidden_states": ("BF16", rows.shape, rows.tobytes()),
@@ -109,12 +109,12 @@ def right(ids: Sequence[int]) -> Tensors:
 
 
 def stored_ids(path: Path) -> list[int]:
-    """Token ids of a file."""
+    """Return the token ids of a file."""
     return np.frombuffer(tensors_of(path)["token_ids"][2], dtype="<i8").tolist()
 
 
 def ledger_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines about rows."""
+    """Return the complete lines about rows."""
     lines = []
     for text in path.read_text().splitlines():
         with suppress(ValueError):
@@ -124,12 +124,12 @@ def ledger_lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request that the server got.
+    """A request that the server has received.
 
     Attributes:
-        row: of the dataset, by the file that the request names.
-        time: how often this row was asked for, this time included.
-        endpoint: after /v1/.
+        row: index of the row, from the name of the file.
+        time: number of requests for this row so far, including this request.
+        endpoint: path after /v1/.
     """
 
     row: int
@@ -139,7 +139,7 @@ class Seen:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt; a text has one per byte."""
+        """Token ids of the prompt; a text has one per byte."""
         if "messages" in self.body:
             text = "".join(f"<{each['role']}>{each['content']}" for each in self.body["messages"])
             return list((text + "<assistant>" * self.body["add_generation_prompt"]).encode())
@@ -156,12 +156,12 @@ class Seen:
 
     @property
     def output(self) -> list[int]:
-        """Tokens that are generated."""
+        """Generated tokens."""
         return [7 + step for step in range(self.body["max_tokens"])]
 
     @property
     def stored(self) -> list[int]:
-        """Tokens that have rows."""
+        """Tokens with rows."""
         return self.token_ids + (
             self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else []
         )
@@ -169,13 +169,13 @@ class Seen:
 
 @dataclass
 class Exchange:
-    """A request while it is answered."""
+    """A request that is being answered."""
 
     seen: Seen
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def gone(self) -> None:
-        """Until the client has closed the connection."""
+        """Wait until the client has closed the connection."""
         while await self.reader.read(1 << 16):
             pass

@@ -1,4 +1,4 @@
-"""A server that answers as vLLM with extraction does, writes by FileSink, and fails on demand."""
+"""A server that answers like vLLM with extraction, writes with FileSink, and fails on demand."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ REASONS = {200: "OK", 400: "Bad Request"}
 
 @dataclass
 class FakeServer:
-    """One server, in a thread of this process. Use as a context manager.
+    """A server in a thread of this process. Use as a context manager.
 
     Attributes:
-        storage: where files go.
-        behave: what to do about a request: the name of a method do_*, or an HTTP status.
+        storage: directory of the files.
+        behave: behaviour for a request: the name of a method do_*, or an HTTP status.
         at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
             file exists), "answered".
-        tls: of its HTTPS; None for HTTP.
+        tls: context for HTTPS; None for HTTP.
         reuses: True to reuse rows of published prompts; any other value is the `reused_tokens` of
             its answers.
         seen: requests for rows.
@@ -121,15 +121,15 @@ class FakeServer:
 
     @property
     def asked(self) -> Counter[int]:
-        """How often each row was asked for."""
+        """Return the number of requests for each row."""
         return Counter(each.row for each in self.seen)
 
     def wait_idle(self) -> None:
-        """Until no request is being answered."""
+        """Wait until no request is being answered."""
         assert self._idle.wait(30)
 
     def files(self) -> list[str]:
-        """What is in the storage directory, hidden files of the server itself left out."""
+        """Return the files in the storage directory, without hidden files of the server."""
         return sorted(name for name in os.listdir(self.storage) if not name.startswith("."))
 
     # HTTP
@@ -149,7 +149,7 @@ class FakeServer:
                 with self._counted():
                     await self._handle(request.split()[1], headers, body, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            return  # the client has gone, or the test is over
+            return  # the client has closed the connection, or the test has ended
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -233,7 +233,7 @@ class FakeServer:
             )
 
     def render(self, ids: Any) -> tuple[int, Any]:
-        """Status and answer to a request for the token ids of a prompt."""
+        """Return status and answer to a request for the token ids of a prompt."""
         return 200, {"token_ids": ids} if not ids or isinstance(ids[0], int) else [
             {"token_ids": each} for each in ids
         ]
@@ -244,7 +244,7 @@ class FakeServer:
     def send(
         self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = ""
     ) -> None:
-        self._unanswered -= 1  # before the client can ask again
+        self._unanswered -= 1  # before the client can send another request
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = "application/json" if data[:1] in (b"{", b"[") else "text/html"
         head = (
@@ -300,31 +300,31 @@ class FakeServer:
         await self._at(exchange.seen, "written")
         return str(file.path)
 
-    # What the server may do
+    # Behaviours
 
     async def do_ok(self, exchange: Exchange) -> None:
         await self.answer(exchange, await self.publish(exchange, await self.begin(exchange)))
 
     async def do_late(self, exchange: Exchange) -> None:
-        """The answer comes before the file, which is published when somebody sleeps on its lock."""
+        """Answer before the file is published. Publish it when a reader waits for the lock."""
         file = await self.begin(exchange)
         await self.answer(exchange, str(file.path))
         await self._loop.run_in_executor(None, wait_for_sleepers, Path(f"{file.path}.lock"))
         await self.publish(exchange, file)
 
     async def do_after_next(self, exchange: Exchange) -> None:
-        """The answer comes after that of the next row."""
+        """Answer after the next row is answered."""
         path = await self.publish(exchange, await self.begin(exchange))
         await self._event(exchange.seen.row + 1).wait()
         await self.answer(exchange, path)
 
     async def do_drop(self, exchange: Exchange) -> None:
-        """The connection breaks, the request is aborted."""
+        """Break the connection and abort the request."""
         (await self.begin(exchange)).discard()
         exchange.writer.close()
 
     async def do_drop_complete(self, exchange: Exchange) -> None:
-        """The connection breaks, but the file is there."""
+        """Break the connection after the file is published."""
         await self.publish(exchange, await self.begin(exchange))
         exchange.writer.close()
 
@@ -337,12 +337,12 @@ class FakeServer:
         aborted.set()
 
     async def do_hang_complete(self, exchange: Exchange) -> None:
-        """There is no answer, but a file."""
+        """Publish the file but never answer."""
         await self.publish(exchange, await self.begin(exchange))
         await exchange.gone()
 
     async def do_file_when_asked_again(self, exchange: Exchange) -> None:
-        """The answer comes, and its file only when the row is asked for again."""
+        """Answer, and publish the file only when the row is requested again."""
         file = await self.begin(exchange)
         await self.answer(exchange, str(file.path))
         self._late.append((exchange, file))

@@ -1,4 +1,4 @@
-"""Types for argparse: paths, and numbers with bounds; errors quote the text that was typed."""
+"""Types for argparse: paths and numbers with bounds. Errors quote the user's text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.protocol.strict_json import parse
 
-_NEAR = 0.6  # of 1, the similarity of a misspelt word
-_SHOWN = 40  # most characters of a refused text to quote
+_NEAR = 0.6  # similarity of a misspelt word, from 0 to 1
+_SHOWN = 40  # longest part of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """Return a question about the most similar word for the end of an error; "" if none is near."""
+    """Return a suggestion of the most similar word, to append to an error; "" if there is none."""
     near = difflib.get_close_matches(typed, list(known), n=1, cutoff=_NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote the user's words with control characters escaped.
+    """A parser that escapes control characters in errors and suggests similar options.
 
-    A misspelt option is named before anything else, with the one that is similar.
+    A misspelt option is reported before other errors.
     """
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -45,10 +45,9 @@ class Parser(argparse.ArgumentParser):
         own = words[: words.index("--") if "--" in words else None]
         for word in own:
             option, _, value = word.partition("=")
-            if (
-                option.startswith("-") and value == "--"
-            ):  # argparse would drop it, and then miss a value
-                self.error(f"argument {option}: '--' is no value; name a path of that name as ./--")
+            # argparse would drop the --, and then miss a value.
+            if option.startswith("-") and value == "--":
+                self.error(f"argument {option}: '--' is not a value; write such a path as ./--")
             if self._is_no_option(option) and not {"-h", "--help"} & set(own):
                 self.error(
                     "there is no option "
@@ -59,17 +58,13 @@ class Parser(argparse.ArgumentParser):
     def add_output(self, result: str, quiet: tuple[str, ...] = ("-q", "--quiet")) -> None:
         """Add the options of `output.Output`. `result` describes the object that --json prints."""
         self.add_argument("--json", action="store_true", help=f"print one JSON object: {result}")
-        silence = (
-            "no progress and no result in words; errors still go to stderr, and the exit code "
-            "tells the rest"
-        )
+        silence = "print no progress and no text result, only errors (to stderr)"
         self.add_argument(*quiet, action="store_true", help=silence)
 
     def _is_no_option(self, word: str) -> bool:
-        """Whether a word would be a long option, and no option begins with it or is it."""
-        if (
-            not word.startswith("--") or word == "--" or " " in word
-        ):  # argparse takes text with blanks for a value
+        """Return True if a word looks like a long option but no option matches it."""
+        # argparse takes text with blanks as a value.
+        if not word.startswith("--") or word == "--" or " " in word:
             return False
         return not any(
             each.startswith(word) if self.allow_abbrev else each == word
@@ -81,19 +76,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def non_empty_path(text: str) -> Path:
-    """Parse a path. An unset variable of the shell does not stand for the current directory."""
+    """Parse a path. Refuse "", which may come from an unset variable of the shell."""
     if not text:
         raise argparse.ArgumentTypeError(
-            "it is empty; give a path, such as . for the current directory"
+            "the value is empty; give a path, such as . for the current directory"
         )
     return Path(text)
 
 
 def non_empty(text: str) -> str:
-    """Parse a name. An unset variable of the shell is none."""
+    """Parse a name. Refuse "", which may come from an unset variable of the shell."""
     if not text:
         raise argparse.ArgumentTypeError(
-            "it is empty; give a path or a name, such as . for the current directory"
+            "the value is empty; give a path or a name, such as . for the current directory"
         )
     return text
 
@@ -154,7 +149,7 @@ seconds = positive(LONGEST_S)
 
 
 class Size(int):
-    """A number of bytes that prints as it was typed."""
+    """A number of bytes that prints as the user's text."""
 
     text: str
 

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.acknowledged import Acknowledged
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
-_SHOWN = 20  # names; further ones are only counted
+_SHOWN = 20  # paths to print; others are only counted
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")
 _WOULD: dict[Done, str] = {"removed": "would remove", "sealed": "would seal"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -26,43 +26,41 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx clean`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx clean",
-        description="Removes the remains of consumers and dead servers from a storage directory and all "
-        "folders below it: unheld locks without data or error, hidden directories of dead "
-        "servers (whose "
-        "shards are sealed), and, if asked, old errors, and files and shards that consumers have "
-        "acknowledged. Files that a server writes or a reader "
-        "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
-        "something could not be removed; 2: the directory cannot be read.",
+        description="Removes leftovers of consumers and dead servers from a storage directory and "
+        "all folders below it: free locks without data or error, and hidden directories of dead "
+        "servers (their shards are sealed). With options, also removes old errors, and files and "
+        "shards that consumers have acknowledged. Never touches files that a server writes or a "
+        "reader waits for, so servers may keep running. Exit code 0: done; 1: something could not "
+        "be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=non_empty_path)
     parser.add_argument(
         "--errors-older-than",
         metavar="AGE",
-        help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)",
+        help="remove errors older than this, such as 7d, 12h, 30m or 45s (default: none)",
     )
     parser.add_argument(
         "--older-than",
         metavar="AGE",
-        help="remove files and shards that were acknowledged so long ago (default: none)",
+        help="remove files and shards acknowledged longer ago than this (default: none)",
     )
     parser.add_argument(
         "--keep-bytes",
         metavar="SIZE",
-        help="remove acknowledged files and shards, the oldest acknowledgements first, until all "
-        "that are left have at most this size, "
-        "such as 64GiB (default: none)",
+        help="remove acknowledged files and shards, oldest acknowledgement first, until the rest "
+        "has at most this size, such as 64GiB (default: none)",
     )
     parser.add_argument(
         "--lost-shards",
         action="store_true",
-        help="remove the indexes of shards whose tar files are gone",
+        help="remove indexes of shards without a tar file",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the paths that would be removed, and remove nothing",
+        help="only print the paths that would be removed",
     )
-    parser.add_output("the paths that were, or would be, removed and sealed, and the problems")
+    parser.add_output("removed and sealed paths (with --dry-run: to be removed), and problems")
     options = parser.parse_args(argv)
     options.errors_older_than = _seconds(parser, "--errors-older-than", options.errors_older_than)
     options.older_than = _seconds(parser, "--older-than", options.older_than)
@@ -89,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         problem = (
-            f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage "
+            f"{options.directory} cannot be opened: {error.strerror}. Give the server's storage "
             "directory."
         )
         say(f"hsx clean: {problem}", error=True)
@@ -103,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not unprinted:
                 say(text, error=error)
-        except (
-            OSError
-        ) as problem:  # of the output; `Cleaning` would take it for one of the directory
+        # Kept from `Cleaning`, which would report it as a problem of the directory.
+        except OSError as problem:
             unprinted.append(problem)
 
     def tell(done: Done, path: str) -> None:
@@ -150,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.tell(words)
         if options.keep_bytes is not None and acknowledged.num_bytes > options.keep_bytes:
             console.tell(
-                f"{acknowledged.num_bytes} bytes are left, more than --keep-bytes: they are in "
-                "use or not acknowledged"
+                f"{acknowledged.num_bytes} bytes remain, more than --keep-bytes: they are in use "
+                "or not acknowledged"
             )
 
     left = (
@@ -164,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:
-    """Yield "" for the directory itself, and every folder below it that a server may have made."""
+    """Yield "" for the directory, and all folders below it that a server may have created."""
     waiting = [""]
     while waiting:
         folder = waiting.pop()

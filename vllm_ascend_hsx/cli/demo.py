@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="check shapes, token ids and finiteness only; for large models",
     )
     long_steps = (
-        "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
+        "steps of 8,192 tokens (emulated: 512), eager and with graphs; their rows must agree"
     )
     add("--long-steps", action="store_true", help=long_steps)
     by_hand = (
@@ -89,26 +89,26 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--late",
         action="store_true",
-        help="emulated NPUs run work on other streams as late as allowed",
+        help="emulated NPUs delay work on other streams as long as allowed",
     )
     add(
         "--output",
         type=Path,
         metavar="DIR",
-        help="directory of log and hidden states (default: a new temporary directory)",
+        help="directory for log and hidden states (default: a new temporary directory)",
     )
     add(
         "--start-timeout",
         type=seconds,
         metavar="S",
-        help="seconds for the server's start (default: 600, npu: 1800)",
+        help="time limit for the start of the server, in seconds (default: 600, npu: 1800)",
     )
     add(
         "--request-timeout",
         type=seconds,
         default=120.0,
         metavar="S",
-        help="seconds for one request (default: 120)",
+        help="time limit for a request, in seconds (default: 120)",
     )
     add(
         "serve_options",
@@ -134,7 +134,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code.
 
-    It is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 if interrupted.
+    The code is 0 if all match, 1 for a difference or failure, 2 for invalid input, 130 after an
+    interrupt.
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
@@ -164,7 +165,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
                 "--output",
                 str(options.output),
                 problem,
-                "Name a new or existing directory that can be written.",
+                "Give a new or existing writable directory.",
             ) from error
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
@@ -172,7 +173,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
             f"not installed here: {', '.join(missing)}. On a machine with NPUs install "
             "vllm-ascend; for emulated ones use `make demo`"
         )
-    # No download must be attempted. transformers reads these variables once, when it is imported.
+    # Prevent downloads. transformers reads these variables at import.
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
     )
@@ -311,12 +312,13 @@ def _server(
     extra: tuple[str, ...],
     **sizes: Any,
 ) -> Server:
-    """Make the server, and print the places of log and files.
+    """Create the server, and print the paths of log and files.
 
     Args:
-        work: directory of both.
-        environment: further variables.
-        extra: words of the command line. sizes: further fields of ServeOptions.
+        work: directory of log and files.
+        environment: additional variables.
+        extra: additional words of the command line.
+        sizes: further fields of ServeOptions.
     """
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.server import Server, free_port
@@ -364,7 +366,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.device == "emulated":
         from ascend_npu_emulator.launch import environment as emulated
 
-        # One thread per emulated NPU: all of them share the cores.
+        # One thread per emulated NPU, because they share the cores.
         environment |= {
             "OMP_NUM_THREADS": "1",
             **emulated(_number_of_npus(options), HBM_BYTES, options.late),
@@ -398,7 +400,7 @@ def _check_emulator(options: argparse.Namespace) -> None:
 
 
 def _compile_emulator(console: Console) -> None:
-    """Compile the emulated NPU if it is not cached, so that this does not count as server start."""
+    """Compile the emulated NPU if it is not cached. This does not count as server start."""
     from ascend_npu_emulator.build import BuildError, library
 
     with console.status("compiling the emulated NPU, once (about a minute)"):

@@ -1,4 +1,4 @@
-"""`hsx doctor`: check whether extraction will work on this machine, and what to do if not."""
+"""`hsx doctor`: check whether extraction will work on this machine, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -30,31 +30,30 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx doctor`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx doctor",
-        description="Checks whether extraction of hidden states will work on this machine, and shows "
-        "what to do if not: versions, NPUs, "
-        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no "
-        "problems; 1: problems; 2: invalid options.",
+        description="Checks whether extraction of hidden states will work on this machine, and "
+        "suggests fixes. Checks versions, NPUs, patch points in vllm and vllm-ascend, a storage "
+        "directory and a model. Exit code 0: no problems; 1: problems; 2: invalid options.",
     )
     parser.add_argument(
         "--out",
         type=non_empty_path,
         metavar="DIR",
-        help="storage directory: use it like a server, writing 256 MiB to it",
+        help="storage directory to test: write 256 MiB to it as a server does",
     )
     parser.add_argument(
         "--io",
         choices=("buffered", "direct"),
         default="buffered",
-        help="of the files in --out (default: buffered)",
+        help="I/O mode of the files in --out (default: buffered)",
     )
     parser.add_argument(
         "--durability",
         choices=("none", "fdatasync"),
         default="none",
-        help="of the files in --out (default: none)",
+        help="durability of the files in --out (default: none)",
     )
     parser.add_argument(
-        "--no-lock", action="store_true", help="as with use_synchronization_lock false"
+        "--no-lock", action="store_true", help="test --out with use_synchronization_lock false"
     )
     presets = ", ".join(PRESETS)
     parser.add_argument(
@@ -67,10 +66,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if options.out is None and (
         options.io != "buffered" or options.durability != "none" or options.no_lock
     ):
-        parser.error(
-            "--io, --durability and --no-lock say how files in --out are written; give --out DIR "
-            "too"
-        )
+        parser.error("--io, --durability and --no-lock are for the files in --out; add --out DIR")
     return options
 
 
@@ -94,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def findings(options: argparse.Namespace, progress: OneConsole) -> Iterator[Finding]:
     """Yield the findings for a command line. Raises UserError: the model cannot be read."""
     if options.model is not None:
-        yield from check_target(options.model)  # first, to refuse a mistyped name at once
+        yield from check_target(options.model)  # first, because the name may be wrong
     software = list(check_software())
     yield from software
     _announce(progress, "importing vllm and vllm-ascend, which can take a minute")
@@ -114,14 +110,14 @@ def _announce(progress: OneConsole, what: str) -> None:
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:
-    """Print the findings as a table; patch points that hold are counted in one row."""
+    """Print the findings as a table, with one row for all patch points that hold."""
     table = Table("topic", "what", "", "found", "what to do")
     for column in (1, 3, 4):
         table.columns[column].overflow = "fold"
     holding = [each for each in found if each.topic == patch_points.TOPIC and each.verdict == "ok"]
     shown = [each for each in found if each not in holding]
     if holding:
-        # The others are listed below, in one line if they have one cause.
+        # Others have rows of their own.
         number = (
             f"{len(holding)} hold"
             if any(each.topic == patch_points.TOPIC for each in shown)
@@ -150,7 +146,7 @@ def show(console: Console, found: Sequence[Finding]) -> None:
     if problems := count["problem"]:
         number = "1 problem" if problems == 1 else f"{problems} problems"
         console.print(
-            f"{number}: extraction will not work, or not as it should",
+            f"{number}: extraction will fail or give wrong results",
             style="bold red",
             highlight=False,
         )

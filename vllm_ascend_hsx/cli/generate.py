@@ -1,4 +1,4 @@
-"""`hsx generate`: send a dataset to servers that write a file of hidden states for each row."""
+"""`hsx generate`: send a dataset to servers that write a file of hidden states per row."""
 
 from __future__ import annotations
 
@@ -47,18 +47,16 @@ DEFAULTS = Options("", Path())
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser; aliases are the options of speculators' generate-offline-data."""
+    """Return the parser. Aliases are options of speculators' generate-offline-data."""
     parser = Parser(
         prog="hsx generate",
         allow_abbrev=False,
-        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), "
-        "which write each row's file, "
-        "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file "
-        "are not sent again.",
+        description="Sends all rows of a dataset to servers that extract hidden states (`hsx "
+        "serve`). The servers write a file hs_{row}.safetensors for each row. After an "
+        "interruption run the same command again: rows with a valid file are not sent again.",
         epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input, an unusable "
-        "server, "
-        "or none that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its "
-        "output.",
+        "server, or no server that answers, 130 ended by Ctrl-C, 143 by SIGTERM, 141 if the output "
+        "is closed.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:
@@ -71,10 +69,10 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("the dataset").add_argument
     formats = (
-        "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV, or one "
-        "of `datasets`' save_to_disk; "
+        "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV; a folder "
+        "written by save_to_disk of `datasets`; "
     )
-    others = "the id of a dataset on a hub; - for stdin"
+    others = "the id of a dataset on a hub; or - for stdin"
     add(
         "--data",
         "--preprocessed-data",
@@ -83,29 +81,29 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH|ID|-",
         help=formats + others,
     )
-    add("--split", metavar="NAME", help="of a dataset that has several")
+    add("--split", metavar="NAME", help="split of a dataset with several splits")
     columns = "token_ids, input_ids, messages, conversations, prompt"
     add(
         "--column",
         metavar="NAME",
-        help=f"the content of a row (default: the first that exists of {columns})",
+        help=f"column to send (default: the first of {columns} in the row)",
     )
-    ignored = "leave out a column that the run would refuse; may be repeated"
+    ignored = "ignore a column, for example one that cannot be sent; may be repeated"
     add("--ignore-column", action="append", default=[], metavar="NAME", help=ignored)
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
     add(
         "--skip-invalid",
         action="store_true",
-        help="leave out rows that cannot be sent, and name them",
+        help="skip rows that cannot be sent, and list them",
     )
-    launched = "(default: of srun's step, Kubernetes' indexed job or torchrun; else"
-    size = f"divide the rows between N runs, as on N machines {launched} 1)"
+    launched = "(default: from srun, a Kubernetes indexed job or torchrun; else"
+    size = f"divide the rows between N runs, for example on N machines {launched} 1)"
     add("--world-size", **numbers("world_size") | {"default": None}, help=size)
-    rank = f"this run does every N-th run of {RANK_ROWS} rows, from the R-th {launched} 0)"
+    rank = f"of every N groups of {RANK_ROWS} rows, do only the R-th {launched} 0)"
     add("--rank", **numbers("rank", "R") | {"default": None}, help=rank)
     order = (
-        "prefix: send rows with a common prefix one after the other, so that servers compute it "
-        "once; given: as they are "
+        "prefix: send rows with a common prefix one after another, so that servers compute the "
+        "prefix once; given: in the order of the dataset "
     )
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add = parser.add_argument_group("prompts").add_argument
@@ -114,28 +112,24 @@ def parser() -> argparse.ArgumentParser:
         type=json_object,
         default={},
         metavar="JSON",
-        help="of every chat; the arguments of a row come first",
+        help="arguments for all chats; a row's own arguments take precedence",
     )
-    special = "texts have been rendered by a chat template: add no BOS token"
+    special = "for texts that a chat template has rendered: do not add a BOS token"
     add("--no-special-tokens", action="store_false", dest="add_special_tokens", help=special)
-    show = (
-        "show N rows as tokens with their loss mask before the run (default: 1 for a new --output)"
-    )
+    show = "show N rows as tokens with the loss mask before the run (default: 1 for a new --output)"
     add("--show", **numbers("show"), help=show)
     add = parser.add_argument_group("answers of the target").add_argument
-    included = (
-        "generate answers, and store their text, token ids and rows (all but the last token's)"
-    )
+    included = "generate answers, and store text, token ids and rows (the last token has no row)"
     add("--include-output", "--include-output-tokens", action="store_true", help=included)
     add(
         "--max-tokens",
         **numbers("max_tokens"),
-        help="tokens to generate; with --include-output only, like the following",
+        help="tokens to generate; this and the following options need --include-output",
     )
     for name in (each.name for each in fields(Sampling)):
         kind = whole(1, 2**31 - 1) if name == "top_k" else number_from(*SAMPLING_BOUNDS[name])
         default = (
-            "default: 0, the likeliest token" if name == "temperature" else "default: the server's"
+            "default: 0, greedy decoding" if name == "temperature" else "default: the server's"
         )
         add(
             f"--{name.replace('_', '-')}",
@@ -147,104 +141,105 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--seed",
         **numbers("seed"),
-        help="of sampling; each row has its own, made of this one and its content",
+        help="seed of sampling; each row's seed is computed from it and the row's content",
     )
     add = parser.add_argument_group("servers").add_argument
     endpoints = (
-        "of `vllm serve`; repeat, or separate by commas, for several servers (default: "
+        "URL of `vllm serve`; repeat or separate by commas for several servers (default: "
         "http://localhost:8000); "
     )
-    file = "@FILE: a file with one in each line, which is read again during the run"
+    file = "@FILE: a file with one URL per line, read again during the run"
     add("--endpoint", action="append", metavar="URL|@FILE", help=endpoints + file)
     add(
         "--model",
         metavar="NAME",
-        help="name of the model on the servers (default: the first that each server names)",
+        help="name of the model on the servers (default: each server's first model)",
     )
-    add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
+    add("--api-key", metavar="KEY", help="default: environment variable OPENAI_API_KEY")
     add(
         "--concurrency",
         **numbers("concurrency"),
-        help="concurrent requests, over all servers (default: %(default)s)",
+        help="requests in flight over all servers (default: %(default)s)",
     )
     add(
         "--request-timeout",
         **numbers("request_timeout", "S"),
-        help="seconds for an answer (default: %(default)g)",
+        help="time limit for an answer, in seconds (default: %(default)g)",
     )
     add(
         "--max-retries",
         **numbers("max_retries"),
-        help="most repeated requests for a row (default: %(default)s)",
+        help="maximum number of retries per row (default: %(default)s)",
     )
     delay = "seconds before the first retry, doubled each time (default: %(default)g)"
     add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
     add(
         "--allow-failures",
         **numbers("allow_failures"),
-        help="succeed if at most N rows have no file (default: %(default)s)",
+        help="exit with 0 if at most N rows have no file (default: %(default)s)",
     )
     errors = (
-        "stop after N errors with no row finished in between, not counting refused rows "
+        "stop after N errors without a finished row in between; refused rows do not count "
         "(default: --concurrency)"
     )
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
     add = parser.add_argument_group(
-        "a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')"
+        "Ray cluster that does the rows (pip install 'vllm-ascend-hsx[ray]')"
     ).add_argument
     add(
         "--ray",
         metavar="ADDRESS",
-        help="of the cluster's head, such as head:6379, or auto; this command runs on a node of it",
+        help="address of the head, such as head:6379, or auto; run this command on a node",
     )
     add(
         "--ray-label",
         metavar="KEY=VALUE",
         help=(
-            "only on nodes with this label (`ray start --labels`), such as those that see the "
-            "storage"
+            "use only nodes with this label (`ray start --labels`), for example the nodes with "
+            "the storage"
         ),
     )
     tasks = (
-        "divide the rows between N tasks, which Ray repeats if their node dies (default: "
+        "divide the rows between N tasks; Ray repeats the tasks of a lost node (default: "
         f"{RayCluster.tasks})"
     )
     add("--ray-tasks", type=whole(*RAY_TASKS), metavar="N", help=tasks)
     add = parser.add_argument_group("files").add_argument
     output = (
-        "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the "
-        "files and the ledger"
+        "the servers' storage directory (--out of `hsx serve`) or a folder below it, for files and "
+        "ledger"
     )
     add("--output", type=non_empty_path, required=True, metavar="DIR", help=output)
-    paths = "a directory that has another path on the servers' machines; may be repeated"
+    paths = "path of a directory on the servers' machines and here; may be repeated"
     add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
     validate = (
-        "read every file once, existing ones too: all numbers are finite, the checksum is right"
+        "read all files, including existing files, and check that numbers are finite and checksums "
+        "match"
     )
     add("--validate", "--validate-outputs", action="store_true", help=validate)
     add = parser.add_argument_group("sizes").add_argument
     add(
         "--dry-run",
         action="store_true",
-        help="show rows, tokens, bytes, free space and hours, and send no row",
+        help="show rows, tokens, bytes, free space and time, and send no rows",
     )
     add(
         "--rate",
         type=positive(1e12),
         metavar="TOKENS/S",
-        help="for the hours of --dry-run (default: that of the last run)",
+        help="rate for the time of --dry-run (default: rate of the last run)",
     )
     known = (
-        "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: "
-        "of finished rows)"
+        "bytes per token in a file, for --dry-run; `hsx plan` shows the number (default: from "
+        "finished rows)"
     )
     add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
-    parser.add_output("the outcome of the rows, or with --dry-run the sizes")
+    parser.add_output("the result of the run, or with --dry-run the sizes")
     return parser
 
 
 def parse_arguments(argv: Sequence[str]) -> Options:
-    """Parse the options. An invalid one exits with code 2, or raises InputError or UserError."""
+    """Parse the options. Invalid ones exit with code 2, or raise InputError or UserError."""
     return _options(parser().parse_args(argv))
 
 
@@ -257,7 +252,7 @@ def _options(parsed: argparse.Namespace) -> Options:
     given["ignored_columns"] = frozenset(given.pop("ignore_column"))
     given["path_maps"] = tuple(path_map(text) for text in given.pop("map_path"))
     given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY") or None
-    # A cluster does all rows, wherever this process was started.
+    # On a cluster, ignore the variables of a launcher: the cluster does all rows.
     place = place_of(given["world_size"], given["rank"], {} if given["ray"] else os.environ)
     given |= {"world_size": place.world_size, "rank": place.rank, "rank_source": place.source}
     return Options(**given)
@@ -267,16 +262,17 @@ def _cluster(address: str | None, label: str | None, tasks: int | None) -> RayCl
     """Return the cluster. Raises InputError."""
     if address is None:
         if label is not None or tasks is not None:
-            raise InputError("--ray-label and --ray-tasks are of a cluster; name it with --ray")
+            raise InputError("--ray-label and --ray-tasks need a cluster; give it with --ray")
         return None
     if not address:
         raise InputError(
-            "--ray: it is empty; give the address of the cluster's head, such as head:6379, or auto"
+            "--ray: the value is empty; give the address of the cluster's head, such as head:6379, "
+            "or auto"
         )
     key, equals, value = (label or "").partition("=")
     if label is not None and not (key and equals and value):
         raise InputError(
-            f"--ray-label {label}: give KEY=VALUE, a label that `ray start --labels` gave to nodes"
+            f"--ray-label {label}: give KEY=VALUE, a label of nodes from `ray start --labels`"
         )
     cluster = RayCluster(address, (key, value) if label else None)
     return cluster if tasks is None else replace(cluster, tasks=tasks)
@@ -292,14 +288,14 @@ def _endpoints(named: Sequence[str]) -> dict[str, Any]:
         }
     if len(named) > 1:
         raise InputError(
-            "--endpoint @FILE: other servers are named beside it; write them into the file"
+            "--endpoint @FILE: cannot be used with other --endpoint; write all servers to the file"
         )
     path = Path(named[0][1:])
     return {"endpoints": read_endpoints(path), "endpoint_file": path}
 
 
 def _give(out: Output, directory: Path, found: Outcome | Sizes) -> None:
-    """Print the result of a run or of a dry one, and the problems of a run."""
+    """Print the result of a run or a dry run, and the problems of a run."""
     from vllm_ascend_hsx.generate.progress import facts_of, show, show_problems
     from vllm_ascend_hsx.generate.sizes import Sizes, show_sizes
 

@@ -1,4 +1,4 @@
-"""`hsx hardware-report`: run the hardware checklist as far as this machine goes, and report."""
+"""`hsx hardware-report`: run the hardware checklist on this machine, and write a report."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx hardware-report",
-        description="Runs the hardware checklist on this machine's NPUs as far as they go, and writes "
-        "what held, what did not and what it "
-        "costs to one Markdown and one JSON file, ready to paste into an issue. Downloads nothing. "
-        "Exit code 0: nothing failed; 1: something did not hold; 2: invalid options, or no NPUs.",
+        description="Runs the hardware checklist on this machine's NPUs, as far as their number "
+        "allows. Writes the results and measured costs to a Markdown and a JSON file for an issue. "
+        "Downloads nothing. Exit code 0: nothing failed; 1: something did not hold; 2: invalid "
+        "options, or no NPUs.",
     )
     add = parser.add_argument
     add(
@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="directory of the target (default: a tiny MiniMax-M2 with random weights, built here)",
     )
-    output = "new or empty directory of report, logs and files (default: %(default)s)"
+    output = "new or empty directory for report, logs and files (default: %(default)s)"
     add(
         "--output",
         type=non_empty_path,
@@ -55,26 +55,26 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--tensor-parallel-size",
         type=whole(1, 4096),
         metavar="N",
-        help="default: the least that fits, at least 2 of several NPUs",
+        help="default: the smallest that fits, and at least 2 if there are several NPUs",
     )
     add(
         "--data-parallel-size",
         type=whole(1, 4096),
         metavar="N",
-        help="default: 2 where NPUs are left, else 1",
+        help="default: 2 if enough NPUs remain, else 1",
     )
     add(
         "--steps",
         type=_steps,
         default=_NAMES,
         metavar="NAMES",
-        help=f"comma-separated, of: {', '.join(_NAMES)} (default: all)",
+        help=f"comma-separated steps to run: {', '.join(_NAMES)} (default: all)",
     )
     add(
         "--step-timeout",
         type=seconds,
         metavar="S",
-        help="seconds for each step (default: 1 to 90 minutes, by step)",
+        help="time limit per step, in seconds (default: 1 to 90 minutes, by step)",
     )
     add(
         "serve_options",
@@ -114,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         out.errors.tell(
             f"hsx hardware-report: interrupted; {context.output / document.NAME}.md has the "
-            "lines so far"
+            "results so far"
         )
         return INTERRUPTED
 
 
 def _context(options: argparse.Namespace, emulated: bool) -> Context:
-    """Check the options; make the report's directory and the tiny model. Raises UserError."""
+    """Check the options, and create the report's directory and the tiny model. Raises UserError."""
     output: Path = options.output.absolute()
     if options.model is not None:
         model = Path(options.model).expanduser().absolute()
@@ -141,14 +141,14 @@ def _context(options: argparse.Namespace, emulated: bool) -> Context:
             "--output",
             str(options.output),
             problem,
-            "Name a new or existing directory that can be written.",
+            "Give a new or existing writable directory.",
         ) from error
     if used:
         raise UserError(
             "--output",
             str(options.output),
             "is not empty",
-            "Name a new directory, or remove the earlier report.",
+            "Give a new directory, or remove the earlier report.",
         )
     if options.model is None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -160,7 +160,7 @@ def _context(options: argparse.Namespace, emulated: bool) -> Context:
 
 
 def _run(options: argparse.Namespace, context: Context, out: Output) -> int:
-    from vllm_ascend_hsx.report.run import run_all, run_process  # with a client of servers
+    from vllm_ascend_hsx.report.run import run_all, run_process  # imports the openai client
 
     def begin(step: Step) -> None:
         limit = options.step_timeout or step.limit_s
@@ -187,7 +187,7 @@ def _run(options: argparse.Namespace, context: Context, out: Output) -> int:
         console.tell(
             ", ".join(f"{count[outcome]} {outcome}" for outcome in (HELD, MEASURED, BROKE, NOT_RUN))
         )
-        console.tell(f"written: {path}.md and .json; paste the first into an issue")
+        console.tell(f"wrote {path}.md and .json; paste the first into an issue")
 
     out.give(facts, show_counts)
     return 1 if count[BROKE] else 0

@@ -1,4 +1,4 @@
-"""`hsx inspect`: show the contents of a file, or of each file in a directory, or plot its norms."""
+"""`hsx inspect`: show the contents of a file or of all files in a directory, or plot norms."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx inspect`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx inspect",
-        description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of "
-        "hidden states, or of all files and "
-        "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: "
-        "nothing could be read.",
+        description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a "
+        "file of hidden states, or of all files and members of shards below a directory. Exit code "
+        "0: all are valid; 1: some are not; 2: nothing could be read.",
     )
     parser.add_argument("path", type=non_empty_path, metavar="FILE|DIR")
     parser.add_argument(
@@ -38,7 +37,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=whole(1, 10**9),
         default=50,
         metavar="N",
-        help="files of a directory to show (default: 50)",
+        help="maximum number of files to show (default: 50)",
     )
     plot = "draw the norms of a file's rows, by layer and by token; needs matplotlib"
     parser.add_argument("--plot", type=non_empty_path, metavar="PNG", help=plot)
@@ -47,23 +46,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.plot is not None and os.path.isdir(options.path):
-        parser.error(f"--plot draws one file, and {options.path} is a directory: name a file in it")
+        parser.error(f"--plot draws one file, but {options.path} is a directory: give a file in it")
     if options.plot is not None and (problem := _no_picture(options.plot)):
         parser.error(f"--plot {printable(str(options.plot))} {problem}")
     return options
 
 
 def _no_picture(target: Path) -> str | None:
-    """Return why no picture can be written there, or None."""
+    """Return the reason why no picture can be written there, or None."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if os.path.isdir(target):
-        return "is a directory: name a file in it"
+        return "is a directory: give a file in it"
     formats = FigureCanvasBase.get_supported_filetypes()
     return (
         None
         if target.suffix[1:].lower() in formats
-        else f"is of no known format: let its name end with one of .{', .'.join(formats)}"
+        else f"has an unknown format: use one of the suffixes .{', .'.join(formats)}"
     )
 
 
@@ -81,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"hsx inspect: {problem.filename} cannot be read: {problem.strerror}", error=True)
     if not paths and not unreadable:
         say(
-            f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", error=True
+            f"hsx inspect: {options.path} does not exist or has no *{DATA_SUFFIX} files.",
+            error=True,
         )
         return 2
     is_directory = os.path.isdir(options.path)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
         draw(found[0], options.plot)
         out.progress.tell(f"drawn: {options.plot}")
-    # Of a directory in use, files that were removed meanwhile or are being written are not bad.
+    # In a directory, files that were removed meanwhile or are being written are not invalid.
     return (
         1
         if unreadable
@@ -108,17 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
-    """Return the files of a directory, or the one file if it, its error or its lock exists.
+    """Return the files of a directory, or a file that exists or has an error file or a lock.
 
-    Raises OSError if it cannot be read.
+    Raises OSError if the directory cannot be read.
     """
     if os.path.isdir(path):
         return [each for each in files_in(path, on_error) if not each.name.endswith(ERROR_SUFFIX)]
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
-    there = any(
+    exists = any(
         os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)
     ) or is_decided(Path(name))
-    return [Path(name)] if there else []
+    return [Path(name)] if exists else []
 
 
 def _facts(found: Examination) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _facts(found: Examination) -> dict[str, Any]:
 
 
 def _show_all(console: Console, directory: Path, found: Sequence[Examination], number: int) -> None:
-    """Show the first files of a directory that has `number` of them."""
+    """Show the first files of a directory with `number` files."""
     console.print(_table(directory, found))
     if number > len(found):
         console.print(
@@ -194,23 +194,23 @@ def _show(console: Console, found: Examination) -> None:
 
 
 def _layer_names(kind: Kind) -> list[str]:
-    """Return the ids of the layers, or their positions if the file names another number of ids."""
+    """Return the ids of the layers, or positions if the file has another number of ids."""
     if len(kind.layer_ids) == kind.layers:
         return [str(layer_id) for layer_id in kind.layer_ids]
     return [f"#{layer}" for layer in range(kind.layers)]
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Return a file's text or name literally: no markup, and control characters escaped."""
+    """Return a text of a file literally: no markup, and control characters escaped."""
     return Text(printable(text), style)
 
 
 def draw(found: Examination, target: Path) -> None:
-    """Plot the norms of all rows: a line for each layer, and a map of layers by tokens.
+    """Plot the norms of all rows: a line per layer, and a heat map of layers by tokens.
 
     Args:
-        found: result for one file, with `token_norms`.
-        target: file to write.
+        found: result of a file, with `token_norms`.
+        target: picture to write.
     """
     import matplotlib
 
@@ -222,7 +222,7 @@ def draw(found: Examination, target: Path) -> None:
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
     for name, norms in zip(names, layers, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
-    # A logarithmic axis needs a positive finite value.
+    # A logarithmic axis requires a positive finite value.
     scale = "log" if ((layers > 0) & (layers < math.inf)).any() else "linear"
     lines.set(yscale=scale, ylabel="norm of the row")
     lines.set_title(printable(found.path.name), parse_math=False)

@@ -9,8 +9,8 @@ try:
     from typing import NamedTuple, cast
 
     from vllm_ascend_hsx._version import __version__
-    from vllm_ascend_hsx.cli import output  # imports rich, which takes a moment, as typing does
-except KeyboardInterrupt:  # nothing has begun that could be reported
+    from vllm_ascend_hsx.cli import output  # imports rich, which is slow
+except KeyboardInterrupt:
     sys.exit(130)
 
 
@@ -18,11 +18,11 @@ class Command(NamedTuple):
     """One subcommand.
 
     Attributes:
-        summary: for `hsx --help`.
+        summary: description in `hsx --help`.
         target: `module:function`. The function takes the arguments after the command's name and
             returns an exit code.
-        at_work: line to print after a second without output; None for a command that replaces the
-            process.
+        at_work: line to print if the command takes longer than a second; None for a command that
+            replaces the process.
     """
 
     summary: str
@@ -31,8 +31,8 @@ class Command(NamedTuple):
 
     def run(self, argv: Sequence[str]) -> int:
         module, _, function = self.target.partition(":")
-        # Imported only here, so that `hsx --help` and `hsx emulate` start without torch. An
-        # interrupt within an import of C extensions becomes any exception, so it waits.
+        # Imported late, so that `hsx --help` and `hsx emulate` start without torch. SIGINT is
+        # deferred, because within an import of C extensions it can become any exception.
         with output.deferred_interrupt():
             imported = importlib.import_module(module)
         entry = cast(Callable[[list[str]], int | None], getattr(imported, function))
@@ -47,7 +47,7 @@ _CLEAN = (
     "remove locks without data, old errors and orphans of dead servers from a storage directory"
 )
 _DEMO = "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states"
-_DOCTOR = "check whether extraction will work on this machine, and what to do if not"
+_DOCTOR = "check whether extraction will work on this machine, and suggest fixes"
 _GENERATE = "send a dataset to servers that extract, and write a file of hidden states for each row"
 _HARDWARE = "run the hardware checklist on this machine's NPUs, and write a report for an issue"
 _INSPECT = "show the contents of a file of hidden states, or of each file in a directory"
@@ -97,8 +97,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit code.
 
-    It is 2 for an invalid command line, 1 for a system error, 130 if interrupted, and 141 if the
-    reader of the output has gone.
+    The code is 2 for an invalid command line, 1 for a system error, 130 after an interrupt, and 141
+    if the reader has closed the output.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = f"hsx {arguments[0]}" if arguments and arguments[0] in COMMANDS else "hsx"
@@ -124,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the words before `--`. The words after it are for another program."""
+    """Return the words before `--`. Later words are for another program."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _problem(error: OSError) -> str:
-    """Return the thing that has failed: a file, an output, or a library's own error."""
+    """Describe an error of a file, an output or a library."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) if error.errno is None else f"cannot continue or print: {error}"
@@ -161,8 +161,8 @@ def _run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
-        output.say(f"hsx {arguments[0]}: torch is not installed here; {remedy}", error=True)
+        remedy = "install any build of torch (no NPU needed), or vllm-ascend-hsx[reader]"
+        output.say(f"hsx {arguments[0]}: torch is not installed; {remedy}", error=True)
         return 1
 
 

@@ -1,4 +1,4 @@
-"""Output of all commands, whether to a terminal, a file or a closed pipe."""
+"""Output of all commands, to a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from vllm_ascend_hsx.protocol.names import printable
 
-UNREAD = 128 + signal.SIGPIPE  # exit code, as shells report it for a program that the signal ended
+UNREAD = 128 + signal.SIGPIPE  # exit codes that shells report for programs ended by a signal
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 SILENCE_S = 1.0
@@ -31,27 +31,27 @@ class OneConsole(Console):
     """The console of all commands."""
 
     def tell(self, text: str, style: str = "") -> None:
-        """Print one line as it is: no markup or wrapping, and control characters escaped."""
+        """Print one line literally: no markup or wrapping, and control characters escaped."""
         self.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Re-raise for `cli.main`: rich would exit with 1, which has another meaning here."""
+        """Re-raise for `cli.main`. rich would exit with 1."""
         raise
 
 
 def make_console(width: int = 150, *, stderr: bool = False, quiet: bool = False) -> OneConsole:
-    """Return a console as wide as the terminal, or `width` if there is none."""
+    """Return a console of the terminal's width, or of `width` without a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     terminal = stream is not None and stream.isatty()
     return OneConsole(width=None if terminal else width, stderr=stderr, quiet=quiet)
 
 
 class Output:
-    """The outputs of one command, by the options --json and --quiet (`Parser.add_output`).
+    """The outputs of one command with the options --json and --quiet (`Parser.add_output`).
 
     Attributes:
-        result: stdout; nowhere with either option.
-        progress: stderr, for progress and warnings; nowhere with --quiet.
+        result: stdout, unless one of the options is given.
+        progress: stderr for progress and warnings, unless --quiet is given.
         errors: stderr.
     """
 
@@ -62,7 +62,7 @@ class Output:
         self._as_json: bool = options.json
 
     def give(self, facts: Mapping[str, Any], show: Callable[[OneConsole], None]) -> None:
-        """Print the result: one JSON object with --json, else the text that `show` prints."""
+        """Print the result: one JSON object with --json, else with `show`."""
         if self._as_json:
             print(json.dumps(_finite(facts)))
         else:
@@ -70,7 +70,7 @@ class Output:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None for each number that JSON does not have."""
+    """Replace NaN and infinities in a value with None, because JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -84,27 +84,24 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def escape_unwritable() -> None:
-    """Escape characters that the encoding of an output lacks.
-
-    Such as bytes of file names that are not UTF-8.
-    """
+    """Escape characters that an output cannot encode, such as bytes of names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def flush() -> None:
-    """Write buffered output now, because errors at exit can only be printed. Raises OSError."""
+    """Flush outputs now, because an error at exit could not be handled. Raises OSError."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if the descriptor is not open
             stream.flush()
 
 
 def drop_unread() -> bool:
-    """Redirect each output whose reader has gone to /dev/null, so that later writes do not fail.
+    """Redirect outputs without a reader to /dev/null, so that later writes do not fail.
 
     Returns:
-        Whether there was one. A BrokenPipeError may also come from a socket.
+        True if there was such an output. A BrokenPipeError may also come from a socket.
     """
     found = False
     for stream in (sys.stdout, sys.stderr):
@@ -119,7 +116,7 @@ def drop_unread() -> bool:
 
 
 def drop_full() -> None:
-    """Redirect each output that cannot be flushed to /dev/null, such as one on a full disk."""
+    """Redirect outputs that cannot be flushed to /dev/null, for example after a full disk."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             try:
@@ -136,10 +133,10 @@ def _drop(stream: TextIO) -> None:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Have SIGINT take effect at the end of the block, and never in processes started in it.
+    """Defer SIGINT to the end of the block, and block it in processes started there.
 
-    To block the signal is not enough: another thread may take it, and Python still raises
-    KeyboardInterrupt in the main one.
+    Blocking the signal is not enough: another thread may receive it, and Python would still raise
+    KeyboardInterrupt in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -151,7 +148,7 @@ def deferred_interrupt() -> Iterator[None]:
         interrupted = True
 
     before = signal.signal(signal.SIGINT, note)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited by processes
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by child processes
     try:
         yield
     finally:
@@ -163,14 +160,12 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def ended_by_sigterm(name: str) -> Iterator[None]:
-    """Have SIGTERM end the block with SystemExit, so that it stops the processes it has started."""
+    """Raise SystemExit in the block on SIGTERM, so that child processes are stopped."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(TERMINATED)
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only that one may handle signals
+    if threading.current_thread() is not threading.main_thread():  # cannot set signal handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -185,7 +180,7 @@ def ended_by_sigterm(name: str) -> Iterator[None]:
 
 @contextmanager
 def sign_of_life(line: str, seconds: float = SILENCE_S) -> Iterator[None]:
-    """Print `line` to stderr, once, if the block takes longer than `seconds`."""
+    """Print `line` to stderr if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, _say, (line,))
     timer.daemon = True
     timer.start()
@@ -193,10 +188,10 @@ def sign_of_life(line: str, seconds: float = SILENCE_S) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # so that the line is never printed after the block
+        timer.join()  # the line must not appear after the block
 
 
 def _say(line: str) -> None:
-    # no reader, or the interpreter is exiting; the command will notice
+    # The output has no reader, or the interpreter is exiting. The command itself reports it.
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

@@ -31,8 +31,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="hsx plan",
         description="Shows the cost of extraction: bytes per token, staging, remaining memory of "
-        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's "
-        "config.json; needs no NPU, no vLLM and no torch.",
+        "the KV cache, pinned memory, disk and write bandwidth. Needs only a model's config.json, "
+        "no NPU, vLLM or torch.",
     )
     parser.add_argument(
         "model",
@@ -65,11 +65,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=count,
         default=2048,
         metavar="N",
-        help="default: 2048, as vllm serve's",
+        help="tokens per step, as for vllm serve (default: 2048)",
     )
     memory = (
-        "of an NPU, without extraction; a server logs it as 'Available KV cache memory' "
-        "(default: 30GiB)"
+        "memory for the KV cache of an NPU without extraction; a server logs it as 'Available KV "
+        "cache memory' (default: 30GiB)"
     )
     parser.add_argument("--kv-memory", type=size, default="30GiB", metavar="SIZE", help=memory)
     ours = parser.add_argument_group("the connector's options")
@@ -86,11 +86,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=DEFAULTS["quantization"],
         help="default: %(default)s",
     )
-    rotated = "the weights are rotated (QuaRot), and rows are turned back"
+    rotated = "the weights are rotated (QuaRot), so rows are rotated back"
     ours.add_argument("--rotated", action="store_true", help=rotated)
     ring = (
-        "pinned_ring_bytes, a power of two (default: 256MiB, or with --tp what the slots would "
-        "hold without and 32MiB)"
+        "pinned_ring_bytes, a power of two (default: 256MiB; with --tp, as much as the slots would "
+        "hold without it, plus 32MiB)"
     )
     ours.add_argument("--ring", type=size, metavar="SIZE", help=ring)
     files = parser.add_argument_group("files")
@@ -171,7 +171,7 @@ def show(console: OneConsole, result: Plan) -> None:
     waiting = (
         "... of a long prompt",
         _mib(result.waiting_bytes),
-        "more are copied to the host before a step ends that one prompt fills",
+        "rows beyond the slots, if one prompt fills a step; the step waits for their copy",
     )
     taken = "staging and rotation are" if request.rotated else "staging is"
     costs = Table(show_header=False, box=None, pad_edge=False)
@@ -212,7 +212,7 @@ def show(console: OneConsole, result: Plan) -> None:
         (
             "... for batches",
             _mib(result.ring_bytes // 4),
-            "of it, at most: rows of generated tokens that are written together",
+            "part of the ring, at most: rows of generated tokens that are written together",
         ),
         (
             f"files of {request.prompts:,} prompts",
@@ -235,7 +235,7 @@ def show(console: OneConsole, result: Plan) -> None:
 
 
 def _percent(share: float) -> str:
-    """Format a share, rounded down, so that no more is promised than remains."""
+    """Format a share as a percentage, rounded down."""
     return f"{math.floor(share * 10_000) / 100:.2f}%"
 
 

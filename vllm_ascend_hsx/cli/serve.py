@@ -1,4 +1,4 @@
-"""`hsx serve`: print and start the `vllm serve` command that extracts."""
+"""`hsx serve`: print and start a `vllm serve` command with extraction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_ascend_hsx.serve.machine import check_machine
 _OURS = ("--layers", "--out", "--option")  # options with a value
 _LONG_FLAGS = ("--dry-run", "--json", "--quiet")  # -q is vLLM's --quantization
 _FLAGS = (*_LONG_FLAGS, "-h", "--help")
-# no option of vllm serve 0.23.0 is that similar to one of ours (--port and --out: 0.73)
+# No option of vllm serve 0.23.0 is that similar to one of ours (--port and --out: 0.73).
 _NEAR = 0.75
 
 
@@ -39,36 +39,35 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "[--json] [--quiet] [VLLM OPTIONS]"
         ),
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "
-        "enable extraction, and prints the whole command. The server refuses unsupported "
-        "settings with the reason, before it loads weights.",
+        "enable extraction, and prints the command. The server refuses unsupported settings "
+        "before it loads weights.",
         epilog="Other options, and all arguments after --, are passed to vllm serve.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a repository's name")
+    parser.add_argument("model", metavar="MODEL", help="directory or repository of a model")
     parser.add_argument(
         "--layers",
         default="eagle3",
         metavar="IDS",
-        help="comma-separated ids in the order of the files: i is the residual stream after i "
+        help="comma-separated ids, in the order of the files; id i is the residual stream after i "
         "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L); or the "
-        "directory of "
-        "a draft, for the layers that it reads and L (default: eagle3)",
+        "directory of a draft, for the layers that it reads and L (default: eagle3)",
     )
-    out = "directory of the files (default: %(default)s)"
+    out = "directory for the files (default: %(default)s)"
     parser.add_argument(
         "--out", type=non_empty_path, default=Path("hidden_states"), metavar="DIR", help=out
     )
     option = (
-        "a further key of kv_connector_extra_config, such as io=direct or "
+        "another key of kv_connector_extra_config, such as io=direct or "
         "include_output_tokens=true; may be repeated"
     )
     parser.add_argument(
         "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the command and do not start it"
+        "--dry-run", action="store_true", help="print the command but do not start it"
     )
     parser.add_output(
-        "arguments, environ and notes of the command; the server's log follows without --dry-run",
+        "arguments, environ and notes of the command; without --dry-run the server's log follows",
         ("--quiet",),
     )
     own, vllm = _split(argv, parser)
@@ -83,7 +82,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Separate our arguments from vLLM's: unknown options with values, and all after `--`."""
+    """Split our arguments from vLLM's: unknown options with values, and all words after `--`."""
     own: list[str] = []
     vllm: list[str] = []
     rest, has_model = list(argv), False
@@ -109,7 +108,7 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             ):
                 parser.error(f"{name}: did you mean {near[0]}? Options of vllm serve go after --")
             if not has_model:
-                parser.error(f"name MODEL first, before {word}")
+                parser.error(f"give MODEL first, before {word}")
             vllm.append(word)
             while rest and not rest[0].startswith("-"):
                 vllm.append(rest.pop(0))
@@ -117,9 +116,9 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE.
+    """Parse KEY=VALUE. The value is JSON, or else text.
 
-    The value is JSON, or else text, also for an option of type text (the digits of file_mode).
+    Options of type text keep the text, such as the digits of file_mode.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -137,7 +136,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the server.
+    """Replace this process with the server.
 
     Returns:
         0 after --dry-run, 1 if vLLM is not installed, 2 if an argument is invalid, the model cannot
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))),
     )
     if program is None:
-        say("hsx serve: vllm is not installed here; install vllm and vllm-ascend", error=True)
+        say("hsx serve: vllm is not installed; install vllm and vllm-ascend", error=True)
         return 1
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and inherited by the server
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the server inherits that
     os.execve(program, command.arguments, {**os.environ, **command.environ})

@@ -1,6 +1,6 @@
 """`hsx speculators`: run a command or a script of speculators with the backend `hsx`.
 
-hs-connectors 0.9.0 knows only backends that have been imported, so this imports ours first.
+hs-connectors 0.9.0 only knows backends that have been imported, so ours is imported first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ USAGE = """\
 usage: hsx speculators COMMAND [OPTIONS]
        hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
 
-Runs a command of speculators (such as train), or a script of its repository, that takes
+Runs a command of speculators (such as train) or a script of its repository, for
 --hidden-states-backend hsx. It prints nothing of its own: --json and -q are options of the command.
 On several NPUs: torchrun --nproc-per-node 8 --no-python hsx speculators train ..."""
 
@@ -30,11 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     script = arguments[0].endswith(".py")
     if script and not Path(arguments[0]).is_file():
         say(
-            (
-                f"hsx speculators: {arguments[0]}: there is no such script; name one of "
-                "speculators' "
-                "repository"
-            ),
+            f"hsx speculators: {arguments[0]}: no such script; give a script of speculators' "
+            "repository",
             error=True,
         )
         return 2
@@ -47,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in ("hs_connectors", "speculators"):
             raise
         say(
-            (
-                f"hsx speculators: {error.name} is not installed; install "
-                f"{error.name.replace('_', '-')}"
-            ),
+            f"hsx speculators: {error.name} is not installed; install "
+            f"{error.name.replace('_', '-')}",
             error=True,
         )
         return 1

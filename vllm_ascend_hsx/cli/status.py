@@ -1,4 +1,4 @@
-"""`hsx status`: how far the runs of `hsx generate` in some directories have come."""
+"""`hsx status`: show the progress of runs of `hsx generate`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx status`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx status",
-        description="Shows how far runs of `hsx generate` have come, by rank and in total: whether they "
-        "run, wait, were stopped or have "
-        "finished, and rows done, made by this run, failed, invalid and remaining, with the rows "
-        "per second of the last "
-        f"{WINDOW_S:.0f} seconds. It reads ledgers alone, and disturbs no run. "
-        "Exit code: 0 all ledgers were read, 1 some were not, 2 none was.",
+        description="Shows the progress of runs of `hsx generate`, by rank and in total: the state "
+        "(running, waiting, stopped or finished), the rows that are done, made by this run, "
+        f"failed, invalid and remaining, and rows per second over the last {WINDOW_S:.0f} seconds. "
+        "Only reads ledgers and does not disturb runs. Exit code: 0 all ledgers were read, 1 some "
+        "were not, 2 none was.",
     )
     add = parser.add_argument
     add(
@@ -37,7 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         type=non_empty_path,
         metavar="DIR",
-        help="that is --output of `hsx generate`",
+        help="--output of `hsx generate`",
     )
     parser.add_output("runs with their ranks, problems and the total")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`hsx verify`: check every file below a directory, in parallel, and report invalid ones."""
+"""`hsx verify`: check all files below a directory in parallel, and report invalid files."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
 from vllm_ascend_hsx.reader.load import failure_reason
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 
-_SHOWN = 20  # problems of each sort; further ones are counted
+_SHOWN = 20  # problems of each kind to print; others are only counted
 
 
 @dataclass
 class Tally:
-    """What was found, in the form of --json.
+    """The result, in the form of --json.
 
     Attributes:
-        good: valid files.
-        without_checksum: the good files that state no checksum.
+        good: number of valid files.
+        without_checksum: number of valid files without a checksum.
         bad: invalid files, shards and folders.
         absent: files that were removed after they were listed, or that a server is writing.
         failed: error files.
         orphaned_locks: free locks without data or error.
         kinds: number of valid files of each kind.
-        weights: number of valid files of each fingerprint of the model's weights, if they tell it.
-        tokens, bytes: of the valid files.
-        tiny_tokens: quantised rows at the smallest scale.
-        tiny_files: the files that have some.
-        unseen: data files without a verdict.
+        weights: number of valid files by fingerprint of the model's weights, if the file has one.
+        tokens, bytes: total size of the valid files.
+        tiny_tokens: number of quantised rows at the smallest scale.
+        tiny_files: number of files with such rows.
+        unseen: number of data files without a verdict.
     """
 
     good: int = 0
@@ -87,7 +87,7 @@ class Tally:
 
     def add_unreadable(self, error: OSError) -> None:
         """Record a folder, or the index of a shard, that cannot be read."""
-        self.add_bad(error.filename, f"it cannot be read: {error.strerror}")
+        self.add_bad(error.filename, f"cannot be read: {error.strerror}")
 
     def add_failure(self, path: Path) -> None:
         """Record an error file, unless it was removed meanwhile."""
@@ -96,7 +96,7 @@ class Tally:
         except OSError as error:
             if not os.path.lexists(path):
                 return
-            reason = f"it cannot be read: {error.strerror or error}"
+            reason = f"cannot be read: {error.strerror or error}"
         self.failed.append({"path": str(path), "reason": reason})
 
     def facts(self) -> dict[str, Any]:
@@ -110,12 +110,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx verify`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx verify",
-        description="Checks every file of hidden states and member of a shard below a directory: it is "
-        "complete and finite, matches its "
-        "checksum, and all are of one kind. Index, tar file and manifest of each shard agree. "
-        "Files that are removed meanwhile, or that a server is writing, are not checked. "
-        "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be "
-        "checked.",
+        description="Checks all files of hidden states and members of shards below a directory. "
+        "Each must be complete, have finite numbers and match the checksum, and all must be of one "
+        "kind. Index, tar file and manifest of each shard must agree. Skips files that a server is "
+        "writing or that are removed meanwhile. Exit code 0: all are good; 1: some are not, or "
+        "requests failed; 2: nothing could be checked.",
     )
     parser.add_argument("directory", type=non_empty_path)
     processors = len(os.sched_getaffinity(0))
@@ -130,7 +129,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--allow-errors",
         action="store_true",
-        help="exit with 0 although requests failed and left error files",
+        help="exit with 0 even if failed requests have left error files",
     )
     parser.add_output("counts, and the files of each kind of problem")
     return parser.parse_args(argv)
@@ -146,9 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tally.orphaned_locks = [str(path) for path in orphaned_locks(options.directory)]
     except OSError as error:
         remedy = (
-            "Call it as a user who may read it"
+            "Run it as a user with read permission"
             if isinstance(error, PermissionError)
-            else "Name the directory that holds the files"
+            else "Give the directory of the files"
         )
         say(f"hsx verify: {error}. {remedy}.", error=True)
         return 2
@@ -174,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.give(tally.facts(), lambda console: _show(console, tally, options.directory))
     if tally.unseen:
         killed = (
-            f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files "
-            "have no verdict"
+            f"a process was killed, possibly for lack of memory: {tally.unseen} files were not "
+            "checked"
         )
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)
     if tally.absent and not (tally.good or tally.bad or tally.failed or tally.unseen):
@@ -192,17 +191,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
-    """Yield the result for each file, in any order. Those of killed processes are missing."""
+    """Yield the result for each file, in any order. Results of killed processes are missing."""
     look = partial(examine, listed=True, checksum=checksum)
     if jobs == 1 or len(paths) < 2:
         yield from map(look, paths)
         return
-    # Not forked: libraries have threads, and a fork of them may hang.
+    # Spawned, because a fork may hang: libraries have threads.
     with ProcessPoolExecutor(
         min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process
     ) as pool:
         futures = []
-        # A terminal interrupts the other processes, too. They must leave it to this one.
+        # A terminal also interrupts the child processes. They must ignore it.
         with deferred_interrupt(), suppress(BrokenProcessPool):  # the futures have the exception
             for path in paths:
                 futures.append(pool.submit(look, path))
@@ -219,7 +218,7 @@ def _begin_process() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended. Otherwise it would wait for files forever."""
+    """End this process when the parent has ended. Otherwise it would wait for files forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -243,27 +242,22 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
             f"{count} of {weights}" for weights, count in tally.weights.most_common(_SHOWN)
         )
         console.tell(
-            (
-                f"note: these are files of {len(tally.weights)} checkpoints, by their weights: "
-                f"{counts}"
-            ),
+            f"note: the files are from {len(tally.weights)} checkpoints, by weights: {counts}",
             "yellow",
         )
     if tally.tiny_tokens:
         some = f"{tally.tiny_tokens:,} tokens in {tally.tiny_files:,} files"
         console.tell(
-            (
-                f"warning: {some} have rows below 4.5e-10, of which fp8 keeps little or nothing: "
-                "docs/file-format.md"
-            ),
+            f"warning: {some} have rows below 4.5e-10, which fp8 stores inaccurately or as zeros; "
+            "see docs/file-format.md",
             "yellow",
         )
     if len(tally.kinds) > 1:
         console.tell(
-            "these are files of different kinds: one training run cannot use them together", "red"
+            "the files are of different kinds: a training run cannot use them together", "red"
         )
     unchecked = (
-        f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
+        f" ({tally.without_checksum} of them without checksum)" if tally.without_checksum else ""
     )
     counts = (
         f"{tally.good} good{unchecked}, {len(tally.bad)} bad, {len(tally.failed)} failed requests"
@@ -271,5 +265,5 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
     counts += f", {len(tally.absent)} not checked" if tally.absent else ""
     console.tell(f"{counts}; {tally.tokens:,} tokens, {tally.bytes / 1e9:.3f} GB")
     if tally.orphaned_locks:
-        why = f"{len(tally.orphaned_locks)} locks without data: consumers took it, or a server died"
+        why = f"{len(tally.orphaned_locks)} locks without data, from consumers or dead servers"
         console.tell(f"{why}; hsx clean {directory} removes them")

@@ -1,4 +1,4 @@
-"""The result of a check, with its remedy."""
+"""The result of a check, with a remedy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Finding:
 
     Attributes:
         topic: "software", "patch points", "storage" or "target".
-        name: what was checked.
-        verdict: "problem" if extraction will not work as it should; "note" for information.
-        found: the value, or what is wrong, in one line.
-        what_to_do: one sentence.
+        name: name of the checked item.
+        verdict: "problem" if extraction will fail or give wrong results; "note" for information.
+        found: the value or the problem, in one line.
+        what_to_do: remedy, in one sentence.
 
     Raises:
-        ValueError: a problem without a remedy.
+        ValueError: a problem has no remedy.
     """
 
     topic: str
@@ -33,4 +33,4 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.verdict == "problem" and self.what_to_do == NOTHING:
-            raise ValueError(f"{self.name}: a problem needs something to do about it")
+            raise ValueError(f"{self.name}: a problem needs a remedy")

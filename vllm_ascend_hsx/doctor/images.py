@@ -1,4 +1,4 @@
-"""The versions in vllm-ascend's official images. Some differ from the package's metadata."""
+"""Versions in vllm-ascend's official images. Some differ from the package's metadata."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Image:
-    """The official images of a release. They differ in operating system and device alone.
+    """The official images of a release. They differ only in operating system and device.
 
     Source: Dockerfile, Dockerfile.openEuler, Dockerfile.a3 and Dockerfile.a3.openEuler of the
     release, and the requirements.txt that they install.
 
     Attributes:
         vllm_ascend: the release.
-        cann: CANN of the base image.
-        torch_npu: base release alone where the image has a daily build, whose full version no
-            source names.
-        triton_ascend: version that the image ends up with.
-        python, torch, mooncake, fastapi: versions that are the same in all images; the last is a
+        cann: CANN version of the base image.
+        torch_npu: version. For a daily build only the base release, because the full version is
+            not published.
+        triton_ascend: installed version.
+        python, torch, mooncake, fastapi: versions that are equal in all images. fastapi is a
             constraint.
     """
 
@@ -37,15 +37,15 @@ IMAGES = (
     Image("0.23.0"),
     Image("0.23.0.post1"),
     Image("0.26.0rc1"),
-    # Release images, too, have the daily builds of install_daily_deps.sh (Dockerfile:148).
+    # Release images also have the daily builds of install_daily_deps.sh (Dockerfile:148).
     Image("0.30.0rc2", cann="9.2.0", torch_npu="2.10.0", triton_ascend="3.6.0+dev20260923230212"),
 )
 
 
 def image_of(vllm_ascend: str) -> Image | None:
-    """Return the images of a release, or of the newest checked one with the same base release.
+    """Return the images of a release, or of the newest known version with the same base release.
 
-    An image may have been built from a later commit: 0.30.0rc3.dev0 is 0.30.0rc2's.
+    An image may be built from a later commit: the image of 0.30.0rc2 has 0.30.0rc3.dev0.
     """
     near = [image for image in IMAGES if is_same_base(image.vllm_ascend, vllm_ascend)]
     return next(
@@ -56,7 +56,7 @@ def image_of(vllm_ascend: str) -> Image | None:
 def is_same_base(version: str, other: str) -> bool:
     """Return True for two builds of one base release, such as 2.10.0.post4 and 2.10.0.dev1+gitabc.
 
-    CANN's versions are no PEP 440 versions: 9.2.0_20260930220649 and 8.3.RC2 occur.
+    CANN versions are not PEP 440 versions: 9.2.0_20260930220649 and 8.3.RC2 exist.
     """
     return _base(version) == _base(other)
 

@@ -1,4 +1,4 @@
-"""Check which patch points hold in the installed vLLM and vllm-ascend."""
+"""Check the patch points in the installed vLLM and vllm-ascend."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionEr
 from vllm_ascend_hsx.doctor.findings import Finding, Verdict
 
 TOPIC = "patch points"
-_FIRST = "Mend what is wrong above, and look again."
+_FIRST = "Fix the problems above and run again."
 _CHANGED = (
-    "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), "
-    "or compare the installed files "
-    "with the release's."
+    "The version is right, so the code was modified: disable other plugins (VLLM_PLUGINS), or "
+    "compare the installed files with the release."
 )
 _NOT_CHECKED = (
     f'Install a release that was checked, or set "{OPTION}": true at the risk of wrong or '
@@ -26,19 +25,19 @@ _NOT_CHECKED = (
 def check_patch_points(
     software_is_right: bool = True, command: tuple[str, ...] = EXAMINE, timeout: float | None = None
 ) -> Iterator[Finding]:
-    """Yield a finding for each checked patch point, and for each reason why others were not.
+    """Yield a finding for each patch point, or one for all that share a reason not to be checked.
 
     Args:
-        software_is_right: check_software has found no problem, which would explain a failure here.
+        software_is_right: check_software has found no problem that would explain a failure here.
         command, timeout: as for compat.installed.examined.
     """
     try:
         found = examined(command) if timeout is None else examined(command, timeout)
     except IncompatibleVersionError as error:
         yield _not_imported(
-            f"they could not be checked: {error.reason}",
+            f"patch points could not be checked: {error.reason}",
             software_is_right,
-            f"Make {shlex.join(command)} run.",
+            f"Find out why {shlex.join(command)} fails.",
         )
         return
     causes = Counter(point.problem for point in found if point.not_imported)

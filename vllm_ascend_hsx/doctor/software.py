@@ -1,4 +1,4 @@
-"""Check the versions of vLLM, vllm-ascend, torch, torch-npu, CANN and driver, NPUs and plugin."""
+"""Check versions of vLLM, vllm-ascend, torch, torch-npu, CANN and driver, NPUs, and the plugin."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _VERSION = re.compile(r"^\s*version\s*=\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 def check_software(
     environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Yield a finding for each component that has a version, and for the plugin.
+    """Yield a finding for each component with a version, and for NPUs and plugin.
 
     Args:
         environ: environment variables.
-        root: directory that contains the machine's files.
+        root: root directory of the machine's files.
     """
     emulated = npu_is_emulated()
     wanted = _wanted_by_vllm_ascend()
-    # Another kind of machine, as opposed to an incomplete installation.
+    # True on a machine without NPUs, as opposed to an incomplete installation.
     foreign = not emulated and not (
         count_npus(root)
         or _version_in(root / _DRIVER)
@@ -45,9 +45,7 @@ def check_software(
         or installed_version("torch-npu")
     )
     if foreign:
-        problem = (
-            "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
-        )
+        problem = "this machine has none: no /dev/davinci*, no driver, no CANN and no torch-npu"
         yield _problem(
             "NPUs",
             problem,
@@ -63,7 +61,7 @@ def check_software(
         yield _torch(name, wanted[name], emulated, foreign)
     if emulated:
         found = (
-            f"{environ.get('NPU_EMULATOR_NPUS', 'some')}, emulated on the CPU: CANN and driver are "
+            f"{environ.get('NPU_EMULATOR_NPUS', 'some')}, emulated on the CPU; CANN and driver are "
             "not used"
         )
         yield Finding(
@@ -74,7 +72,7 @@ def check_software(
         yield _driver(root)
         yield _npus(root)
     yield _plugin(environ)
-    # An integer (vllm/envs.py:1921, 0.23.0). compat/runner.py has the reason against this runner.
+    # An integer (vllm/envs.py:1921, 0.23.0). compat/runner.py documents why it is refused.
     chosen = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     if chosen.strip() != "0" and not has_model_runner_v2():
         problem = (
@@ -85,7 +83,7 @@ def check_software(
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a package, from its metadata, or None."""
+    """Return the version in a package's metadata, or None if it is not installed."""
     try:
         return distribution(name).version
     except PackageNotFoundError:
@@ -93,7 +91,7 @@ def installed_version(name: str) -> str | None:
 
 
 def npu_is_emulated() -> bool:
-    """Return True if the metadata of torch_npu name the emulator."""
+    """Return True if the metadata of torch_npu names the emulator."""
     try:
         return EMULATOR in (distribution("torch_npu").metadata.get("Summary") or "")
     except PackageNotFoundError:
@@ -127,11 +125,11 @@ def _version_in(file: Path) -> str | None:
 
 
 class _Wanted(NamedTuple):
-    """Versions of a component that fit vllm-ascend; None is unknown.
+    """Versions of a component that fit vllm-ascend; None if unknown.
 
     Attributes:
-        named: by vllm-ascend's metadata.
-        in_image: in vllm-ascend's official image.
+        named: version in vllm-ascend's metadata.
+        in_image: version in vllm-ascend's official image.
     """
 
     named: str | None
@@ -156,7 +154,7 @@ def _wanted_by_vllm_ascend() -> dict[str, _Wanted]:
 
 
 def _named_by_vllm_ascend() -> dict[str, str]:
-    """Return the versions in vllm-ascend's metadata: torch, torch-npu (requirements), CANN."""
+    """Return the versions of torch, torch-npu and CANN in vllm-ascend's metadata."""
     try:
         vllm_ascend = distribution("vllm-ascend")
     except PackageNotFoundError:
@@ -185,7 +183,7 @@ def _problem(name: str, found: str, remedy: str) -> Finding:
 
 
 def _package(name: str, checked: list[str], partner: str) -> Finding:
-    """Check a package's release against those that go with the installed release of `partner`."""
+    """Check a package's release against the releases that fit the installed `partner`."""
     version, release = installed_version(name), _release(name)
     remedy = f"pip install {name}=={checked[0]}"
     if version is None:
@@ -199,21 +197,21 @@ def _package(name: str, checked: list[str], partner: str) -> Finding:
             f"Run {remedy}.",
         )
     found = (
-        f"{version}; not checked, as {', '.join(dict.fromkeys(checked))} "
+        f"{version} was not checked, only {', '.join(dict.fromkeys(checked))} "
         f"{'was' if len(set(checked)) == 1 else 'were'}"
     )
     return Finding(TOPIC, name, "note", found, f"If a patch point does not hold: {remedy}.")
 
 
 def _other_build(name: str, version: str, wanted: _Wanted) -> Finding | None:
-    """Return a note about another build of a release that fits, or None for another release."""
+    """Return a note if this is another build of a release that fits, else None."""
     if wanted.in_image not in (None, wanted.named) and is_same_base(version, wanted.in_image):
-        found = f"{version}; vllm-ascend's image has such a build, the package names {wanted.named}"
+        found = f"{version}, as in vllm-ascend's image; the package requires {wanted.named}"
         return Finding(TOPIC, name, "note", found)
     if wanted.named is None or not is_same_base(version, wanted.named):
         return None
-    found = f"{version}; vllm-ascend names another build, {wanted.named}"
-    remedy = f"In an image keep it. Elsewhere, if an operator is missing: install {wanted.named}."
+    found = f"{version}; vllm-ascend requires another build, {wanted.named}"
+    remedy = f"In an image, keep it. Elsewhere, install {wanted.named} if an operator is missing."
     return Finding(TOPIC, name, "note", found, remedy)
 
 
@@ -225,28 +223,29 @@ def _torch(name: str, wanted: _Wanted, emulated: bool, foreign: bool) -> Finding
         and not (emulated and name == "torch-npu")
     ):
         return _ok(name, version)
-    if foreign:  # nobody needs to install another one
-        wants = f"; with an NPU vllm-ascend wants {named}" if named else ""
+    if foreign:  # another version would not help
+        wants = f"; with an NPU vllm-ascend requires {named}" if named else ""
         return Finding(TOPIC, name, "note", f"{version or 'not installed'}{wants}")
     if version is not None and emulated:
         wants = (
             ", emulated"
             if name == "torch-npu"
-            else f"; the emulated NPU takes it, real ones want {named}"
+            else f"; works with emulated NPUs, real NPUs require {named}"
         )
         return Finding(TOPIC, name, "note", f"{version}{wants}")
     if version is None:
         remedy = (
             f"Install it: pip install {name}=={named}."
             if named
-            else f"Install vllm-ascend, which brings its {name}."
+            else f"Install vllm-ascend; pip then installs {name}, too."
         )
         return _problem(name, "not installed", remedy)
     remedy = (
-        f"In an image of vllm-ascend, start it anew. Elsewhere run pip install {name}=={named}."
+        "In a container of vllm-ascend's image, start a new container. Elsewhere run "
+        f"pip install {name}=={named}."
     )
     return _other_build(name, version, wanted) or _problem(
-        name, f"{version}; vllm-ascend wants {named}", remedy
+        name, f"{version}; vllm-ascend requires {named}", remedy
     )
 
 
@@ -270,28 +269,28 @@ def _cann(environ: Mapping[str, str], root: Path, wanted: _Wanted) -> Finding:
         return _problem("CANN", "not found", install)
     home, version = found
     if home not in _named_homes(environ):
-        problem = f"{version} in {home}, but neither {' nor '.join(_CANN_VARIABLES)} leads there"
+        problem = f"{version} in {home}, but neither {' nor '.join(_CANN_VARIABLES)} is set to it"
         return _problem(
             "CANN",
             problem,
-            f"source {home}/set_env.sh (or the one in the directory above), and start again.",
+            f"source {home}/set_env.sh (or set_env.sh in the parent directory), and run again.",
         )
     if wanted.named is None or version.lower() == wanted.named.lower():
         return _ok("CANN", version)
     return _other_build("CANN", version, wanted) or _problem(
-        "CANN", f"{version}; vllm-ascend wants {wanted.either}", install
+        "CANN", f"{version}; vllm-ascend requires {wanted.either}", install
     )
 
 
 def _driver(root: Path) -> Finding:
-    """Read version.info; containers must mount it (docs.vllm.ai/projects/ascend, installation)."""
+    """Read version.info. Containers must mount it (docs.vllm.ai/projects/ascend, installation)."""
     version = _version_in(root / _DRIVER)
     if version is None:
         remedy = (
             f"Install the NPU driver; in a container, mount /{_DRIVER} and "
             "/usr/local/Ascend/driver/lib64."
         )
-        return _problem("driver", f"/{_DRIVER} is not there, or names no version", remedy)
+        return _problem("driver", f"/{_DRIVER} does not exist or has no version", remedy)
     return _ok("driver", version)
 
 
@@ -307,10 +306,10 @@ def _npus(root: Path) -> Finding:
     if number := count_npus(root):
         return _ok("NPUs", str(number))
     remedy = (
-        "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx "
+        "Use a machine with an Ascend NPU, pass /dev/davinci* to the container, or use `hsx "
         "emulate`."
     )
-    return _problem("NPUs", "there is no /dev/davinci0 or the like", remedy)
+    return _problem("NPUs", "there is no /dev/davinci*", remedy)
 
 
 def _plugin(environ: Mapping[str, str]) -> Finding:

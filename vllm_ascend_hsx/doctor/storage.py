@@ -1,4 +1,4 @@
-"""Check a storage directory: as a server uses it, its filesystem, free space and write speed."""
+"""Check a storage directory: creation of files, filesystem, free space and write speed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from vllm_ascend_hsx.sinks.mounts import kind_of, mount_of, mounted_locks
 TOPIC = "storage"
 WRITTEN = 256 << 20  # bytes of the file whose write is timed
 _FORMAT = RowFormat(layer_ids=(0, 1, 2, 3), hidden_size=4096, dtype="BF16", model="hsx doctor")
-_CHUNK = 8 << 20  # bytes of a write, as for a few hundred tokens
-_LEAST_FREE = 1 << 30  # bytes; less is full within minutes
+_CHUNK = 8 << 20  # bytes per write, a few hundred tokens
+_LEAST_FREE = 1 << 30  # bytes; less would be full within minutes
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -37,12 +37,12 @@ def check_storage(
     num_bytes: int = WRITTEN,
     root: Path = Path("/"),
 ) -> Iterator[Finding]:
-    """Use the directory as a server does: create it if needed, and write a file, which is removed.
+    """Use the directory as a server does: create it if needed, then write and remove a file.
 
     Args:
         directory: the storage directory.
-        options: of the files.
-        row_format: of the rows in which free space is counted.
+        options: options of the files.
+        row_format: format of the rows, to convert free space to tokens.
         num_bytes: size of the file, rounded down to whole writes, at least one.
         root: directory that contains /proc.
     """
@@ -61,7 +61,9 @@ def check_storage(
                 f"durability {options.durability}",
             )
         )
-        yield Finding(TOPIC, "directory", "ok", f"{directory}{was}: files can be made there, {way}")
+        yield Finding(
+            TOPIC, "directory", "ok", f"{directory}{was}: files can be created there, {way}"
+        )
         yield _filesystem(directory, root)
         if options.use_lock and (local := mounted_locks(directory, root)):
             yield Finding(TOPIC, "locks", "note", local.problem, local.remedy)
@@ -69,25 +71,23 @@ def check_storage(
             free = _free(directory)
             yield _space(directory, free, row_format)
             if free < 2 * num_bytes:
-                remedy = "Free space, and look again."
+                remedy = "Free some space and run again."
                 yield Finding(
                     TOPIC,
                     "write speed",
                     "note",
-                    f"not measured: that takes {_gb(2 * num_bytes)} of free space",
+                    f"not measured: the test needs {_gb(2 * num_bytes)} of free space",
                     remedy,
                 )
             else:
                 yield _speed(sink, directory, num_bytes)
         except OSError as error:
-            remedy = (
-                "Look into the system's log, or name another directory; remove hsx-doctor-* there."
-            )
+            remedy = "Check the system log, or give another directory; remove hsx-doctor-* there."
             yield Finding(
                 TOPIC,
                 "write speed",
                 "problem",
-                f"the directory failed while it was used: {error}",
+                f"an operation in the directory failed: {error}",
                 remedy,
             )
 
@@ -104,12 +104,12 @@ def _filesystem(directory: Path, root: Path) -> Finding:
     except (OSError, IndexError) as error:
         return Finding(TOPIC, "filesystem", "note", f"unknown: {error}")
     if kind in _IN_MEMORY:
-        remedy = "Move finished files to a disk, or name a directory on one."
+        remedy = "Move finished files to a disk, or give a directory on a disk."
         return Finding(
             TOPIC,
             "filesystem",
             "note",
-            f"{kind}: files take the machine's memory and do not survive it",
+            f"{kind}: files take memory and are lost when the machine restarts",
             remedy,
         )
     return Finding(TOPIC, "filesystem", "ok", kind)
@@ -122,14 +122,14 @@ def _free(directory: Path) -> int:
 
 def _space(directory: Path, free: int, row_format: RowFormat) -> Finding:
     if free < _LEAST_FREE:
-        remedy = "Free space, raise the quota, or name another directory."
+        remedy = "Free some space, raise the quota, or give another directory."
         return Finding(TOPIC, "free space", "problem", f"{_gb(free)} in {directory}", remedy)
     tokens, layer_bytes = (
         free // row_format.row_bytes,
         row_format.row_bytes // row_format.num_layers,
     )
     found = (
-        f"{_gb(free)}: some {tokens:,} tokens of {row_format.num_layers} layers x "
+        f"{_gb(free)}: about {tokens:,} tokens of {row_format.num_layers} layers x "
         f"{layer_bytes:,} bytes"
     )
     return Finding(TOPIC, "free space", "ok", found)
@@ -138,7 +138,7 @@ def _space(directory: Path, free: int, row_format: RowFormat) -> Finding:
 def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
     path = directory / f"hsx-doctor-{secrets.token_hex(4)}{DATA_SUFFIX}"
     memory = mmap.mmap(-1, _CHUNK)  # page-aligned, as direct I/O requires
-    memory.write(os.urandom(_CHUNK))  # random, so that a filesystem cannot compress it
+    memory.write(os.urandom(_CHUNK))  # a filesystem cannot compress random bytes
     tokens_per_write = _CHUNK // _FORMAT.row_bytes
     tokens = max(1, num_bytes // _CHUNK) * tokens_per_write
     token_ids = np.arange(tokens, dtype=np.int64)
@@ -153,7 +153,7 @@ def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
         file.commit(token_ids, tokens)
         seconds = time.perf_counter() - begun
     except SinkError as error:
-        remedy = "Look into the filesystem's log, free space, or name another directory."
+        remedy = "Check the filesystem's log, free some space, or give another directory."
         return Finding(
             TOPIC,
             "write speed",

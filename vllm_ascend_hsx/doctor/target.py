@@ -1,4 +1,4 @@
-"""Check from its config.json whether a model can be extracted."""
+"""Check whether hidden states of a model can be extracted, from the model's config.json."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def check_target(model: str) -> Iterator[Finding]:
     """Check whether a model's class collects hidden states, and whether `hsx plan` can be used.
 
     Args:
-        model: a preset of `hsx plan`, a model's directory, or its config.json.
+        model: a preset of `hsx plan`, the directory of a model, or a config.json.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the model is none of these.
     """
     name, config = read_config(model)
     named = config.get("architectures")
     architectures = (
         [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
     )
-    # vLLM takes the first that it knows; a model that names several has the same model in each.
+    # vLLM takes the first registered class. All architectures of a config are the same model.
     known = next((each for each in architectures if is_registered(each)), None)
     remedy = (
         f"Choose a target of another class, such as {', '.join(shown())}; docs/compatibility.md "
-        "says where all are."
+        "lists all classes."
     )
     if not architectures:
         yield Finding(
             TOPIC,
             "model",
             "problem",
-            f"{name}: there is no architecture in its config.json",
+            f"{name}: config.json has no architecture",
             remedy,
         )
         return
@@ -65,7 +65,7 @@ def check_target(model: str) -> Iterator[Finding]:
     try:
         shape = read_shape(model)
     except UserError as error:
-        remedy = "Extraction does not need it; start a server, which logs the size of its KV cache."
+        remedy = "Extraction works without it. Start a server; the log has the KV cache's size."
         yield Finding(
             TOPIC, "plan", "note", f"`hsx plan` cannot be used: the model {error.problem}", remedy
         )
@@ -78,20 +78,20 @@ def check_target(model: str) -> Iterator[Finding]:
 
 
 def _class(name: str, model: str, architecture: str, language_model: Sequence[str]) -> Finding:
-    """Return the finding about a class that a server takes.
+    """Return the finding about a class that servers accept.
 
     Raises:
-        UserError: a server refuses the class.
+        UserError: servers refuse the class.
     """
     refuse_architecture(architecture, (), language_model)
     remedy = (
-        f"Compare its rows with transformers first: hsx demo --device npu --model {model} "
+        f"First compare the rows with transformers: hsx demo --device npu --model {model} "
         "--no-expert-parallel"
     )
     collection = recorded_architectures().collected.get(architecture)
     if collection is None:
         found = (
-            f"{name}: {architecture} is none of vLLM's classes; another plugin or vLLM's "
+            f"{name}: {architecture} is not a class of vLLM; another plugin or vLLM's "
             "Transformers backend may serve it"
         )
         return Finding(
@@ -107,31 +107,32 @@ def _class(name: str, model: str, architecture: str, language_model: Sequence[st
             TOPIC,
             "model",
             "note",
-            f"{found}, whose class the server checks before it loads weights",
+            f"{found}; the server checks the language model's class before it loads weights",
             remedy,
         )
     if architecture in shown():
         return Finding(TOPIC, "model", "ok", found)
     without = (
-        "" if returns_embedding(architecture, collection) else ", which does not return layer id 0"
+        "" if returns_embedding(architecture, collection) else "; it does not return layer id 0"
     )
     return Finding(
         TOPIC,
         "model",
         "note",
-        f"{found}{without}; no test has served one of this class on vllm-ascend",
+        f"{found}{without}; no test has served this class on vllm-ascend",
         remedy,
     )
 
 
 def stored_format(model: str | None) -> RowFormat:
-    """Return the format of rows of four layers, as most drafters need, of a model or a typical one.
+    """Return a row format of four layers, which most drafters need, for a model.
 
     Args:
-        model: as for `check_target`; None, and fields that it lacks, mean typical values.
+        model: as for `check_target`; None and missing fields mean typical values.
 
     Raises:
-        UserError: it is neither a preset, nor a directory with a config.json, nor such a file.
+        UserError: the model is neither a preset, nor a directory with a config.json, nor a
+            config.json.
     """
     hidden_size, dtype = _TYPICAL, "bfloat16"
     if model is not None:
@@ -139,7 +140,7 @@ def stored_format(model: str | None) -> RowFormat:
         try:
             shape = read_shape(model)
             hidden_size, dtype = shape.hidden_size, shape.dtype
-        except UserError:  # what is missing may be something else
+        except UserError:  # the hidden size may be valid even if other fields are missing
             named = text_config(config).get("hidden_size")
             hidden_size = named if isinstance(named, int) and named > 0 else _TYPICAL
     return RowFormat((0, 1, 2, 3), hidden_size, _DTYPE_NAMES[dtype], model or "hsx doctor")

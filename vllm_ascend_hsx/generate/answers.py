@@ -1,11 +1,11 @@
-"""The answers of the target beside the rows: lines of JSON, and at the end a dataset to train on.
+"""Store the target's answers as JSON lines, and write a training dataset at the end.
 
     {"row": 17, "request_id": ..., "prompt_tokens": 9, "token_ids": [...],
      "output_token_ids": [...], "text": ..., "finish_reason": "stop"}
 
-`token_ids` are those that have rows in the row's file: the prompt's and all generated ones but the
-last. The request's id tells which file the answer belongs to, because the file's metadata has it:
-a row that is sampled again, or has moved in the dataset, never gets the tokens of another file. The
+`token_ids` are the tokens in the row's file: the prompt and all generated tokens except the last.
+The request id links an answer to a file, because it is also in the file's metadata. A row that is
+sampled again, or that moves in the dataset, therefore never gets the tokens of another file. The
 dataset has the form that speculators trains on (train/data.py:141, 0.9.0): row i has the tokens and
 the loss mask of hs_i.safetensors.
 """
@@ -34,14 +34,14 @@ from vllm_ascend_hsx.reader.check import check
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 
 DATASET = "training_data"
-# A row that has no answer keeps its place, with a token that has no loss. A server can compute it,
-# in contrast to an empty row: speculators asks for missing rows by default.
+# A row without an answer is one token without loss. An empty row would fail: speculators requests
+# the hidden states of missing rows by default, and a server can't compute an empty prompt.
 _NO_ANSWER = {"input_ids": [0], "loss_mask": [0], "seq_len": 1, "text": "", "finish_reason": ""}
 _BEGIN = re.compile(rb'\{"row":[0-9]+,"request_id":"([0-9a-f-]+)"')
 
 
 class Index:
-    """The places of the answers in a directory, in 16 bytes each. Raises OSError.
+    """Positions of the answers in a directory, 16 bytes each. Raises OSError.
 
     Args:
         output: the directory.
@@ -62,7 +62,7 @@ class Index:
         self._keys, self._places = np.asarray(keys)[order], np.asarray(places)[order]
 
     def find(self, request_id: str) -> dict[str, Any] | None:
-        """Return the last line about a request's answer; None without one. Raises OSError."""
+        """Return the last answer to a request; None if there is none. Raises OSError."""
         first, end = (
             int(np.searchsorted(self._keys, hash(request_id), side)) for side in ("left", "right")
         )
@@ -70,18 +70,18 @@ class Index:
             offset, number = divmod(int(place), len(self._files))
             with open(open_regular(self._files[number]), "rb") as file:
                 file.seek(offset)
-                line = parse_line(file.readline())  # {}: a run was killed in it
+                line = parse_line(file.readline())  # {} if a run was killed while it wrote the line
             if line.get("request_id") == request_id:
                 return line
         return None
 
 
 class Answers:
-    """The answers in an output directory; those of this run are appended to a file of its rank.
+    """The answers in an output directory. Each rank appends to a file of the rank.
 
     Args:
         output: the directory.
-        world_size, rank: as for `Options`.
+        world_size, rank: as in `Options`.
 
     Raises:
         RunError: a file cannot be read or written.
@@ -96,20 +96,20 @@ class Answers:
             with OnError(os.close, self._fd):
                 size = os.fstat(self._fd).st_size
                 if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                    os.write(self._fd, b"\n")  # ends the line in which a run was killed
+                    os.write(self._fd, b"\n")  # end the partial line of a killed run
                 self._earlier = Index(output)
         except OSError as error:
             raise RunError(
-                describe(f"{self._path} cannot be written, or other answers not be read", error)
+                describe(f"cannot write {self._path} or read earlier answers", error)
             ) from error
 
     def has(self, row: int, request_id: str) -> bool:
         """Return True if an earlier run has stored the answer to a request.
 
-        If the row has moved in the dataset, the answer is stored again with its number.
+        If the row has moved in the dataset, store the answer again with the new number.
 
         Raises:
-            OSError, RunError: a file cannot be read, or not be written.
+            OSError, RunError: a file cannot be read or written.
         """
         line = self._earlier.find(request_id)
         if line is not None and line["row"] != row:
@@ -140,13 +140,13 @@ class Answers:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise RunError(describe(f"{self._path} cannot be written", error)) from error
+            raise RunError(describe(f"cannot write {self._path}", error)) from error
 
     def close(self) -> None:
-        """Close the file. Remove it if there are no answers."""
+        """Close the file. Remove an empty file."""
         try:
             opened = os.fstat(self._fd)
-            with suppress(OSError):  # it was removed
+            with suppress(OSError):  # somebody removed it
                 if not opened.st_size and os.path.samestat(opened, os.stat(self._path)):
                     self._path.unlink()
         finally:
@@ -154,16 +154,17 @@ class Answers:
 
 
 def write_dataset(output: Path, marks: Sequence[int]) -> Path:
-    """Write the answers of all ranks as a dataset. Replaces an earlier one of other answers.
+    """Write the answers of all ranks as a dataset. Replace an earlier dataset of other answers.
 
-    The trainer keeps files of its own in the folder, such as the draft's vocabulary.
+    A dataset of the same answers is kept: the trainer stores files such as the draft's vocabulary
+    in the folder.
 
     Args:
         output: the directory of the answers.
-        marks: of the identities of the rows; 0: the row has no answer.
+        marks: marks of the rows' identities; 0 for a row without an answer.
 
     Returns:
-        The folder.
+        The folder of the dataset.
 
     Raises:
         ModuleNotFoundError: `datasets` is not installed.
@@ -185,7 +186,7 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
         if json.loads((folder / "dataset_info.json").read_text())["description"] == stamp:
             return folder
     work = output / f".{DATASET}"
-    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(work, ignore_errors=True)  # a killed run leaves it behind
     new = work / "new"
     try:
         source = {"output": output, "marks": marks}
@@ -195,7 +196,7 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
         rows.info.description = stamp
         rows.save_to_disk(new)
         state = new / "state.json"
-        # `with_format` would need torch here.
+        # `with_format` would import torch.
         state.write_text(json.dumps(json.loads(state.read_text()) | {"_format_type": "torch"}))
         if folder.exists():
             os.rename(folder, work / "old")
@@ -217,10 +218,11 @@ def _records(output: Path, marks: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _record(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the training row of an answer. Only generated tokens have a loss."""
+    """Return the training row of an answer. The loss covers generated tokens only."""
     ids, prompt = line["token_ids"], line["prompt_tokens"]
     mask = [0] * prompt + [1] * (len(ids) - prompt)
+    # Arrow refuses lone surrogates.
     texts = {
         name: line[name].encode(errors="replace").decode() for name in ("text", "finish_reason")
-    }  # Arrow takes no lone surrogate
+    }
     return {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), **texts}

@@ -1,4 +1,4 @@
-"""Send one request to `vllm serve`, and classify its answer or failure."""
+"""Send requests to `vllm serve`, and classify answers and failures."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from vllm_ascend_hsx.protocol.api import (
 from vllm_ascend_hsx.reader.check import Expected
 
 CONNECT_S = 10.0
-LONGEST_DELAY_S = 60.0  # before another attempt, whatever a server asks for
-_SHOWN = 300  # most characters of a server's message
-# Answers to an invalid request, which any server would repeat: vLLM's validation and web framework.
+LONGEST_DELAY_S = 60.0  # upper bound of a delay, and of a server's Retry-After
+_SHOWN = 300  # longest part of a server's message to show
+# Status codes of vLLM and its web framework for an invalid request. Any server would refuse it.
 _REFUSALS = (400, 413, 422)
 _UNAUTHORIZED = (401, 403)
-# Answers that may be other ones later.
+# Status codes of temporary problems.
 _MAY_PASS = (408, 409, 425, 429)
-# Causes of a failed connection, by their names in httpx and its successor: no request was sent.
+# Class names in httpx and httpx2 of errors that mean that no request was sent.
 _NOT_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _PROXIES = [
@@ -49,12 +49,12 @@ class Answer(NamedTuple):
     """The answer of a server.
 
     Attributes:
-        expected: the tokens that the file must hold.
+        expected: tokens that the file must hold.
         reused: number of prompt tokens whose rows were copied from an earlier file.
-        text: that was generated.
-        output: ids of all generated tokens. The last one has no row.
-        finish_reason: why the text ends, as vLLM names it; "" if it does not.
-        request_id: of the request. The file's metadata has it, too.
+        text: the generated text.
+        output: ids of all generated tokens. The last has no row.
+        finish_reason: vLLM's reason for the end of the text; "" if there is none.
+        request_id: id of the request. The file's metadata has it, too.
     """
 
     expected: Expected
@@ -66,14 +66,14 @@ class Answer(NamedTuple):
 
 
 def check_url(url: str) -> None:
-    """Raise InputError if no request can be sent to an endpoint."""
-    problem = "there is no such host or port"
+    """Raise InputError if the URL of an endpoint is invalid."""
+    problem = "invalid host or port"
     try:
         parsed = urlsplit(url)
         possible = (
             bool(parsed.hostname) and parsed.port != 0 and url.isprintable() and " " not in url
         )
-        (parsed.hostname or "").encode("idna")  # as the system is asked for it
+        (parsed.hostname or "").encode("idna")  # as the resolver does
     except ValueError as error:
         problem, possible = str(error), False
     if not possible:
@@ -89,9 +89,8 @@ class Client:
     def __init__(self, options: Options) -> None:
         self._options = options
         try:
-            for (
-                proxy
-            ) in getproxies().values():  # the client finds an impossible port when it connects
+            # The client would notice an invalid port only when it connects.
+            for proxy in getproxies().values():
                 _ = urlsplit(proxy if "://" in proxy else f"http://{proxy}").port
             timeout = openai.Timeout(
                 options.request_timeout, connect=min(CONNECT_S, options.request_timeout)
@@ -100,12 +99,10 @@ class Client:
                 base_url="http://localhost",
                 api_key=options.api_key or "none",
                 timeout=timeout,
-                max_retries=0,  # a row that failed goes to another endpoint, unknown to the client
+                max_retries=0,  # a retry may go to another endpoint
                 http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
             )
-        except (
-            Exception
-        ) as error:  # there is no common class of errors about proxies and certificates
+        except Exception as error:  # errors about proxies and certificates have no common class
             names = _CERTIFICATES if isinstance(error, OSError) else _PROXIES
             found = ", ".join(sorted(name for name in names if os.environ.get(name)))
             raise InputError(f"{found}: {words(error)}; correct or unset it") from error
@@ -121,22 +118,21 @@ class Client:
 
         Raises:
             RequestError: the server cannot be reached, or is not ready.
-            InputError: the server does not serve that model.
+            InputError: the server does not serve `--model`.
         """
         answer = await self._exchange(url, "v1/models", None)
         try:
-            names = [
-                "" + model["id"] for model in answer["data"]
-            ]  # a TypeError for anything but a text
+            names = ["" + model["id"] for model in answer["data"]]  # TypeError unless it is a text
         except (KeyError, TypeError):
             raise RequestError(
-                f"{url}/v1/models answers {shown(answer)}", Failure.UNREACHED
+                f"unexpected response of {url}/v1/models: {shown(answer)}", Failure.UNREACHED
             ) from None
         model = self._options.model or next(iter(names), "")
         if model not in names:
             served = ", ".join(names) or "nothing"
             raise InputError(
-                f"{url} serves {served}, and not {model or 'a model'}; name one with --model"
+                f"{url} serves {served}, not {model or 'a model'}; give a served model's name "
+                "with --model"
             )
         return model
 
@@ -144,14 +140,14 @@ class Client:
         """Request a row.
 
         Args:
-            url: of the endpoint.
-            model: its name there.
-            row: to send.
-            path: of the row's file, on the server's machine.
-            identity: of the row.
+            url: URL of the endpoint.
+            model: the model's name there.
+            row: the row to send.
+            path: path of the row's file on the server's machine.
+            identity: identity of the row.
 
         Raises:
-            RequestError: there is no answer, or it names no hidden states of this row.
+            RequestError: there is no answer, or it does not name this row's file.
             InputError: the server refuses the file's path, or needs a key.
         """
         options, request_id = self._options, f"{identity}-{uuid.uuid4().hex[:12]}"
@@ -167,7 +163,7 @@ class Client:
                 PATH_KEY: path,
             },
         }
-        if "seed" in body:  # the same for all rows would give all of them the same random numbers
+        if "seed" in body:  # one seed for all rows would give them the same random numbers
             body["seed"] = (body["seed"] + int(identity[:15], 16)) % 2**63
         answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)._replace(
             request_id=request_id
@@ -177,7 +173,7 @@ class Client:
         return answer
 
     async def post(self, url: str, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request to `{url}/{path}`, and return the parsed answer. Raises like `ask`."""
+        """Send a request to `{url}/{path}` and return the parsed answer. Raises like `ask`."""
         return await self._exchange(url, path, body)
 
     async def _exchange(self, url: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -188,7 +184,7 @@ class Client:
                 if body is None
                 else self._openai.post(where, cast_to=object, body=body)
             )
-            answer = await asyncio.wait_for(request, seconds)  # of the whole answer
+            answer = await asyncio.wait_for(request, seconds)  # limits the whole answer
         except (openai.APITimeoutError, asyncio.TimeoutError) as error:
             sent = (
                 Failure.UNREACHED
@@ -201,24 +197,24 @@ class Client:
         except openai.APIStatusError as error:
             raise _refused(where, error, is_row=body is not None) from error
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} answers no JSON: {shown(words(error))}") from error
+            raise RequestError(f"{where} did not return JSON: {shown(words(error))}") from error
         if isinstance(answer, str):
-            raise RequestError(f"{where} answers no JSON: {shown(answer)}")
+            raise RequestError(f"{where} did not return JSON: {shown(answer)}")
         return answer
 
 
 def _broken(where: str, error: openai.APIConnectionError) -> Exception:
-    """Return the error of a connection that could not be made, or that broke."""
+    """Return the error for a connection that failed or broke."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         remedy = (
-            f"name it, or that of its authority, in {' or '.join(_CERTIFICATES)}, and the "
-            "endpoint by a name that it has"
+            f"set {' or '.join(_CERTIFICATES)} to the certificate or the authority's, and use a "
+            "host name of the certificate in --endpoint"
         )
         return InputError(
-            f"{where}: its certificate is not trusted: {cause.verify_message}; {remedy}"
+            f"{where}: the certificate is not trusted: {cause.verify_message}; {remedy}"
         )
     if _names_of_causes(error) & set(_NOT_SENT):
         return RequestError(f"{where}: {words(error)}", Failure.UNREACHED)
@@ -226,7 +222,7 @@ def _broken(where: str, error: openai.APIConnectionError) -> Exception:
 
 
 def _refused(where: str, error: openai.APIStatusError, is_row: bool) -> Exception:
-    """Return the error of an answer with another status than 200."""
+    """Return the error for an answer with a status other than 200."""
     status, headers = error.status_code, error.response.headers
     body = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
     reason = f"{where} answers {status}: {shown(body or error.response.reason_phrase)}"
@@ -246,14 +242,14 @@ def _refused(where: str, error: openai.APIStatusError, is_row: bool) -> Exceptio
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     try:
-        seconds = float(headers["Retry-After"])  # a date, which HTTP also allows, is ignored
+        seconds = float(headers["Retry-After"])  # HTTP also allows a date; ignored
     except (KeyError, ValueError):
         return None
     return min(seconds, LONGEST_DELAY_S) if seconds >= 0 else None
 
 
 def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
-    """Return the answer to a request for a row. It may be any JSON."""
+    """Validate the answer to a request for a row. It may be any JSON."""
     try:
         params = answer.get("kv_transfer_params") or {}
         choice = answer["choices"][0]
@@ -270,9 +266,9 @@ def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
         raise RequestError(f"unexpected response format: {shown(answer)}") from problem
     if error and refuses_path(error):
         raise InputError(
-            f"{url} refuses the path of a row's file: {shown(error)}; `hsx serve` allows paths "
-            "below its --out: name that, or a folder below it, with --output, and if it has "
-            "another name on the server's machine, pass --map-path SERVER=HERE"
+            f"{url} refuses the path of a row's file: {shown(error)}; set --output to --out of "
+            "`hsx serve` or a folder below it; if the directory has another path on the server's "
+            "machine, add --map-path SERVER=HERE"
         )
     if error:
         raise RequestError(
@@ -281,7 +277,7 @@ def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
     if not isinstance(named, str) or not named:
         hint = "was the server started with hidden-state extraction?"
         raise RequestError(
-            f"the answer names no file (kv_transfer_params are {shown(params)}); {hint}",
+            f"the answer names no file (kv_transfer_params: {shown(params)}); {hint}",
             Failure.ABSENT,
         )
     if os.path.normpath(named) != os.path.normpath(path):
@@ -291,10 +287,8 @@ def _read(url: str, answer: Any, row: Row, path: str) -> Answer:
         )
         raise RequestError(reason, Failure.UNCLEAR)
     if not _are_token_ids(prompt) or not _are_token_ids(output):
-        raise RequestError(
-            "the answer has no token ids, although they were asked for with return_token_ids"
-        )
-    reused = params.get(REUSED_KEY)  # only counted: no reason to refuse a file
+        raise RequestError("the answer has no token ids, in spite of return_token_ids")
+    reused = params.get(REUSED_KEY)  # a statistic only: an invalid value counts as 0
     reused = reused if type(reused) is int and 0 <= reused <= len(prompt) else 0
     expected = Expected(prompt if row.token_ids is None else row.token_ids, output[:-1])
     return Answer(
@@ -313,7 +307,7 @@ def _are_token_ids(value: object) -> bool:
 
 
 def _names_of_causes(error: BaseException | None) -> set[str]:
-    """Return the names of an error's class and of its causes'."""
+    """Return the class names of an error and of all causes."""
     names = set()
     while error is not None:
         names |= {each.__name__ for each in type(error).__mro__}
@@ -322,7 +316,7 @@ def _names_of_causes(error: BaseException | None) -> set[str]:
 
 
 def words(error: BaseException | None) -> str:
-    """Return the message of an error's deepest cause. The client's own message tells nothing."""
+    """Return the message of the deepest cause. The client's own message has no details."""
     message = type(error).__name__
     while error is not None:
         message = str(error) or message
@@ -331,9 +325,9 @@ def words(error: BaseException | None) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a server's message in one line, shortened; other values as JSON."""
+    """Return a server's message in one line, shortened. Other values become JSON."""
     try:
         text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
     except RecursionError:
-        text = "something that nests too deep"
+        text = "a value nested too deeply"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

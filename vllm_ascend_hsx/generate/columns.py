@@ -1,4 +1,4 @@
-"""The columns of a dataset, and the one place where a record of them becomes a row."""
+"""The columns of a dataset, and the conversion of a record to a row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from vllm_ascend_hsx.generate.rows import Row, RowError, parsed, shown
 
 TOKENS, CHATS = ("token_ids", "input_ids"), ("messages", "conversations")
 _MAX_TOKEN_ID = 2**31 - 1
-_DEPTH_TO_SPARE = (
-    200  # stack frames of json's callers, which count against the same recursion limit
-)
+_DEPTH_TO_SPARE = 200  # stack frames reserved for the callers of json.dumps
 _ALPACA = ("instruction",)
 _IDS, _TEXT, _CHAT = "token ids", "a text", "a chat"  # kinds of content
 _TOOL = 'a tool such as {"type": "function", "function": {"name": ..., "parameters": {...}}}'
@@ -27,12 +25,12 @@ _DOCUMENTS = 'a list of objects of texts, such as {"title": ..., "text": ...}'
 
 @dataclass
 class Draft:
-    """A row in the making.
+    """A row under construction.
 
     Attributes:
         given: the record, without empty values.
-        column: that `content` is from.
-        content, fields: of the row.
+        column: source of `content`.
+        content, fields: as in `Row`.
     """
 
     given: Mapping[str, Any]
@@ -48,12 +46,12 @@ class Column(NamedTuple):
     """A line of the table.
 
     Attributes:
-        names: of columns.
-        fate: content: the first one that a row has is its prompt. sent: it goes with the prompt.
-            refused: it shapes a prompt, and cannot be sent. quiet: it shapes none.
+        names: names of the columns.
+        fate: content: the first such column of a row is the prompt. sent: sent with the prompt.
+            refused: would change the prompt, but cannot be sent. quiet: does not affect the prompt.
         beside: columns and kinds of content with which it is sent or refused.
-        meaning: of what is sent, or why it is refused, for the documentation and for errors.
-        put: puts a value of the column into the draft. Raises RowError.
+        meaning: meaning of the value, or reason of the refusal; used by documentation and errors.
+        put: stores a value of the column in the draft. Raises RowError.
     """
 
     names: tuple[str, ...]
@@ -65,9 +63,7 @@ class Column(NamedTuple):
 
 def _same_content(draft: Draft, name: str, value: Any) -> None:
     if read_content(name, value) != draft.content:
-        raise RowError(
-            f"{name} is not the same as {draft.column}; leave one of them out with --ignore-column"
-        )
+        raise RowError(f"{name} differs from {draft.column}; drop one of them with --ignore-column")
 
 
 def _alpaca(draft: Draft, name: str, value: Any) -> None:
@@ -99,7 +95,7 @@ def _system(draft: Draft, name: str, value: Any) -> None:
         draft.content.insert(0, {"role": "system", "content": parsed(name, value, str, "a text")})
     elif draft.content[0]["content"] != value:
         raise RowError(
-            f"{name} is not the same as the system message of {draft.column}; leave it out with "
+            f"{name} differs from the system message of {draft.column}; drop it with "
             f"--ignore-column {name}"
         )
 
@@ -110,10 +106,8 @@ def _tools(draft: Draft, name: str, value: Any) -> None:
         for at, tool in enumerate(parsed(name, value, list, "a list of tools"))
     ]
     if draft.fields.setdefault("tools", tools) != tools:
-        raise RowError(
-            f"{name} is not the same as tools; leave one of them out with --ignore-column"
-        )
-    # vLLM takes a missing choice for "auto", and refuses that unless it was started for it.
+        raise RowError(f"{name} differs from tools; drop one of them with --ignore-column")
+    # Without a choice vLLM uses "auto", and refuses it without --enable-auto-tool-choice.
     draft.fields["tool_choice"] = draft.given.get("tool_choice", "none")
 
 
@@ -135,8 +129,8 @@ def _attention_mask(draft: Draft, name: str, value: Any) -> None:
         or not stop
     ):
         raise RowError(
-            f"{name} is {shown(mask)}; give 1 for each token id, and 0 for padding before and "
-            "after them only"
+            f"{name} is {shown(mask)}; give 1 for each token id, and 0 only for padding at the "
+            "beginning and end"
         )
     draft.content = draft.content[start:stop]
 
@@ -279,16 +273,16 @@ CONTENT = tuple(
 
 
 def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Counter[str]) -> Row:
-    """Turn a record into a row.
+    """Convert a record to a row.
 
     Args:
-        index: of the row.
-        record: values of JSON or Arrow by column. Empty ones do not count.
-        options: of the run.
-        unsent: counts columns, and keys of messages, that have no influence and may be meant to.
+        index: index of the row.
+        record: values of JSON or Arrow by column. Empty values are ignored.
+        options: options of the run.
+        unsent: counts columns and keys of messages that are not sent although they might matter.
 
     Raises:
-        RowError: it cannot be sent.
+        RowError: the record cannot be sent.
     """
     given = {
         name: each
@@ -299,9 +293,8 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
     column = options.column or next(
         (name for names in (given, record) for name in CONTENT if name in names), None
     )
-    if (
-        options.column is None and column in TOKENS
-    ):  # they cannot carry images, and speculators keeps the messages for them
+    if options.column is None and column in TOKENS:
+        # Token ids cannot carry images. speculators keeps such messages beside the token ids.
         column = next((name for name in CHATS if _has_parts(given.get(name))), column)
     if column is None or column not in record:
         missing = f"no {column!r}" if column else f"none of {', '.join(CONTENT)}"
@@ -309,7 +302,7 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
             f"it has {missing}, only {shown(list(record))}; name the column to send with --column"
         )
     if column not in given:
-        raise RowError(f"{column} is empty; there is nothing to compute for it: leave this row out")
+        raise RowError(f"{column} is empty; remove this row")
     draft = Draft(given, column, read_content(column, given[column]))
     kind = (
         _IDS
@@ -319,10 +312,9 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
         else _CHAT
     )
     left = given.keys() - COLUMNS.keys() - {column}
-    for name in [
-        name for name in COLUMNS if name in given and name != column
-    ]:  # in the table's order
-        line = COLUMNS[name]
+    for name, line in COLUMNS.items():  # in the table's order
+        if name not in given or name == column:
+            continue
         fits = kind in line.beside or column in line.beside
         if fits and line.put:
             line.put(draft, name, given[name])
@@ -330,7 +322,7 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
             line.fate == "sent" and not fits and kind != _IDS and line.beside != (_IDS,)
         ):
             raise RowError(
-                f"{name} cannot be sent with {column}: {line.meaning}; or leave it out with "
+                f"{name} cannot be sent with {column}: {line.meaning}; or drop it with "
                 f"--ignore-column {name}"
             )
         elif line.fate == "content" and kind != _IDS:
@@ -346,8 +338,8 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
             "add_generation_prompt", False
         ):
             raise RowError(
-                "continue_final_message and add_generation_prompt are both true; leave one of "
-                "them out with --ignore-column"
+                "continue_final_message and add_generation_prompt are both true; drop one of them "
+                "with --ignore-column"
             )
     if kind == _TEXT and not options.add_special_tokens:
         draft.fields.setdefault("add_special_tokens", False)
@@ -358,10 +350,10 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
 
 
 def read_content(column: str, value: Any) -> array[int] | list[dict[str, Any]] | str:
-    """Return the content of a row. The column's name decides its type, or else the value.
+    """Return the content of a row. The type depends on the column's name, else on the value.
 
     Raises:
-        RowError: it cannot be sent.
+        RowError: the value cannot be sent.
     """
     if column in (*TOKENS, *CHATS):
         value = parsed(
@@ -405,5 +397,5 @@ def _require_json(name: str, value: Any) -> None:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(
-            f"{name} cannot be sent as JSON: {error}; mend it or leave this row out"
+            f"{name} cannot be sent as JSON: {error}; fix it or remove this row"
         ) from error

@@ -1,4 +1,4 @@
-"""A dataset as a stream of rows: read once to check it and again to send it, never kept."""
+"""A dataset as a stream of rows, read once for the check and again to send the rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REPORT_EVERY = 1000  # rows
 
 
 class DatasetError(InputError):
-    """A dataset cannot be used; the message names file, place, key and remedy."""
+    """A dataset cannot be used. The message names file, line, key and remedy."""
 
 
 class BadRow(NamedTuple):
-    """A record that cannot be sent: its number, where it is, and the problem with its remedy."""
+    """A record that cannot be sent: index, position in the files, and problem with remedy."""
 
     index: int  # type: ignore[assignment]
     where: str
@@ -32,15 +32,15 @@ class BadRow(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A dataset that was read.
+    """Result of reading a whole dataset.
 
     Attributes:
-        identities: of the rows, the first 64 bits of each; 0 for one that cannot be sent.
-        bad: the rows that cannot be sent.
-        unsent: columns, and keys of messages as `messages[].key`, that have no influence and may be
-            meant to; with the number of rows.
+        identities: first 64 bits of each row's identity; 0 for a row that cannot be sent.
+        bad: rows that cannot be sent.
+        unsent: columns, and keys of messages as `messages[].key`, that are not sent although they
+            might matter; with the number of rows.
         tokens: number of known token ids.
-        characters: number of characters of texts and chats, their keys included.
+        characters: number of characters of texts and chats, including keys.
     """
 
     identities: array[int]
@@ -54,9 +54,9 @@ class Dataset(ABC):
     """Rows from files.
 
     Args:
-        options: of the run.
-        files: in reading order.
-        kept: is alive as long as this object.
+        options: options of the run.
+        files: files in reading order.
+        kept: object to keep alive, such as a temporary file.
     """
 
     def __init__(self, options: Options, files: Sequence[Path], kept: object = None) -> None:
@@ -66,14 +66,14 @@ class Dataset(ABC):
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the place of each record, and an object, its JSON, or a function that returns it.
+        """Yield the position of each record, and an object, JSON text, or a function returning one.
 
-        A place may be "" if the record's number says it. Whatever this raises, the files cannot be
-        read. A function may raise ValueError, for its record alone.
+        A position may be "" where the record's index is enough. Any exception means that the files
+        cannot be read. A function may raise ValueError: only that record is bad.
         """
 
     def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | BadRow | None]:
-        """Yield each record up to the limit in order, None for one that is not wanted.
+        """Yield the records up to the limit in order, with None for each unwanted record.
 
         Raises:
             DatasetError: a file cannot be read, or has changed since this object was created.
@@ -95,11 +95,11 @@ class Dataset(ABC):
         """Read every record.
 
         Args:
-            request: fields that all requests of the run have.
-            report: called with the number of rows so far, every REPORT_EVERY rows.
+            request: fields of all requests of the run.
+            report: called every REPORT_EVERY rows with the number of rows so far.
 
         Raises:
-            DatasetError: as `records`; or there is no record.
+            DatasetError: as for `records`, or the dataset is empty.
         """
         self.unsent.clear()
         identities, bad, tokens, characters = array("Q"), [], 0, 0
@@ -113,20 +113,23 @@ class Dataset(ABC):
             if count % REPORT_EVERY == 0:
                 report(count)
         if not identities:
-            raise DatasetError(f"{self.options.data}: it has no rows")
+            raise DatasetError(f"{self.options.data}: the dataset has no rows")
         return Checked(identities, bad, self.unsent.copy(), tokens, characters)
 
     def require_unchanged(self, *paths: Path) -> None:
         """Raise DatasetError if a file has changed since this object was created."""
         for path in paths:
             if _stamp(path) != self.files[path]:
-                remedy = "put back what was checked, or call again when it is complete"
-                raise DatasetError(f"{path}: it was changed while it was read; {remedy}")
+                remedy = "restore the checked version, or run again when the file is complete"
+                raise DatasetError(f"{path}: the file changed while it was read; {remedy}")
 
     def _row(self, index: int, where: str, record: Any) -> Row | BadRow:
         try:
             record = parsed(
-                "it", record() if callable(record) else record, dict, "one JSON object per line"
+                "the row",
+                record() if callable(record) else record,
+                dict,
+                "one JSON object per line",
             )
             return read_row(index, record, self.options, self.unsent)
         except (ValueError, OverflowError) as error:
@@ -134,13 +137,13 @@ class Dataset(ABC):
 
 
 def unreadable(options: Options, error: Exception, after: str = "") -> InputError:
-    """Return the error for whatever keeps a dataset from being read."""
+    """Return the error for a dataset that cannot be read."""
     if isinstance(error, InputError):
         return error
     reason = next(iter(str(error).splitlines()), repr(error))
     problem = (
-        f"it cannot be read{after}: {reason}; give one that can be: a file, a folder, or the id "
-        "of a dataset on a hub"
+        f"cannot be read{after}: {reason}; give a readable file or folder, or the id of a dataset "
+        "on a hub"
     )
     if isinstance(error, ModuleNotFoundError):
         problem = (

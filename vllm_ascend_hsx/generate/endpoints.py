@@ -1,6 +1,6 @@
-"""Choose an endpoint for each request: the least busy, or nearly so with the row's prefix.
+"""Choose an endpoint for each request: the least busy, with a preference for the row's prefix.
 
-Endpoints may come and go during a run, if a file lists them: it is read again every few seconds.
+If a file lists the endpoints, it is read again every few seconds, so they may change during a run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm_ascend_hsx.generate.options import read_endpoints
 
 LONGEST_PAUSE_S = 30.0
 REREAD_S = 5.0
-FAULTS_TO_PAUSE = 3  # in a row, of an endpoint that answers
-# Requests by which the endpoint that has a row's prefix may be busier than the others. Two keep a
-# conversation where it is while rows come and go one by one; a long queue costs more than a prefix.
+FAULTS_TO_PAUSE = 3  # consecutive failures of an endpoint that answers
+# Additional requests in flight that the endpoint with a row's prefix may have. Two keep a
+# conversation on one endpoint. A longer queue would cost more than computing the prefix again.
 NEAR = 2
 
 
@@ -35,14 +35,14 @@ class Endpoint:
     """A server.
 
     Attributes:
-        url: without /v1.
-        model: its name there; None until the server has been reached.
-        proven: True once a row has arrived from the server.
-        in_flight: requests under way.
-        answered, failed: requests that have ended.
+        url: base URL without /v1.
+        model: the model's name there; None until the server has answered.
+        proven: True once the server has stored a row.
+        in_flight: number of requests in flight.
+        answered, failed: numbers of ended requests.
         faults: failures since the last good answer.
         pauses: pauses since the last good answer.
-        paused_until: in the event loop's time.
+        paused_until: end of the pause, in the event loop's time.
         is_used: False if it gets no more requests: it is no longer listed, or was set aside.
         is_late: True if it was first listed during the run.
     """
@@ -61,7 +61,7 @@ class Endpoint:
 
     @property
     def is_on_trial(self) -> bool:
-        """True while the server gets one request at a time, until one succeeds."""
+        """True while the server gets one request at a time, until a request succeeds."""
         return not self.proven or self.pauses > 0
 
     def pause_left(self) -> float:
@@ -73,8 +73,8 @@ class Balancer:
     """Distribute requests over endpoints.
 
     Args:
-        urls: of at least one server.
-        first_pause: seconds of an endpoint's first pause; doubled for each further one.
+        urls: URLs of at least one server.
+        first_pause: seconds of an endpoint's first pause; doubled for each further pause.
     """
 
     def __init__(self, urls: Sequence[str], first_pause: float) -> None:
@@ -90,35 +90,37 @@ class Balancer:
         return [each for each in self.endpoints if each.is_used]
 
     def replace(self, urls: Sequence[str]) -> tuple[list[Endpoint], list[Endpoint]]:
-        """Use these servers from now on. The others finish their requests.
+        """Use these servers from now on. Requests in flight at other servers continue.
+
+        A server that was set aside is used again if it was removed from the list and added again,
+        or if no other server is left.
 
         Returns:
-            Those that came, and those that went. One that was set aside comes back if its URL has
-            been away, or if no other is left.
+            Added endpoints, and removed endpoints.
         """
-        went = [each for each in self.used if each.url not in urls]
-        stays = {each.url for each in self.used} & set(urls)
-        came = [
+        removed = [each for each in self.used if each.url not in urls]
+        kept = {each.url for each in self.used} & set(urls)
+        added = [
             Endpoint(url, is_late=True)
             for url in urls
-            if url not in stays and (url not in self._set_aside() or not stays)
+            if url not in kept and (url not in self._set_aside() or not kept)
         ]
-        for each in went:
+        for each in removed:
             each.is_used = False
-        self.endpoints += came
+        self.endpoints += added
         self._listed = set(urls)
         self._changed.set()
-        return came, went
+        return added, removed
 
     def _set_aside(self) -> set[str]:
         """Return the listed endpoints that get no requests."""
         return self._listed - {each.url for each in self.used}
 
     def go_on_without(self, endpoint: Endpoint, error: InputError) -> bool:
-        """Send the endpoint no more requests, or only after a pause, if other ones can do the rows.
+        """Stop using the endpoint, or pause it, if others can do the rows.
 
-        A server that appeared during the run and has done nothing is not used any more. One that
-        has done rows and now rejects the key pauses.
+        A server that was added during the run and has done no row is not used any more. A server
+        that has done rows and now rejects the key is paused.
 
         Returns:
             False if the run must end.
@@ -135,13 +137,13 @@ class Balancer:
         """Wait for an endpoint that may get a request. First come, first served.
 
         Args:
-            failed_at: where the row has just failed. It gets another endpoint if one may have it,
-                and the one about which least is known to be wrong.
-            near: has published a prefix of the row.
+            failed_at: endpoint where the row has just failed. Another endpoint is preferred, with
+                the fewest faults.
+            near: endpoint that has published a prefix of the row.
         """
         async with self._turn:
             while True:
-                # First, because a pause may end while an endpoint is chosen.
+                # Read before `_choose`, because a pause may end meanwhile.
                 pauses = [left for each in self.used if (left := each.pause_left())]
                 if (endpoint := self._choose(failed_at, near)) is not None:
                     endpoint.in_flight += 1
@@ -157,7 +159,7 @@ class Balancer:
 
     def note_failure(self, endpoint: Endpoint, error: RequestError) -> bool:
         """Record a failed request. Return True if the endpoint begins to pause."""
-        # A server without locks may publish after its answer.
+        # A server without locks may publish the file after the answer.
         if error.failure is Failure.REFUSED or (
             error.failure is Failure.ABSENT and endpoint.proven
         ):
@@ -166,7 +168,7 @@ class Balancer:
         endpoint.failed += 1
         endpoint.faults += 1
         pause = error.retry_after or 0.0
-        # Requests that were sent before the pause began say nothing new.
+        # Failures of requests sent before the pause do not extend it.
         begins = not endpoint.pause_left() and (
             error.failure in DOWN or endpoint.faults >= FAULTS_TO_PAUSE or endpoint.is_on_trial
         )
@@ -214,10 +216,10 @@ class Balancer:
 
 @contextmanager
 def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) -> Iterator[None]:
-    """Have `balancer` use the servers that a file lists, as often as it changes, during the block.
+    """Update `balancer` during the block whenever a file of endpoints changes.
 
-    A file that cannot be used changes nothing, and is reported once. It is read in a thread that
-    nobody waits for, because its storage may hang. With None there is nothing to read.
+    An invalid file is reported once and changes nothing. A daemon thread reads the file, because
+    its storage may hang. Do nothing if `path` is None.
     """
     if path is None:
         yield
@@ -225,11 +227,11 @@ def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) ->
     ended, loop = threading.Event(), asyncio.get_running_loop()
 
     def use(urls: Sequence[str]) -> None:
-        came, went = balancer.replace(urls)
-        for each in came:
+        added, removed = balancer.replace(urls)
+        for each in added:
             say(f"{each.url} is used from now on")
-        for each in went:
-            say(f"{each.url} gets no more requests, and has {each.in_flight} under way")
+        for each in removed:
+            say(f"{each.url} gets no new requests; {each.in_flight} in flight")
 
     def watch() -> None:
         used: Sequence[str] = [each.url for each in balancer.endpoints]
@@ -241,13 +243,13 @@ def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) ->
                     check_url(url)
             except InputError as error:
                 if str(error) != problem:
-                    say(f"{error}; until then the servers that it listed last are used")
+                    say(f"{error}; the servers listed before are still used")
                 problem = str(error)
                 continue
             problem = ""
             if urls != used:
                 used = urls
-                with suppress(RuntimeError):  # the run has ended while the file was read
+                with suppress(RuntimeError):  # the run ended while the file was read
                     loop.call_soon_threadsafe(use, urls)
 
     threading.Thread(target=watch, name="hsx-endpoints", daemon=True).start()

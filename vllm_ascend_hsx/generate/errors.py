@@ -1,4 +1,4 @@
-"""What can go wrong in a run, by its consequence."""
+"""Errors of a run, by consequence."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm_ascend_hsx.protocol.names import printable
 
 
 class InputError(Exception):
-    """Dataset, options, output directory or server cannot be used; the message has the remedy.
+    """Dataset, options, output directory or server cannot be used. The message has the remedy.
 
     Args:
-        lines: of the message. Line breaks within them, of names and values, are escaped.
+        lines: lines of the message. Line breaks in names and values are escaped.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -20,11 +20,11 @@ class InputError(Exception):
 
 
 class UnauthorizedError(InputError):
-    """A server, or a proxy before it, does not accept the key."""
+    """A server, or a proxy in front of it, does not accept the key."""
 
 
 class RunError(Exception):
-    """The run cannot go on: every other row would fail for the same reason."""
+    """The run cannot continue: all other rows would fail for the same reason."""
 
 
 class UnreachedError(RunError):
@@ -32,11 +32,11 @@ class UnreachedError(RunError):
 
 
 class StoppedError(Exception):
-    """The run is ending: waiting workers give up."""
+    """The run is ending, and waiting workers return."""
 
 
 class Interrupted(StoppedError):
-    """A signal ends the run. number: of the signal."""
+    """A signal ends the run. `number` is the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -57,7 +57,7 @@ class Failure(Enum):
     FOREIGN = "the file is a row of another model, layers or weights than the other rows"
 
 
-# The row's file may exist, or appear.
+# The row's file may exist or appear later.
 MAY_HAVE_FILE = frozenset((Failure.BROKEN, Failure.UNCLEAR, Failure.UNSTORED, Failure.ABSENT))
 # The server does not answer.
 DOWN = frozenset((Failure.UNREACHED, Failure.BROKEN))
@@ -69,8 +69,8 @@ class RequestError(Exception):
 
     Attributes:
         reason: one sentence.
-        failure: its kind.
-        retry_after: seconds for which the server asks to get no request.
+        failure: kind of the failure.
+        retry_after: seconds until the server accepts the next request, if the answer has them.
     """
 
     reason: str

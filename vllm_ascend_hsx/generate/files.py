@@ -1,4 +1,4 @@
-"""The rows' files in the output directory: their paths here and for servers, checks, removal."""
+"""The rows' files in the output directory: local and server paths, checks, renaming, removal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
-SETTLE_S = 10.0  # for servers to finish or abort their writes
-_STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end
-# The id of a request of `client`, within the id that vLLM makes of it (protocol/request_ids.py).
+SETTLE_S = 10.0  # time for servers to commit or abort their files
+_STOP_S = 1.0  # interval at which a waiting thread looks at `stopped`
+# The request id that `client` sent, in the id that vLLM made of it (protocol/request_ids.py).
 _REQUEST_ID = re.compile(r"(?:[0-9]+_)?(?:chatcmpl|cmpl)-([0-9a-f]{32}-[0-9a-f]{12})(?:-.*)?")
 _MOVED = re.compile(r"moved_([0-9]+)" + re.escape(DATA_SUFFIX))
 
@@ -39,11 +39,11 @@ class RowFiles:
     """The files of one run. Methods block and may be called from several threads.
 
     Args:
-        options: of the run.
-        ledger: has model, layers and weights of the rows, or receives them.
+        options: options of the run.
+        ledger: ledger of the run. It has, or receives, model, layers and weights of the rows.
 
     Attributes:
-        stopped: set when the run is to end: then no method waits for a server any longer.
+        stopped: set when the run ends. Then methods stop waiting for servers.
     """
 
     def __init__(self, options: Options, ledger: Ledger) -> None:
@@ -55,7 +55,7 @@ class RowFiles:
         self.stopped = threading.Event()
 
     def path(self, row: int) -> Path:
-        """Return the path of a row's file here."""
+        """Return the path of a row's file on this machine."""
         return self._output / row_file(row)
 
     def server_path(self, row: int) -> str:
@@ -63,20 +63,20 @@ class RowFiles:
         return os.path.join(self._server_output, row_file(row))
 
     def check(self, row: int, identity: str, expected: Expected, is_asked: bool) -> Examination:
-        """Check a row's file; wait for a server that is writing it. Remove a wrong one at once.
+        """Check a row's file, and remove a wrong file. Wait for a server that is writing it.
 
         Args:
-            row: of the dataset.
-            identity: of the row.
-            expected: tokens, as far as they are known.
-            is_asked: True if this run has asked for the row.
+            row: index of the row.
+            identity: identity of the row.
+            expected: known tokens of the row.
+            is_asked: True if this run has requested the row.
 
         Raises:
-            RequestError: the row has no file, or not the right one.
-            InputError: the file of a row that is done has another model, other layers or weights
-                than the rest.
+            RequestError: the row has no file, or a wrong one.
+            InputError: the file of a finished row has another model, other layers or weights than
+                the other files.
             RunError: the file cannot be read, so it may be valid.
-            StoppedError: a server is still writing it, and the run is to end.
+            StoppedError: a server is still writing the file, and the run is ending.
         """
         try:
             found = self._examine(row, identity, expected, is_asked)
@@ -85,9 +85,8 @@ class RowFiles:
                 self.discard(row, error)
             raise
         if is_asked:
-            with suppress(
-                OSError
-            ):  # the row is right; `remove_companions` tries again, and reports it
+            # The row is valid. `remove_companions` tries again and reports errors.
+            with suppress(OSError):
                 remove(self.path(row), keep_data=True)
         return found
 
@@ -96,9 +95,9 @@ class RowFiles:
         try:
             found = self._wait_and_check(path, expected)
         except FileNotFoundError as error:
-            problem = f"the server wrote {self.server_path(row)}, and there is no {path}"
+            problem = f"the server wrote {self.server_path(row)}, but {path} does not exist"
             remedy = (
-                "mount its storage directory here, and name it as the server does or with "
+                "mount the server's storage directory here, at the same path or with "
                 "--map-path SERVER=HERE"
             )
             raise RequestError(f"{problem}; {remedy}", Failure.ABSENT) from error
@@ -112,14 +111,14 @@ class RowFiles:
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
         if identity_in(found.metadata) != identity:
-            raise RequestError("it is of another row, or of another request")
+            raise RequestError("the file belongs to another row or another request")
         if found.problem is not None:
             raise RequestError(found.problem)
         self._compare_server(row, identity, found, is_asked)
         return found
 
     def _wait_and_check(self, path: Path, expected: Expected) -> Examination:
-        """Check a file when its server has finished it. Raises like reader.check; StoppedError."""
+        """Wait for the server, then check the file. Raises StoppedError, and like reader.check."""
         deadline = time.monotonic() + self._options.request_timeout
         while True:
             try:
@@ -148,35 +147,35 @@ class RowFiles:
             raise RequestError(
                 f"{self._output} holds rows of another server: {changes}", Failure.FOREIGN
             )
-        if not self._ledger.is_done(row, identity):  # a server finished it after it was refused
-            raise RequestError(f"it is of another server: {changes}")
-        remedy = "nothing was changed: name the right --output, or remove the wrong files"
+        if not self._ledger.is_done(row, identity):  # a server finished it after the refusal
+            raise RequestError(f"the file is from another server: {changes}")
+        remedy = "nothing was changed; give the right --output, or remove the wrong files"
         raise InputError(
-            f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}"
+            f"{found.path} is from another server than the ledger records: {changes}; {remedy}"
         )
 
     def discard(self, row: int, wrong: RequestError) -> None:
-        """Remove a wrong file, once no server writes it: a server would refuse its name.
+        """Remove a wrong file once no server writes it, because servers refuse existing names.
 
-        `wrong` says if that fails. Raises RunError if the output directory is another one now,
-        because the file is another run's.
+        A failure is added to the reason of `wrong`. Raises RunError if the output directory was
+        replaced, because the file belongs to another run then.
         """
         self._ledger.require_in_place()
         try:
-            with suppress(NotAFileError):  # of the lock
+            with suppress(NotAFileError):  # the lock's name may be something else
                 wait_until_released(self._lock(row), SETTLE_S)
             remove(self.path(row))
         except OSError as error:
-            wrong.reason += describe("; it cannot be removed", error)
+            wrong.reason += describe("; the file cannot be removed", error)
 
     def set_aside(self, places: Mapping[int, int]) -> None:
-        """Rename the files of rows that have another place in the dataset now, on their way there.
+        """Give temporary names to the files of rows that have moved in the dataset.
 
-        Call `put_in_place` once the ledger no longer names the rows at their old places. A run that
-        is killed before, in or between the two loses no row: the next one does the rest.
+        Call `put_in_place` once the ledger no longer has the rows at the old indices. A run may be
+        killed at any point: the next run continues, and no row is lost.
 
         Args:
-            places: the new place of each row. Members of shards are left where they are.
+            places: new index of each moved row. Members of shards are not renamed.
 
         Raises:
             OSError: a file cannot be renamed.
@@ -186,17 +185,17 @@ class RowFiles:
                 os.rename(self.path(old), self._output / f"moved_{new}{DATA_SUFFIX}")
 
     def put_in_place(self) -> int:
-        """Give the files that were set aside their new names; return how many. Raises OSError."""
+        """Rename the files that were set aside, and return their number. Raises OSError."""
         aside = [match for name in os.listdir(self._output) if (match := _MOVED.fullmatch(name))]
         for match in aside:
             os.rename(self._output / match[0], self.path(int(match[1])))
         return len(aside)
 
     def remove_foreign(self, rows: Iterable[int]) -> None:
-        """Remove files of another server that requests of this run have left behind.
+        """Remove files of another server that this run has requested.
 
         Args:
-            rows: requested, and not done when the run was stopped.
+            rows: requested rows that were not done when the run was stopped.
 
         Raises:
             OSError: a file cannot be read or removed.
@@ -210,15 +209,15 @@ class RowFiles:
                     remove(self.path(row))
 
     def remove_companions(self) -> list[Path]:
-        """Remove locks and errors beside this run's rows, once servers have released them.
+        """Remove locks and error files of this run's rows, once servers have released them.
 
-        Waits for SETTLE_S at most, over all rows.
+        Wait for SETTLE_S at most in total.
 
         Returns:
             Files that servers are still writing.
 
         Raises:
-            OSError: the directory cannot be read, or a file not be removed.
+            OSError: the directory cannot be read, or a file cannot be removed.
         """
         deadline = time.monotonic() + SETTLE_S
         names = [
@@ -241,17 +240,17 @@ class RowFiles:
 
 
 def identity_in(metadata: Mapping[str, str]) -> str:
-    """Return the identity of the row that a file is of; "" if it is of no row of `hsx generate`."""
+    """Return the identity of a file's row; "" if the file is not from `hsx generate`."""
     return request_in(metadata)[:32]
 
 
 def request_in(metadata: Mapping[str, str]) -> str:
-    """Return the id of the request that a file is of, as `client` sent it; "" if it sent none."""
+    """Return the id of a file's request as `client` sent it; "" if another client sent it."""
     match = _REQUEST_ID.fullmatch(metadata.get("request_id", ""))
     return match[1] if match else ""
 
 
 def server_of(found: Examination) -> dict[str, Any]:
-    """Return model, layers and weights of a file, as JSON's types. Weights may be unknown: None."""
+    """Return model, layers and weights of a file as JSON types. Unknown weights are None."""
     kind = {**found.kind._asdict(), "layer_ids": list(found.kind.layer_ids)}
     return {"model": found.metadata.get("model"), **kind, WEIGHTS: found.weights}

@@ -1,4 +1,4 @@
-"""The run: check, request and log many rows at a time, until all are done."""
+"""Check, request and log rows concurrently until all are done."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from vllm_ascend_hsx.generate.show import second_bos
 from vllm_ascend_hsx.reader.check import Examination, Expected
 
 T = TypeVar("T")
-GRACE_S = 2.0  # after a signal, for rows under way
+GRACE_S = 2.0  # after a signal, for requests in flight
 
 
 @dataclass(eq=False)
 class Work:
-    """One row under way.
+    """One row in progress.
 
     Attributes:
-        turn: the row with its place in the order.
-        identity: of the row.
-        expected: tokens of its file, as far as they are known.
-        answer: of the last request that was answered.
-        attempts: requests sent.
-        spared: those of them that were trials of an endpoint, and do not count.
-        endpoint: of the last request.
-        failed_at: where the last attempt failed, if one did.
-        problem: why the row's existing file cannot be used; "" if there is none.
+        turn: the row and the place in the order.
+        identity: identity of the row.
+        expected: known tokens of the row's file.
+        answer: the last answer of a server.
+        attempts: number of requests sent.
+        spared: attempts that tried an endpoint and do not count.
+        endpoint: endpoint of the last request.
+        failed_at: endpoint of the last failed attempt, if any.
+        problem: why the existing file cannot be used; "" if there is no such file.
     """
 
     turn: Turn
@@ -74,12 +74,12 @@ class Generation:
     """One run.
 
     Args:
-        options: of the run.
-        rows: to do.
-        ledger: of this run.
-        answers: of the target; None if no row has generated tokens.
-        outcome: filled in here.
-        progress: shows messages.
+        options: options of the run.
+        rows: rows to do.
+        ledger: ledger of this run.
+        answers: stores the target's answers; None if no tokens are generated.
+        outcome: result, updated during the run.
+        progress: prints messages.
     """
 
     def __init__(
@@ -99,20 +99,20 @@ class Generation:
         self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
         self._order = RowOrder(rows, BLOCK_ROWS if options.order == "prefix" else 1)
-        self._mutex = threading.Lock()  # guards the order and counts of rows that were there
-        self._turn = asyncio.Lock()  # one worker waits until a row may be sent, the others for it
+        self._mutex = threading.Lock()  # guards `_order` and `outcome.before`
+        self._turn = asyncio.Lock()  # only one worker at a time waits for `_row_ended`
         self._row_ended = asyncio.Event()
         self._errors_in_a_row = 0
         self._is_waiting = False
         self._knows_bos = False
-        self._waits: set[asyncio.Future[Any]] = set()  # cancelled when the run is stopped
-        self._requests: set[asyncio.Future[Any]] = set()  # cancelled some time later
-        self._asked: set[int] = set()  # rows requested, neither done nor failed
-        self._unsettled: set[int] = set()  # rows whose last request may still lead to a file
+        self._waits: set[asyncio.Future[Any]] = set()  # `stop` cancels them immediately
+        self._requests: set[asyncio.Future[Any]] = set()  # cancelled GRACE_S after a signal
+        self._asked: set[int] = set()  # requested rows that are neither done nor failed
+        self._unsettled: set[int] = set()  # rows whose last request may still produce a file
         outcome.endpoints = self._balancer.endpoints
 
     async def run(self) -> None:
-        """Do all rows. The outcome says what stopped the run; only unexpected errors are raised."""
+        """Do all rows. Only unexpected errors are raised; `outcome.stopped_by` has the others."""
         started = time.monotonic()
         options = self._options
         with ThreadPoolExecutor(options.concurrency, "hsx-check") as self._pool:
@@ -127,9 +127,9 @@ class Generation:
             raise stopped
 
     def stop(self, reason: Exception) -> None:
-        """End the run: keep finished files. The first reason counts.
+        """End the run and keep finished files. Only the first reason is recorded.
 
-        After a signal, requests under way have GRACE_S to end. Then they are cancelled.
+        After a signal, requests in flight have GRACE_S to end before they are cancelled.
         """
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = reason
@@ -156,7 +156,7 @@ class Generation:
             self.stop(error)
 
     async def _take(self, ended: Work | None) -> Work | None:
-        """Wait for the next row that has no valid file, and may be sent; None if there is none."""
+        """Wait for the next row without a valid file that may be sent. Return None at the end."""
         work = await self._in_pool(self._next, ended)
         self._row_ended.set()
         while work is None and not self._order.is_over:
@@ -168,9 +168,9 @@ class Generation:
         return work
 
     def _next(self, ended: Work | None) -> Work | None:
-        """Return the next row that has no valid file; log and count those that have one.
+        """Return the next row without a valid file. Log and count rows that have one.
 
-        None if there is none, or not before a row under way has ended.
+        None means that there is no such row, or that all are held until another row ends.
         """
         if ended is not None:
             self._end(ended, ended.endpoint)
@@ -186,8 +186,8 @@ class Generation:
             if (found := self._find(work)) is None:
                 if work.problem:
                     self.progress.say(
-                        f"{self._files.path(turn.row.index).name}: {work.problem}; it is asked "
-                        "for again"
+                        f"{self._files.path(turn.row.index).name}: {work.problem}; "
+                        "requesting the row again"
                     )
                 return work
             with self._mutex:
@@ -207,9 +207,8 @@ class Generation:
             except RequestError as error:
                 if error.failure is Failure.UNREACHED:
                     continue
-                await self._in_pool(
-                    self._end, work, None
-                )  # rows that begin with this one do not wait for retries
+                # Rows that extend this one do not wait for retries.
+                await self._in_pool(self._end, work, None)
                 self._row_ended.set()
                 last = (
                     error.failure is Failure.REFUSED
@@ -238,7 +237,7 @@ class Generation:
             return None
 
     def _check(self, work: Work) -> Examination:
-        """Check the row's file, and that its answer is stored. Raises like `RowFiles.check`."""
+        """Check the row's file and the stored answer. Raises like `RowFiles.check`."""
         found = self._files.check(work.row.index, work.identity, work.expected, work.attempts > 0)
         request_id = request_in(found.metadata)
         is_answered = work.answer is not None and work.answer.request_id == request_id
@@ -247,13 +246,13 @@ class Generation:
             and not is_answered
             and not self._answers.has(work.row.index, request_id)
         ):
-            error = RequestError("its answer is not stored")
+            error = RequestError("the answer is not stored")
             self._files.discard(work.row.index, error)
             raise error
         return found
 
     async def _attempt(self, work: Work) -> Examination:
-        """Request the row at the best endpoint, and check its file. Raises like `_request`."""
+        """Request the row at the best endpoint and check the file. Raises like `_request`."""
         near = work.turn.parent.endpoint if work.turn.parent is not None else None
         endpoint = work.failed_at = await self._unless_stopped(
             self._balancer.acquire(work.failed_at, near)
@@ -275,14 +274,15 @@ class Generation:
         finally:
             self._balancer.give_back(endpoint)
             if not (endpoint.is_used or endpoint.in_flight):
-                self.progress.say(f"{endpoint.url} has nothing under way any more")
+                self.progress.say(f"{endpoint.url} has no requests in flight any more")
 
     async def _request(self, work: Work, endpoint: Endpoint) -> Examination:
-        """Request the row at an endpoint and check its file. Raises RequestError, InputError."""
+        """Request the row at an endpoint and check the file. Raises RequestError, InputError."""
         is_trial = endpoint.is_on_trial
         if endpoint.model is None:
             endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-        await self._in_pool(self._ledger.require_in_place)  # else it would replace another run's
+        # In another directory the server could write over the files of another run.
+        await self._in_pool(self._ledger.require_in_place)
         work.endpoint, work.attempts = endpoint, work.attempts + 1
         self._asked.add(work.row.index)
         self._unsettled.add(work.row.index)
@@ -307,7 +307,7 @@ class Generation:
             raise
 
     async def _note_second_bos(self, work: Work, url: str, model: str) -> None:
-        """Say once that a text which a chat template has rendered got another BOS token."""
+        """Report once that a text with a BOS token got a second one."""
         text, prompt = work.row.content, work.expected.prompt
         if isinstance(text, str) and prompt is not None and not self._knows_bos:
             self._knows_bos = True
@@ -318,9 +318,9 @@ class Generation:
                     self.progress.say(note)
 
     def _spare(self, work: Work, endpoint: Endpoint) -> None:
-        """Do not count an attempt that was a trial of its endpoint, if another one may be well.
+        """Do not count an attempt that tried an endpoint, if another endpoint may work.
 
-        At most once for each endpoint, so that a row that fails everywhere ends.
+        At most once per endpoint, so that a row that fails everywhere ends.
         """
         if work.spared < len(self._balancer.used) and self._balancer.may_do_elsewhere(endpoint):
             work.spared += 1
@@ -332,7 +332,7 @@ class Generation:
                 f"{endpoint.url}: {error.reason}; serve the same model and layers, or {REMEDY}"
             ) from error
         if error.failure is Failure.GONE:
-            endpoint.model = None  # asked for again: another model may be served
+            endpoint.model = None  # look it up again: the server may serve another model now
         if (
             error.failure in (Failure.UNSTORED, Failure.ABSENT)
             and not endpoint.proven
@@ -341,26 +341,26 @@ class Generation:
             remedy = (
                 ""
                 if error.failure is Failure.ABSENT
-                else "; mend its storage, or name a folder in it, and no link, with --output"
+                else "; fix the server's storage, or set --output to a folder in it, not to a link"
             )
             raise InputError(f"{endpoint.url}: {error.reason}{remedy}") from error
 
     def _note_failure(self, endpoint: Endpoint, error: RequestError) -> None:
-        """Say once that a server fails, and for all servers when the run gives up."""
+        """Report once that a server fails. If all servers fail, report when the run will end."""
         if not self._balancer.note_failure(endpoint, error):
             return
         if not endpoint.is_used:
-            self.progress.say(f"{error}; {endpoint.url} is not used")
+            self.progress.say(f"{error}; {endpoint.url} will not be used")
         elif endpoint.pauses == 1:
             self.progress.say(
-                f"{error}; {endpoint.url} is tried again in {endpoint.pause_left():.0f} s"
+                f"{error}; next request to {endpoint.url} in {endpoint.pause_left():.0f} s"
             )
         used = self._balancer.used
         if not any(each.model is not None for each in used):
             if all(each.failed > self._options.max_retries for each in used):
                 self.stop(
                     UnreachedError(
-                        f"{error.reason}; start a server there, or name another one with --endpoint"
+                        f"{error.reason}; start a server there, or give another --endpoint"
                     )
                 )
         elif all(each.pauses for each in used):
@@ -369,7 +369,7 @@ class Generation:
                 self._is_waiting = True
                 left = self._options.errors_to_stop - self._errors_in_a_row
                 self.progress.say(
-                    f"every server fails; {left} more errors end the run (--max-consecutive-errors)"
+                    f"all servers fail; {left} more errors end the run (--max-consecutive-errors)"
                 )
                 self._ledger.note_state(State.WAITING, error.reason)
 
@@ -381,7 +381,7 @@ class Generation:
     # The end of a row
 
     def _pass(self, work: Work, found: Examination) -> None:
-        """Count a row whose file existed. A killed run may not have logged it."""
+        """Count a row whose file existed. Log it if a killed run did not."""
         if not self._ledger.is_done(work.row.index, work.identity):
             self._ledger.append(
                 work.row.index,
@@ -419,9 +419,7 @@ class Generation:
         if len(self.outcome.failures) < SHOWN_FAILURES:
             self.outcome.failures.append((work.row.index, error.reason))
             self.progress.say(f"row {work.row.index} failed: {error}")
-        if (
-            error.failure is not Failure.REFUSED
-        ):  # a refusal of this row says nothing about the next one
+        if error.failure is not Failure.REFUSED:  # a refusal concerns this row only
             self._count_error(error.reason)
 
     def _log_row(self, work: Work, status: Status, **facts: Any) -> None:
@@ -446,16 +444,16 @@ class Generation:
                 f"{self._errors_in_a_row} errors in a row (--max-consecutive-errors), the last: "
                 f"{problem}"
             )
-            self.stop(RunError(f"{errors}; what is done is kept: call again to go on"))
+            self.stop(RunError(f"{errors}; finished rows are kept; run again to continue"))
 
     async def _tidy(self) -> None:
-        """Remove the leftovers of servers: locks and errors, and rows of another server."""
+        """Remove locks and error files of this run, and rows of another server."""
         try:
             await self._in_pool(self._ledger.require_in_place)
             self.outcome.left = await self._in_pool(self._files.remove_companions)
             await self._in_pool(self._files.remove_foreign, self._asked)
         except (OSError, RunError) as error:
-            self.progress.say(f"locks and errors of this run could not be removed: {error}")
+            self.progress.say(f"cannot remove locks and error files of this run: {error}")
 
     # Waiting
 
@@ -465,7 +463,7 @@ class Generation:
     async def _unless_stopped(
         self, awaitable: Awaitable[T], waits: set[asyncio.Future[Any]] | None = None
     ) -> T:
-        """Wait for something that `stop` cancels. Raises StoppedError: the run is stopped."""
+        """Await something that `stop` cancels. Raises StoppedError: the run was stopped."""
         waiting = asyncio.ensure_future(awaitable)
         waits = self._waits if waits is None else waits
         waits.add(waiting)

@@ -1,4 +1,4 @@
-"""The messages of a chat, as vLLM's chat API takes them."""
+"""Convert the messages of a chat to the form of vLLM's chat API."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_ascend_hsx.generate.rows import RowError, parsed, shown
 
-# Values of ShareGPT's `from`, and the API's role. ShareGPT's own conversations are with bing and
-# bard, too. LlamaFactory's function_call is the call of a tool, and observation is the result.
+# ShareGPT's `from` by the API's role. ShareGPT itself also has conversations with bing and bard.
+# LlamaFactory's function_call is a call of a tool, and observation is the result.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard", "function_call"), "assistant"),
@@ -18,7 +18,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
 }
-# Keys that reach the chat template by way of vLLM (parse_chat_messages); it drops all others.
+# Keys that vLLM passes to the chat template (parse_chat_messages). It drops all others.
 KEYS = frozenset(
     (
         "role",
@@ -37,15 +37,15 @@ _CALL = 'a tool call such as {"function": {"name": ..., "arguments": {...}}}'
 
 
 def read_chat(column: str, value: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the messages of OpenAI's or ShareGPT's form.
+    """Convert messages of OpenAI's or ShareGPT's form.
 
-    Old forms become those of now: the call and the result of a function are those of a tool. A call
-    without an id gets one, and so does its result.
+    Function calls and results of the old API become tool calls and results. A call without an id
+    and the result of the call get the same new id.
 
     Raises:
-        RowError: one cannot be sent.
+        RowError: a message cannot be sent.
     """
-    called: list[str] = []  # ids that were made, until a result takes them
+    called: list[str] = []  # new ids of calls without a result so far
     numbers = count()
     return [
         _message(f"{column}[{at}]", message, called, numbers) for at, message in enumerate(value)
@@ -53,7 +53,7 @@ def read_chat(column: str, value: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def with_function(where: str, value: Any, wanted: str) -> dict[str, Any]:
-    """Return a tool, or a call of one, with what is around its function, even if that was left out.
+    """Return a tool or a tool call. Add `type` and `function` if only the function was given.
 
     Raises:
         RowError: there is no function with a name.
@@ -75,20 +75,18 @@ def _message(where: str, value: Any, called: list[str], numbers: Iterator[int]) 
         key: each for key, each in parsed(where, value, dict, _MESSAGE).items() if each is not None
     }
     if "role" not in message and "from" in message:
-        said = message.pop("from")
-        if str(said) not in ROLES:
-            raise RowError(f"{where}.from is {shown(said)}; use one of {', '.join(ROLES)}")
-        key = "tool_calls" if said == "function_call" else "content"
+        sender = message.pop("from")
+        if str(sender) not in ROLES:
+            raise RowError(f"{where}.from is {shown(sender)}; use one of {', '.join(ROLES)}")
+        key = "tool_calls" if sender == "function_call" else "content"
         message = {
-            "role": ROLES[said],
+            "role": ROLES[sender],
             **({key: message.pop("value")} if "value" in message else {}),
             **message,
         }
     parsed(f"{where}.role", message.get("role"), str, "system, user, assistant or tool")
     if "thinking" in message and "reasoning_content" not in message:
-        message["reasoning_content"] = message.pop(
-            "thinking"
-        )  # speculators takes them for the same, too
+        message["reasoning_content"] = message.pop("thinking")  # as speculators does
     if "function_call" in message:
         message["tool_calls"] = {"function": message.pop("function_call")}
     if message.get("tool_calls"):
@@ -125,6 +123,7 @@ def _call(where: str, value: Any, called: list[str], numbers: Iterator[int]) -> 
         arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     )
     if not call.get("id"):
-        call["id"] = f"call{next(numbers):05d}"  # Mistral's tokenizers want nine letters and digits
+        # Mistral's tokenizers require nine letters and digits.
+        call["id"] = f"call{next(numbers):05d}"
         called.append(call["id"])
     return call

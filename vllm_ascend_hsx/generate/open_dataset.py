@@ -1,4 +1,4 @@
-"""Open a dataset: JSON and CSV are read here, all else by `datasets`."""
+"""Open a dataset: JSON and CSV directly, other forms with `datasets`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _FORMS = (
 class Texts(Dataset):
     """JSON lines, JSON lists, CSV and TSV.
 
-    Not by `datasets`: a column of Arrow has one type, but keys of messages and of tools' arguments
-    have one for each row. Texts of CSV such as null would become missing values.
+    Not read with `datasets`: an Arrow column has one type, but keys of messages and arguments of
+    tools have a type per row. Texts of CSV such as null would become missing values.
     """
 
     def read(self) -> Iterator[tuple[str, Any]]:
@@ -70,11 +70,11 @@ class Tables(Dataset):
 
 
 def open_dataset(options: Options) -> Dataset:
-    """Open what `--data` names.
+    """Open the dataset of `--data`.
 
     Raises:
-        DatasetError: there is no such dataset, it has several splits and none is named, or it needs
-            a package that is not installed.
+        DatasetError: there is no such dataset, `--split` is missing for a dataset with several
+            splits, or a required package is not installed.
     """
     path = Path(options.data)
     try:
@@ -105,13 +105,13 @@ def _files(path: Path, options: Options) -> list[Path]:
     hub = _HUB_ID.fullmatch(options.data)
     if path.exists() and not path.is_dir():
         raise DatasetError(
-            f"{path}: it is not a regular file, and is read twice; copy it to one, or give it to "
-            "--data - as standard input"
+            f"{path}: not a regular file, and the dataset is read twice; copy it to a file, or "
+            "pass it as standard input with --data -"
         )
     if not path.is_dir() and (hub is None or _TEXT.search(path.name) or _TABLE.search(path.name)):
         raise DatasetError(
-            f"{path}: there is no such file or folder, and an id on a hub is OWNER/NAME or "
-            "OWNER/NAME:CONFIG"
+            f"{path}: no such file or folder, and not the id of a dataset on a hub, which is "
+            "OWNER/NAME or OWNER/NAME:CONFIG"
         )
     import datasets
 
@@ -134,15 +134,15 @@ def _files(path: Path, options: Options) -> list[Path]:
     split = options.split or (next(iter(splits)) if len(splits) == 1 else None)
     if split not in splits:
         raise DatasetError(
-            f"{path}: it has the splits {', '.join(map(str, splits))}; name one of them with "
+            f"{path}: the dataset has the splits {', '.join(map(str, splits))}; choose one with "
             "--split"
         )
-    # `datasets` keeps the results of map and filter beside the dataset they were made of.
+    # `datasets` caches the results of map and filter in the folder of their dataset.
     return [Path(name) for name in splits[split] if not Path(name).name.startswith("cache-")]
 
 
 def _opened(path: Path) -> Any:
-    """Return a binary file with `peek`. Packed files are known by their first bytes."""
+    """Open a file in binary mode with `peek`. The first bytes identify compressed files."""
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic[:2] == b"\x1f\x8b":
@@ -155,12 +155,12 @@ def _opened(path: Path) -> Any:
 
 
 def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the place of each record in a file, and the record."""
+    """Yield the position of each record in a file, and the record."""
     if file.peek(3)[:3] == _BOM:
         file.read(3)
     start = file.peek(64).lstrip()[:2]
     if separated := re.search(r"\.([ct])sv", path.name):
-        csv.field_size_limit(2**31 - 1)  # characters of a cell
+        csv.field_size_limit(2**31 - 1)  # characters per cell
         text = io.TextIOWrapper(file, "utf-8", newline="")
         reader = csv.DictReader(
             text,
@@ -171,15 +171,15 @@ def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
         columns = Counter(filter(None, reader.fieldnames or ()))  # spreadsheets leave empty columns
         if twice := [name for name, count in columns.items() if count > 1]:
             raise DatasetError(
-                f"{path}: its header has the column {twice[0]!r:.100} twice; give each column once"
+                f"{path}: the header has the column {twice[0]!r:.100} twice; give each column once"
             )
         yield from ((f":{reader.line_num}", row) for row in reader)
     elif start[:1] == b"[":
         yield from ((f", row {number}", row) for number, row in enumerate(_items(file)))
     elif start in (b"{\n", b"{\r"):
         raise DatasetError(
-            f"{path}: its first row has several lines; write one JSON object per line, or a list "
-            "of all of them"
+            f"{path}: the first row has several lines; write one JSON object per line, or one list "
+            "of all objects"
         )
     else:
         yield from (
@@ -188,7 +188,7 @@ def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items(file: Any) -> Iterator[Any]:
-    """Yield the items of a JSON list, as functions once a key was there twice."""
+    """Yield the items of a JSON list. After a repeated key, yield functions that check the item."""
     import ijson
 
     any_twice = False
@@ -207,12 +207,12 @@ def _items(file: Any) -> Iterator[Any]:
 
 
 def _without_repeated_keys(item: Any) -> Any:
-    """Return an item of a JSON list. Raise RowError if an object of it had a key twice."""
+    """Return an item of a JSON list. Raise RowError if an object in it had a key twice."""
     pending = [item]
     while pending:
         value = pending.pop()
         if (key := getattr(value, "twice", None)) is not None:
-            raise repeated_key("it", key)
+            raise repeated_key("the row", key)
         pending += (
             value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         )
@@ -234,7 +234,7 @@ def _record(batch: Any, at: int, column: str | None) -> dict[str, Any]:
 
 
 def _python(cell: Any) -> Any:
-    """Return what JSON would have. Token ids become an array, without an object for each."""
+    """Convert a cell to the value that JSON would have. Token ids become an array (less memory)."""
     import pyarrow as pa
 
     items = cell.values if isinstance(cell, pa.ListScalar) else None
@@ -244,7 +244,7 @@ def _python(cell: Any) -> Any:
 
 
 def _without_nones(value: Any) -> Any:
-    """Leave out keys without a value: in Arrow an object has the keys of all of its column."""
+    """Drop keys without a value: objects of an Arrow column all have the same keys."""
     if isinstance(value, dict):
         return {key: _without_nones(each) for key, each in value.items() if each is not None}
     return [_without_nones(each) for each in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The options of a run: defaults, bounds, and which ones exclude each other."""
+"""The options of a run: defaults, bounds and conflicts."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
 }
 RAY_TASKS = (1, 4096)
 ORDERS = ("prefix", "given")
-# Consecutive rows that one rank does, because turns of a conversation follow each other.
+# Consecutive rows that a rank does together, because turns of a conversation are neighbours.
 RANK_ROWS = 16
 
 
 @dataclass(frozen=True)
 class PathMap:
-    """A directory's path on the servers' machines, and here."""
+    """A directory's path on the servers' machines and on this machine."""
 
     server: str
     local: Path
@@ -49,12 +49,12 @@ class PathMap:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A Ray cluster, and how rows are given to its nodes.
+    """A Ray cluster, and the placement of tasks.
 
     Attributes:
-        address: of the cluster, such as head:6379, or auto.
+        address: address of the cluster, such as head:6379, or auto.
         label: key and value that nodes must have; None for any node.
-        tasks: most tasks, each of which does a rank's rows.
+        tasks: maximum number of tasks. Each task does the rows of a rank.
     """
 
     address: str
@@ -71,9 +71,9 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are generated: the API's fields of these names. None: the server's default.
+    """Sampling of generated tokens: the API's fields of these names. None: the server's default.
 
-    The default is greedy decoding, so that rows can be reproduced.
+    The default temperature 0 is greedy decoding, so that rows can be reproduced.
     """
 
     temperature: float = 0.0
@@ -88,41 +88,41 @@ class Options:
     """The options of a run, named as on the command line.
 
     Attributes:
-        data: the dataset: a path, the id of a dataset on a hub, or - for the standard input.
-        split: of a dataset that has several.
-        output: the servers' storage directory, or a folder below it, for the files and the ledger.
+        data: the dataset: a path, the id of a dataset on a hub, or - for standard input.
+        split: split of a dataset with several splits.
+        output: the servers' storage directory or a folder below it, for files and ledger.
         endpoints: base URLs of servers, without /v1.
-        endpoint_file: lists them, and is read again during the run; None if they do not change.
-        column: of the dataset; None for the first known one.
-        ignored_columns: columns that the run would refuse, and leaves out.
-        limit: number of rows, from the first; None for all.
-        skip_invalid: leave out rows that cannot be sent.
-        allow_failures: most rows without a file, invalid ones apart, for which the run succeeds.
-        show: number of rows to show as tokens before the run; None: one, of a new output directory.
-        dry_run: show sizes, and send nothing.
-        rate: tokens per second, for the hours of a dry run.
-        bytes_per_token: hidden states of a token, for a dry run; None: those of finished rows.
-        chat_template_kwargs: of every chat; those of a row come first.
+        endpoint_file: file with the endpoints, read again during the run; None if they are fixed.
+        column: column to send; None for the first known column.
+        ignored_columns: columns to ignore.
+        limit: number of rows from the first; None for all.
+        skip_invalid: skip rows that cannot be sent.
+        allow_failures: maximum number of missing rows, besides invalid rows, of a successful run.
+        show: number of rows to show as tokens before the run; None: one for a new directory.
+        dry_run: show sizes and send nothing.
+        rate: tokens per second, for the time estimate of a dry run.
+        bytes_per_token: bytes of hidden states per token, for a dry run; None: as in finished rows.
+        chat_template_kwargs: arguments for all chats. A row's own arguments take precedence.
         add_special_tokens: False for texts that a chat template has rendered.
-        model: its name on the servers; None to ask them.
-        concurrency: concurrent requests, over all endpoints.
-        validate: read each file once, existing ones too, to check numbers and checksum.
-        request_timeout: seconds for an answer, and again for its file.
-        max_retries: most repeated requests for a row.
-        retry_delay: seconds before the first retry; doubled for each further one.
-        max_consecutive_errors: errors without a finished row in between that end the run; refusals
-            of rows do not count.
-        world_size, rank: this run does each world_size-th run of RANK_ROWS rows, from the rank-th.
-        rank_source: variables of a launcher that the two are from; "" if there are none.
+        model: the model's name on the servers; None to ask them.
+        concurrency: requests in flight over all endpoints.
+        validate: read every file, including existing files, to check numbers and checksum.
+        request_timeout: seconds to wait for an answer, and again for the file.
+        max_retries: maximum number of retries per row.
+        retry_delay: seconds before the first retry; doubled for each further retry.
+        max_consecutive_errors: number of errors without a finished row in between that ends the
+            run. Refused rows do not count.
+        world_size, rank: of every world_size groups of RANK_ROWS rows, this run does group `rank`.
+        rank_source: variables of a launcher that set the two; "" if there are none.
         waits_for_lock: wait for another run of the same rank.
-        ray: the cluster that does them; None to do them in this process.
-        order: "prefix" to send rows with a common prefix one after the other, "given" as they are.
-        include_output: store rows and text of generated tokens too.
-        max_tokens: tokens to generate; only with include_output.
-        sampling: of generated tokens.
-        seed: of sampling; each row has a seed of its own, made of this one and the row's content.
-        path_maps: the longest one that contains `output` is used.
-        api_key: sent to the servers.
+        ray: cluster that does the rows; None to do them in this process.
+        order: "prefix" to send rows with a common prefix one after another, "given" as in the data.
+        include_output: also store rows and text of generated tokens.
+        max_tokens: number of tokens to generate; only with include_output.
+        sampling: sampling of generated tokens.
+        seed: seed of sampling. Each row's seed is computed from it and the row's content.
+        path_maps: the longest path that contains `output` is used.
+        api_key: key for the servers.
 
     Raises:
         InputError: a value is invalid; the message names option, value and remedy.
@@ -187,7 +187,7 @@ class Options:
         if self.ray is not None and self.data == "-":
             raise InputError(
                 "--ray with --data -: the nodes of a cluster read the dataset themselves; write "
-                "it to a file that they see"
+                "it to a file that all nodes can read"
             )
         check_endpoints(self.endpoints)
         if self.include_output and self.max_tokens is None:
@@ -208,19 +208,18 @@ class Options:
         try:
             os.fspath(self.output).encode()
         except UnicodeEncodeError:
-            problem = "its name is not UTF-8, so no request can have it"
-            raise InputError(f"--output {self.output}: {problem}; name another directory") from None
-        if self.api_key is not None and not re.fullmatch(
-            r"[!-~]+", self.api_key
-        ):  # a secret: not printed
+            problem = "the name is not UTF-8, so a request cannot contain it"
+            raise InputError(f"--output {self.output}: {problem}; give another directory") from None
+        # The key is a secret, so the message does not show it.
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise InputError(
-                "--api-key (or OPENAI_API_KEY): it has characters that no header can have; give "
-                "ASCII without blanks"
+                "--api-key (or OPENAI_API_KEY): not allowed in an HTTP header; give ASCII "
+                "characters without spaces"
             )
 
     @property
     def request(self) -> dict[str, Any]:
-        """Fields that the bodies of all requests have. They are part of a row's identity."""
+        """Fields of all requests. They are part of a row's identity."""
         fields = {"max_tokens": self.max_tokens or 1, **asdict(self.sampling), "seed": self.seed}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -229,11 +228,11 @@ class Options:
         return self.max_consecutive_errors or self.concurrency
 
     def is_ours(self, row: int) -> bool:
-        """Return True if the row is one of this rank's."""
+        """Return True if the row belongs to this rank."""
         return row // RANK_ROWS % self.world_size == self.rank
 
     def count_ours(self, rows: int) -> int:
-        """Return how many of the first `rows` rows are this rank's."""
+        """Return the number of rows of this rank among the first `rows`."""
         return rows_of_rank(rows, self.world_size, self.rank)
 
     def is_wanted(self, row: int) -> bool:
@@ -241,7 +240,7 @@ class Options:
         return self.is_ours(row) and (self.limit is None or row < self.limit)
 
     def server_path(self, path: Path) -> str:
-        """Return the name of a directory on the servers' machines."""
+        """Return the path of a directory on the servers' machines."""
         here = os.path.abspath(path)
         maps = [each for each in self.path_maps if Path(here).is_relative_to(each.local)]
         best = max(maps, key=lambda each: len(each.local.parts), default=None)
@@ -251,7 +250,7 @@ class Options:
 
 
 def rows_of_rank(rows: int, world_size: int, rank: int) -> int:
-    """Return how many of the first `rows` rows a rank does."""
+    """Return the number of rows of a rank among the first `rows`."""
     rounds, rest = divmod(rows, RANK_ROWS * world_size)
     return rounds * RANK_ROWS + min(max(rest - rank * RANK_ROWS, 0), RANK_ROWS)
 
@@ -268,22 +267,20 @@ def check_endpoints(urls: Sequence[str]) -> None:
                 f"--endpoint {url}: give the URL of a server, such as http://localhost:8000"
             )
     if len(set(urls)) != len(urls):
-        raise InputError("--endpoint: one is named twice; name each once")
+        raise InputError("--endpoint: a URL is given twice; give each once")
 
 
 def read_endpoints(path: Path) -> tuple[str, ...]:
-    """Read the URLs of servers, one in a line; the rest of a line after # is a comment.
+    """Read the URLs of servers, one per line. A # starts a comment.
 
     Raises:
-        InputError: the file cannot be read, names no server, or something else than servers.
+        InputError: the file cannot be read, has no URL, or has an invalid line.
     """
     try:
         lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = (
-            describe("it cannot be read", error)
-            if isinstance(error, OSError)
-            else "it is not UTF-8 text"
+            describe("cannot be read", error) if isinstance(error, OSError) else "not UTF-8 text"
         )
         raise InputError(
             f"--endpoint @{path}: {reason}; give a file with the URL of a server in each line"
@@ -291,7 +288,7 @@ def read_endpoints(path: Path) -> tuple[str, ...]:
     urls = tuple(base_url(text) for line in lines if (text := line.partition("#")[0].strip()))
     if not urls:
         raise InputError(
-            f"--endpoint @{path}: it lists no server; write the URL of one in each line"
+            f"--endpoint @{path}: the file lists no server; write one URL in each line"
         )
     try:
         check_endpoints(urls)
@@ -303,7 +300,7 @@ def read_endpoints(path: Path) -> tuple[str, ...]:
 
 
 def base_url(text: str) -> str:
-    """Return an endpoint's URL without the /v1 of OpenAI clients."""
+    """Return an endpoint's URL without /v1, which OpenAI clients need."""
     return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -1,16 +1,16 @@
-"""The order in which rows are sent: each after the row that has most of its prefix.
+"""The order in which rows are sent: each row after the row with the longest common prefix.
 
-A server copies the rows of a prefix that it has published, and computes the rest. So a turn of a
-conversation is worth sending when the turn before it has its file, and not before. Rows are sorted
-in blocks, which puts a prefix before its extensions and rows with a common prefix side by side. A
-row is held until the first row with the longest prefix in common has ended; rows of other prefixes
-are sent meanwhile. Of all rows that may be sent the first one is, which completes conversations
-before it begins others: with `concurrency` C at most C of them are unfinished, and their prefixes
-are what the server's KV cache must keep. 32 conversations of 4,000 tokens are 128,000 tokens.
+A server copies the rows of a prefix that it has published and computes the rest. A turn of a
+conversation is therefore sent once the turn before it has a file. Rows are sorted in blocks: a
+prefix comes before its extensions, and rows with a common prefix are neighbours. A row is held
+until the first row with the longest common prefix has ended. Rows with other prefixes are sent
+meanwhile. Of all rows that may be sent, the first is sent, so conversations are completed before
+others begin. With `concurrency` C at most C conversations are unfinished, and the server's KV cache
+must keep only their prefixes: 32 conversations of 4,000 tokens are 128,000 tokens.
 
-A held row costs no time where computing is the limit: a server that computes one prompt of 2,000
-tokens is busy, and 31 others with the same beginning would have it compute 62,000 more. At the end
-of a dataset, and in few long conversations, less than C is under way.
+Holding a row costs no time where computing is the limit: a server that computes one prompt of 2,000
+tokens is busy, and 31 other rows with the same beginning would add 62,000 tokens. At the end of a
+dataset, and with few long conversations, fewer than C requests are in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_ascend_hsx.generate.rows import Row
 
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 32 << 20  # of token ids (8 bytes each) and texts; 4,096 rows of 1,024 tokens
-# A shorter prefix is not worth waiting for: vllm-ascend's blocks of the KV cache have 128 tokens.
+# Do not wait for a shorter prefix: a block of vllm-ascend's KV cache has 128 tokens.
 LEAST_TOKENS = 128
 _CHARACTERS_PER_TOKEN = 4
 
@@ -36,13 +36,13 @@ _Prompt = TypeVar("_Prompt", str, "array[int]")
 
 @dataclass(eq=False)
 class Turn:
-    """A row with its place in the order.
+    """A row and the place in the order.
 
     Attributes:
-        row: to be sent.
-        number: rows are sent by ascending number, apart from those that are held.
-        parent: the first row with the longest prefix in common, if it is long enough.
-        endpoint: where the row was answered; None until it has ended.
+        row: the row to send.
+        number: rows that are not held are sent by ascending number.
+        parent: the first row with the longest common prefix, if the prefix is long enough.
+        endpoint: endpoint that answered the row; None until the row has ended.
     """
 
     row: Row
@@ -53,16 +53,15 @@ class Turn:
 
 
 class RowOrder:
-    """Rows in the order in which they are to be sent. Not thread-safe.
+    """Rows in the order of sending. Not thread-safe.
 
-    Holds at most three blocks, two that are being sent and one that is being read, and the rows
-    under way. One row is read for each that is taken, so that no request waits for a whole block
-    but the first.
+    Keeps at most three blocks, two that are being sent and one that is being read, and the rows in
+    progress. One row is read for each row taken, so only the first request waits for a whole block.
 
     Args:
-        rows: of the dataset.
-        block_rows, block_bytes: rows that are sorted together: until there are as many, or as many
-            bytes. With one row the order is that of the dataset.
+        rows: rows of the dataset.
+        block_rows, block_bytes: maximum size of a block, in rows and bytes. With blocks of one row
+            the order is that of the dataset.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class RowOrder:
         return not (self._has_more or self._gathered or self._ready or self._held)
 
     def take(self) -> Turn | None:
-        """Return the next row; None if there is none, or not before a row under way has ended."""
+        """Return the next row; None if there is none, or if all are held until another row ends."""
         self._gather(1)
         if not self._ready and self._may_add_block():
             self._gather(self._block_rows)
@@ -93,11 +92,11 @@ class RowOrder:
         return heapq.heappop(self._ready)[1] if self._ready else None
 
     def end(self, turn: Turn, endpoint: Any = None) -> None:
-        """Record that a row has its file, or has failed: rows that wait for it may be sent.
+        """Release the rows that wait for a row that has a file or has failed.
 
         Args:
-            turn: as taken. Once is enough.
-            endpoint: where it was answered.
+            turn: the row that has ended. Further calls for the same row have no effect.
+            endpoint: endpoint that answered the row.
         """
         turn.endpoint = endpoint
         for each in turn.children:
@@ -106,7 +105,7 @@ class RowOrder:
         turn.children.clear()
 
     def _may_add_block(self) -> bool:
-        """Return whether at most one block has rows that are held."""
+        """Return True if at most one block has held rows."""
         return not self._held or next(iter(self._held)) >= self._block_begins
 
     def _gather(self, count: int) -> None:
@@ -141,12 +140,12 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class _Key:
-    """What rows are sorted by.
+    """Sort key of a row.
 
     Attributes:
-        value: the kind of the row, and its prompt. A prompt comes before its extensions.
-        num_bytes: of the prompt, in memory.
-        least: elements in common that are worth waiting for.
+        value: kind of the row, and prompt. A prompt comes before its extensions.
+        num_bytes: size of the prompt in memory.
+        least: shortest common prefix to wait for, in elements.
     """
 
     value: tuple[int, Any]
@@ -160,8 +159,8 @@ def _key(row: Row) -> _Key:
         return _Key((0, content), sys.getsizeof(content), LEAST_TOKENS)
     kind, text = 1, content
     if isinstance(content, list):
-        # The first message in which two chats differ may have a long beginning in common.
-        # Tools and other fields come first in most templates.
+        # Joined, because even the first message that differs may have a long common beginning.
+        # Most templates render tools and other fields first.
         kind, text = (
             2,
             "".join(
@@ -175,11 +174,12 @@ def _key(row: Row) -> _Key:
 def _chain(block: Sequence[tuple[_Key, Row]], first_number: int) -> Iterator[Turn]:
     """Yield the rows of a sorted block with their parents.
 
-    Of the rows before a row, the one just before it has the longest prefix in common with it, and
-    perhaps not alone. The first that has this prefix is the parent.
+    The previous row has the longest common prefix with a row, possibly together with earlier rows.
+    The parent is the first row with this prefix.
     """
     turns: list[Turn] = []
-    prefixes: list[tuple[int, Turn]] = []  # of the row before: length, ascending, and first row
+    # Prefixes of the previous row: ascending length, and the first row with the prefix.
+    prefixes: list[tuple[int, Turn]] = []
     for number, (key, row) in enumerate(block):
         turn = Turn(row, first_number + number)
         common = _common(block[number - 1][0], key) if number else 0
@@ -195,7 +195,7 @@ def _chain(block: Sequence[tuple[_Key, Row]], first_number: int) -> Iterator[Tur
 
 
 def _common(before: _Key, key: _Key) -> int:
-    """Return the number of elements that two prompts have in common at their beginning."""
+    """Return the length of the common prefix of two prompts."""
     return _common_prefix(before.value[1], key.value[1]) if before.value[0] == key.value[0] else 0
 
 

@@ -1,4 +1,4 @@
-"""What a run has done: counted once, shown while it goes on, and summed up at the end."""
+"""Count the results of a run, show progress, and print a summary."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from vllm_ascend_hsx.generate.errors import InputError, Interrupted, UnreachedEr
 from vllm_ascend_hsx.protocol.names import printable
 
 if TYPE_CHECKING:
-    from vllm_ascend_hsx.generate.endpoints import (
-        Endpoint,
-    )  # with a client of servers, which `hsx status` needs not
+    # Imports the openai client; `hsx status` does not need it.
+    from vllm_ascend_hsx.generate.endpoints import Endpoint
 
 LINE_S = 10.0
 WINDOW_S = 30.0
@@ -32,21 +31,21 @@ SHOWN_FAILURES = 10
 
 @dataclass
 class Outcome:
-    """How a run went so far.
+    """Result of a run so far.
 
     Attributes:
-        total: valid rows of this rank.
-        invalid: rows of this rank that cannot be sent, and were left out.
-        before, done, failed: rows whose file existed, rows generated, rows given up.
+        total: number of valid rows of this rank.
+        invalid: number of skipped rows of this rank.
+        before, done, failed: numbers of rows whose file existed, rows generated, rows given up.
         failures: the first failed rows, with the reason.
-        removed: rows that were there and were removed by somebody during the run.
-        requests, retries: requests sent for rows; those that asked for a row again.
-        tokens, bytes: of the files generated.
-        prompt_tokens, reused: tokens of their prompts, and those that servers did not compute.
+        removed: rows whose files were removed during the run.
+        requests, retries: number of requests, and of retries among them.
+        tokens, bytes: size of the generated files.
+        prompt_tokens, reused: prompt tokens in these files, and how many were not computed again.
         seconds: duration of the run.
         left: files that servers were still writing at the end.
-        unsettled: rows whose last request may still lead to a file.
-        stopped_by: what ended the run early, or None.
+        unsettled: number of rows whose last request may still produce a file.
+        stopped_by: error or signal that ended the run early, or None.
         endpoints: the servers.
     """
 
@@ -71,27 +70,27 @@ class Outcome:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run was refused before anything came of it."""
+        """True if the run was refused before it had any result."""
         return isinstance(self.stopped_by, InputError) and not (
             self.before or self.done or self.failed or self.unsettled
         )
 
     @property
     def missing(self) -> int:
-        """Rows without a file."""
+        """Number of rows without a file."""
         return self.total - self.before - self.done + len(self.removed)
 
 
 class Progress:
-    """Show an outcome while it changes: a bar on a terminal, elsewhere a line every 10 seconds.
+    """Show an outcome during the run: a bar on a terminal, elsewhere a line every 10 seconds.
 
     Use as a context manager.
 
     Args:
-        console: to write to.
-        outcome: updated by the run.
+        console: output for the progress.
+        outcome: result, updated by the run.
         beat: called at least every ten seconds.
-        now: the clock, in seconds.
+        now: clock, in seconds.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Progress:
         self._beat = beat
         self._now = now
         self._samples = deque([(now(), 0, 0, 0)])  # time, rows, tokens, bytes
-        self._over = threading.Event()
+        self._ended = threading.Event()
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -125,17 +124,18 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join()
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line at once."""
-        with suppress(OSError):  # the reader has gone or the disk is full; the rows matter more
+        """Print a line immediately."""
+        # A closed pipe or a full disk must not end the run.
+        with suppress(OSError):
             tell(self._console, text, "yellow")
 
     def line(self) -> str:
-        """Return the state in one line. Rates are those of the last `WINDOW_S` seconds."""
+        """Return the state in one line. Rates cover the last `WINDOW_S` seconds."""
         outcome = self._outcome
         self._samples.append((self._now(), outcome.done, outcome.tokens, outcome.bytes))
         while len(self._samples) > 2 and self._samples[1][0] <= self._samples[-1][0] - WINDOW_S:
@@ -157,9 +157,9 @@ class Progress:
 
     def _refresh(self) -> None:
         is_terminal = self._console.is_terminal
-        while not self._over.wait(1.0 if is_terminal else LINE_S):
+        while not self._ended.wait(1.0 if is_terminal else LINE_S):
             self._beat()
-            with suppress(OSError):  # as for `say`
+            with suppress(OSError):  # as in `say`
                 if is_terminal:
                     completed = self._outcome.total - self._outcome.missing + self._outcome.failed
                     self._bar.update(self._task, completed=completed, description=self.line())
@@ -168,7 +168,7 @@ class Progress:
 
 
 def facts_of(outcome: Outcome, output: Path) -> dict[str, Any]:
-    """Return what became of the rows, what they took, and what went wrong, for --json."""
+    """Return the outcome in the form of --json."""
     names = (
         "total",
         "invalid",
@@ -197,13 +197,13 @@ def facts_of(outcome: Outcome, output: Path) -> dict[str, Any]:
 
 
 def show(console: Console, outcome: Outcome, output: Path) -> None:
-    """Print what became of the rows, and what they took."""
+    """Print the numbers of an outcome as a table."""
     seconds = outcome.seconds or 1.0
     lines = {
         "rows": f"{outcome.total:,}",
         "finished before": f"{outcome.before:,}",
         "generated": f"{outcome.done:,}",
-        **({"invalid, left out": f"{outcome.invalid:,}"} if outcome.invalid else {}),
+        **({"invalid, skipped": f"{outcome.invalid:,}"} if outcome.invalid else {}),
         "failed": f"[red]{outcome.failed:,}[/red]" if outcome.failed else "0",
         "not done": f"{outcome.missing - outcome.failed:,}",
         "requests": f"{outcome.requests:,}",
@@ -228,7 +228,7 @@ def show(console: Console, outcome: Outcome, output: Path) -> None:
 
 
 def show_problems(console: Console, outcome: Outcome) -> None:
-    """Print what went wrong."""
+    """Print failures, removed rows, unfinished files and the reason of an early end."""
     for row, reason in outcome.failures:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):
@@ -252,7 +252,7 @@ def show_problems(console: Console, outcome: Outcome) -> None:
     for path in outcome.left:
         tell(console, f"{path} is still being written by the server; the next run checks it", "red")
     if isinstance(outcome.stopped_by, Interrupted):
-        tell(console, "interrupted; what is done is kept: call again to go on", "red")
+        tell(console, "interrupted; finished rows are kept; run again to continue", "red")
     elif outcome.stopped_by is not None and not isinstance(
         outcome.stopped_by, (InputError, UnreachedError)
     ):
@@ -269,7 +269,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format hours, minutes and seconds."""
+    """Format seconds as H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

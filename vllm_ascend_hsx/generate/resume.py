@@ -1,4 +1,4 @@
-"""Compare the dataset with the finished rows of earlier runs, and move files of rows that moved."""
+"""Compare the dataset with the finished rows of earlier runs, and rename files of moved rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from vllm_ascend_hsx.reader.load import remove
 
 
 def resume(options: Options, ledger: Ledger, checked: Checked, console: Console) -> None:
-    """Compare the dataset with the finished rows: log the changed ones, and move the moved ones.
+    """Compare the dataset with the finished rows. Log changed rows, and rename files of moved rows.
 
-    The file of a row that the dataset no longer has, and has no other row for, is removed.
+    If the dataset has become shorter, remove the files of rows beyond the end.
 
     Raises:
-        InputError: the finished rows are of another dataset, or moved and other ranks may run.
-        RunError: files cannot be moved or removed.
+        InputError: the finished rows are from another dataset, or rows have moved and other ranks
+            may run.
+        RunError: files cannot be renamed or removed.
     """
     marks = ledger.finished.marks
-    # With a limit, further rows of the dataset are not known.
+    # With a limit, the rows of the dataset beyond it are unknown.
     size = (
         len(checked.identities)
         if options.limit is not None
@@ -42,29 +43,27 @@ def resume(options: Options, ledger: Ledger, checked: Checked, console: Console)
     moved = {int(row): free[mark].pop() for row in lost if free.get(mark := int(before[row]))}
     kept = int(finished.sum()) - lost.size + len(moved)
     if 2 * kept < finished.sum():
-        problem = (
-            f"only {kept:,} of its {int(finished.sum()):,} finished rows are rows of {options.data}"
-        )
+        problem = f"only {kept:,} of {int(finished.sum()):,} finished rows are in {options.data}"
         raise InputError(f"{options.output} holds rows of another dataset: {problem}; {REMEDY}")
     if moved and options.world_size > 1:
         problem = (
-            f"{len(moved):,} finished rows have another place in {options.data} now, and several "
-            "ranks cannot rename their files"
+            f"{len(moved):,} finished rows have moved in {options.data}, and runs of several "
+            "ranks cannot rename files"
         )
-        raise InputError(f"{problem}; call once with --world-size 1 --rank 0")
+        raise InputError(f"{problem}; run once with --world-size 1 --rank 0")
     files = RowFiles(options, ledger)
     try:
         files.set_aside(moved)
-        # The moved ones last: a run after a kill must not find too few rows of the dataset.
+        # Moved rows last: after a kill, the next run must still find enough rows of the dataset.
         for row in sorted(map(int, lost), key=lambda row: row in moved):
             if options.is_ours(row):
-                if not now[row]:  # nobody will replace its file
+                if not now[row]:  # no new file will replace it
                     remove(files.path(row))
                 ledger.append(row, Status.CHANGED, "")
         renamed = files.put_in_place()
     except OSError as error:
         raise RunError(
-            describe(f"files in {options.output} could not be renamed or removed", error)
+            describe(f"cannot rename or remove files in {options.output}", error)
         ) from error
     if lost.size or renamed:
         gone = lost.size - len(moved)

@@ -1,4 +1,4 @@
-"""One row of a dataset: the part of a request that its prompt is made of."""
+"""One row of a dataset, and the part of a request's body that defines the prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from reprlib import repr as shown  # an excerpt of what may be large
+from reprlib import repr as shown  # shortens large values
 from typing import Any
 
 from vllm_ascend_hsx.protocol.strict_json import RepeatedKeyError, parse_unique
@@ -19,7 +19,7 @@ __all__ = ["CHAT", "COMPLETIONS", "Row", "RowError", "parsed", "repeated_key", "
 
 
 class RowError(ValueError):
-    """A record cannot be sent; the message names the column and the remedy."""
+    """A record cannot be sent. The message has the column and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Row:
     """One row.
 
     Attributes:
-        index: position in the whole dataset; the row's file is hs_{index}.safetensors.
-        content: token ids, the messages of a chat, or the text of a prompt.
-        fields: further fields of the request's body that shape the prompt, such as `tools`.
+        index: position in the whole dataset. The row's file is hs_{index}.safetensors.
+        content: token ids, messages of a chat, or text of a prompt.
+        fields: further fields of the request's body that affect the prompt, such as `tools`.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def token_ids(self) -> array[int] | None:
-        """The token ids, or None for text, whose ids only the server knows."""
+        """The token ids; None for text and chats, because only the server knows their ids."""
         return self.content if isinstance(self.content, array) else None
 
     @property
@@ -49,16 +49,16 @@ class Row:
         """Return 32 hexadecimal digits that differ for rows whose requests differ.
 
         Args:
-            request: fields that all requests of the run have.
+            request: fields of all requests of the run.
         """
         content = self.content.tolist() if isinstance(self.content, array) else self.content
         text = json.dumps([content, self.fields, request], ensure_ascii=False, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def prompt(self) -> dict[str, Any]:
-        """Return the part of the request's body that the prompt is made of."""
+        """Return the part of the request's body that defines the prompt."""
         if isinstance(self.content, list):
-            # A conversation that ends with the assistant's message is complete.
+            # A conversation that ends with an assistant's message is complete.
             return {
                 "messages": self.content,
                 "add_generation_prompt": self.content[-1]["role"] != "assistant",
@@ -71,21 +71,21 @@ class Row:
 
 
 def repeated_key(where: str, key: str) -> RowError:
-    """Return the error for an object that has a key twice."""
+    """Return the error for an object with a repeated key."""
     return RowError(f"{where} has the key {key!r:.100} twice; give each key once")
 
 
 def parsed(where: str, value: Any, kind: Any, wanted: str) -> Any:
-    """Return a value of a type. A text, where no text is wanted, is read as JSON.
+    """Return the value if it has a type. Parse a text as JSON if the type is not text.
 
     Args:
-        where: the value is.
-        value: of JSON or Arrow.
+        where: name of the value, for errors.
+        value: value of JSON or Arrow.
         kind: a type, or a union of types.
-        wanted: describes a right value.
+        wanted: description of a valid value, for errors.
 
     Raises:
-        RowError: it is something else.
+        RowError: the value has another type.
     """
     if isinstance(value, str | bytes) and not isinstance(value, kind):
         try:

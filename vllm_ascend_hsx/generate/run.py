@@ -1,4 +1,4 @@
-"""From options to an exit code: check the dataset, open the output directory, run, show."""
+"""Run `hsx generate`: check the dataset, open the output directory, send rows, return a code."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _SHOWN_INVALID = 20
 
 
 class Plan(NamedTuple):
-    """A run that is about to begin.
+    """A run that is ready to start.
 
     Attributes:
-        options: of the run.
-        dataset: checked.
-        checked: the result.
-        console: to write to.
+        options: options of the run.
+        dataset: the dataset, after the check.
+        checked: result of the check.
+        console: output for progress and warnings.
     """
 
     options: Options
@@ -58,11 +58,11 @@ class Plan(NamedTuple):
 
 
 def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
-    """Do the rows of one rank in this process. The outcome says what stopped the run.
+    """Do the rows of one rank in this process. `Outcome.stopped_by` has the reason of an early end.
 
     Args:
-        plan: of the run.
-        signals: that end the run.
+        plan: the run.
+        signals: signals that end the run.
 
     Raises:
         InputError: the output directory cannot be used.
@@ -128,14 +128,14 @@ def generate(
     """Run `hsx generate`.
 
     Args:
-        options: of the run.
-        console: for progress and warnings.
+        options: options of the run.
+        console: output for progress and warnings.
         give: prints the result.
-        do: does the rows.
+        do: does the rows of the plan.
 
     Returns:
-        0 if all rows are there, or all but `allow_failures`; 1 if some are not; 128 + the number of
-        a signal that ended the run.
+        0 if at most `allow_failures` rows are missing, 1 if more are, 128 + the number of a signal
+        that ended the run.
 
     Raises:
         InputError: dataset, options, output directory or server cannot be used.
@@ -175,26 +175,23 @@ def generate(
 
 
 def _write_answers(plan: Plan) -> None:
-    """Write the answers as a dataset to train on, if this run is the only one."""
+    """Write the answers as a training dataset, if this run has only one rank."""
     options, _, checked, console = plan
     remedy = ""
     if options.world_size > 1:
-        remedy = "when all ranks have ended, call again with --world-size 1 --rank 0"
+        remedy = "after all ranks have ended, run again with --world-size 1 --rank 0"
     else:
         try:
-            tell(
-                console,
-                (
-                    f"{write_dataset(options.output, checked.identities)}: to train on, with the "
-                    "answers of all rows"
-                ),
-            )
+            path = write_dataset(options.output, checked.identities)
+            tell(console, f"{path}: training dataset with the answers of all rows")
         except ModuleNotFoundError as error:
-            remedy = f"it needs {error.name}: pip install 'vllm-ascend-hsx[data]', and call again"
-        except Exception as error:  # noqa: BLE001 (`datasets` wraps the error of a full disk in its own)
-            remedy = f"{words(error)}; mend that, and call again"
+            remedy = (
+                f"{error.name} is not installed; pip install 'vllm-ascend-hsx[data]' and run again"
+            )
+        except Exception as error:  # noqa: BLE001 (`datasets` wraps the OSError of a full disk)
+            remedy = f"{words(error)}; fix it and run again"
     if remedy:
-        tell(console, f"{options.output / DATASET} is not written: {remedy}", "yellow")
+        tell(console, f"{options.output / DATASET} was not written: {remedy}", "yellow")
 
 
 def _reason(stopped_by: Exception | None) -> str | None:
@@ -204,26 +201,24 @@ def _reason(stopped_by: Exception | None) -> str | None:
 
 
 def _note_removed(options: Options, ledger: Ledger, outcome: Outcome, checked: Checked) -> None:
-    """Log the rows of this run that were removed while it went on. Raises RunError."""
+    """Log rows whose files were removed during the run. Raises RunError."""
     ledger.require_in_place()
     output = options.output
     try:
-        there = {row_of_file(path.name) for path in files_of_rows(output)}
-        # A listing of a network filesystem may be old.
+        existing = {row_of_file(path.name) for path in files_of_rows(output)}
+        # A network filesystem may return an old listing, so each missing name is looked up again.
         done = (
             row
             for row, mark in enumerate(ledger.finished.marks[: len(checked.identities)])
             if mark and options.is_wanted(row)
         )
         outcome.removed = [
-            row for row in done if row not in there and not is_decided(output / row_file(row))
+            row for row in done if row not in existing and not is_decided(output / row_file(row))
         ]
     except OSError as error:
-        raise RunError(
-            describe("whether all rows are still there could not be seen", error)
-        ) from error
+        raise RunError(describe("cannot check whether all files still exist", error)) from error
     for row in outcome.removed:
-        ledger.append(row, Status.FAILED, "", error="its rows were removed during the run")
+        ledger.append(row, Status.FAILED, "", error="the file was removed during the run")
 
 
 async def _run_until_signal(generation: Generation, signals: Sequence[int]) -> None:
@@ -231,9 +226,9 @@ async def _run_until_signal(generation: Generation, signals: Sequence[int]) -> N
 
     def interrupt(number: int) -> None:
         if isinstance(generation.outcome.stopped_by, Interrupted):
-            os._exit(128 + number)  # the second signal: at once; the next run finds what is left
+            os._exit(128 + number)  # second signal; the next run handles leftover files
         generation.stop(Interrupted(number))
-        generation.progress.say("stopping; a second signal ends the run at once")
+        generation.progress.say("stopping; a second signal ends the run immediately")
 
     for number in signals:
         loop.add_signal_handler(number, interrupt, number)
@@ -245,7 +240,7 @@ async def _run_until_signal(generation: Generation, signals: Sequence[int]) -> N
 
 
 def _check(dataset: Dataset, options: Options, console: Console) -> Checked:
-    """Read the whole dataset, and say what cannot be sent. Raises InputError."""
+    """Read the whole dataset and report rows that cannot be sent. Raises InputError."""
     data = printable(options.data)
     with console.status(Text(f"checking {data}")) as status:
         checked = dataset.check(
@@ -255,7 +250,7 @@ def _check(dataset: Dataset, options: Options, console: Console) -> Checked:
     if len(checked.bad) > _SHOWN_INVALID:
         problems.append(f"... and {len(checked.bad) - _SHOWN_INVALID:,} more")
     if problems and not options.skip_invalid:
-        remedy = "mend them, or leave them out with --skip-invalid"
+        remedy = "fix them, or skip them with --skip-invalid"
         summary = (
             [f"{data}: {len(checked.bad):,} rows cannot be sent; {remedy}"]
             if len(problems) > 1
@@ -267,5 +262,5 @@ def _check(dataset: Dataset, options: Options, console: Console) -> Checked:
         names = ", ".join(f"{name} ({rows:,} rows)" for name, rows in checked.unsent.most_common())
         tell(console, f"columns that are not sent: {names}", "yellow")
     for problem in problems:
-        tell(console, f"left out: {problem}", "yellow")
+        tell(console, f"skipped: {problem}", "yellow")
     return checked

@@ -1,4 +1,4 @@
-"""Show rows as tokens of the target with their loss mask, before anything is stored."""
+"""Show rows as tokens of the target with the loss mask, before the run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vllm_ascend_hsx.generate.progress import tell
 from vllm_ascend_hsx.generate.rows import CHAT, Row
 from vllm_ascend_hsx.protocol.names import printable
 
-_MOST = 2000  # characters of a row; the beginning and the end of a longer one are shown
+_MOST = 2000  # characters of a row to show; the middle of longer rows is left out
 
 
 async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> None:
-    """Print rows as tokens, as the first server renders them. Report a server that does not.
+    """Print rows as tokens, as rendered by the first server. Report a server that cannot render.
 
-    Tokens with a loss are between [[ and ]]: those of the assistant's messages.
+    Tokens with a loss, the assistant's messages, are between [[ and ]].
 
     Args:
-        console: to write to.
-        options: of the run.
-        rows: to show.
+        console: output for the rows.
+        options: options of the run.
+        rows: rows to show.
     """
     url = options.endpoints[0]
     async with Client(options) as client:
@@ -55,11 +55,11 @@ async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> 
         except (RequestError, InputError) as error:
             if isinstance(error, RequestError) and error.failure is Failure.UNREACHED:
                 return  # the run itself reports it
-            tell(console, f"rows cannot be shown: {error}", "yellow")
+            tell(console, f"cannot show rows: {error}", "yellow")
 
 
 async def decode(client: Client, url: str, model: str, ids: Sequence[int]) -> str:
-    """Return the text of token ids, special tokens included. Raises like `Client.post`."""
+    """Return the text of token ids, including special tokens. Raises like `Client.post`."""
     answer = await client.post(url, "detokenize", {"model": model, "tokens": list(ids)})
     return str(answer["prompt"]) if isinstance(answer, dict) and "prompt" in answer else ""
 
@@ -67,7 +67,7 @@ async def decode(client: Client, url: str, model: str, ids: Sequence[int]) -> st
 async def render(
     client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]
 ) -> list[int]:
-    """Return the token ids that a server makes of a prompt. Raises like `Client.post`."""
+    """Return the token ids of a prompt as a server renders it. Raises like `Client.post`."""
     answer = await client.post(
         url, f"v1/{endpoint}/render", {"model": model, "max_tokens": 1, **body}
     )
@@ -75,19 +75,18 @@ async def render(
         return list((answer if endpoint == CHAT else answer[0])["token_ids"])
     except (LookupError, TypeError):
         raise RequestError(
-            f"{url} renders no tokens; with vllm 0.30 or later it must be started with "
-            "--enable-scale-out"
+            f"{url} does not render prompts; start vllm 0.30 or later with --enable-scale-out"
         ) from None
 
 
 async def second_bos(client: Client, url: str, model: str, text: str, prompt: Sequence[int]) -> str:
-    """Return a note for the user if a text that has its BOS token got a second one, else "".
+    """Return a note for the user if a text with a BOS token got a second BOS token, else "".
 
     Args:
-        client: for the first token's text.
-        url, model: of the server.
-        text: as it was sent.
-        prompt: token ids that the server made of it.
+        client: client to decode the first token.
+        url, model: URL of the server, and the model's name there.
+        text: the text that was sent.
+        prompt: token ids of the text, from the server.
 
     Raises:
         RequestError, InputError: the server does not decode tokens.
@@ -95,13 +94,12 @@ async def second_bos(client: Client, url: str, model: str, text: str, prompt: Se
     if len(prompt) < 2 or prompt[0] != prompt[1]:
         return ""
     first = await decode(client, url, model, prompt[:1])
-    if (
-        not first or not text.startswith(first) or text.startswith(first * 2)
-    ):  # the text itself has both
+    # If the text itself begins with two BOS tokens, the server has not added one.
+    if not first or not text.startswith(first) or text.startswith(first * 2):
         return ""
     return (
-        f"texts that begin with {first} get a second one; if a chat template has rendered them, "
-        "add --no-special-tokens"
+        f"texts that begin with {first} get a second {first}; if a chat template has rendered "
+        "them, add --no-special-tokens"
     )
 
 
@@ -134,13 +132,13 @@ async def _spans(
         except RequestError as error:
             if error.failure is not Failure.REFUSED:
                 raise
-            begin = end = [-1]  # no row begins with it
+            begin = end = [-1]  # matches no row
         if ids[: len(begin)] == begin and ids[: len(end)] == end:
             spans.append((len(begin), len(end)))
         else:
             notes.append(
-                f"message {turn} of row {row.index} is rendered differently where the "
-                "conversation ends: its loss is not shown"
+                f"message {turn} of row {row.index} renders differently at the end of a "
+                "conversation, so its loss is not shown"
             )
     return spans
 
@@ -148,7 +146,7 @@ async def _spans(
 async def _marked(
     client: Client, url: str, model: str, ids: list[int], spans: list[tuple[int, int]]
 ) -> str:
-    """Return the text of a row in one line, with marks around the tokens that have a loss."""
+    """Return the text of a row in one line, with marks around the tokens with a loss."""
     parts, at = [], 0
     for begin, end in spans:
         parts += [

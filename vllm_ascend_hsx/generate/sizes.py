@@ -1,4 +1,4 @@
-"""The size of a run before it begins, and of its rows to come while it goes on."""
+"""Estimate the size of a run before the start, and of the remaining rows during the run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from vllm_ascend_hsx.generate.progress import Outcome, duration, tell
 from vllm_ascend_hsx.generate.show import render
 from vllm_ascend_hsx.generate.status import FOUND, MADE, LedgerLines, read_ledgers
 
-SAMPLE = 32  # rows that say how large the others are
+SAMPLE = 32  # rows from which an estimate is made
 
 
 class Stored(NamedTuple):
-    """The files that the ledgers of an output directory name: number, tokens, and bytes."""
+    """Totals of the files in the ledgers of an output directory."""
 
     files: int
     tokens: int
@@ -36,11 +36,12 @@ class Sizes(NamedTuple):
     """The size of a run, all ranks together.
 
     Attributes:
-        rows, rows_there: that can be sent, and those of them that ledgers name as done or found.
-        tokens, tokens_from: of all rows, and how the number is known.
-        bytes_per_token, bytes_to_come: of files; None if nothing tells.
-        free_bytes: for them.
-        tokens_per_s, seconds_to_come: None if nothing tells.
+        rows, rows_there: number of valid rows, and how many of them are done or found by ledgers.
+        tokens, tokens_from: number of tokens of all rows, and the source of the number.
+        bytes_per_token, bytes_to_come: size of files per token, and of remaining files; None if
+            unknown.
+        free_bytes: free space of the output directory.
+        tokens_per_s, seconds_to_come: None if unknown.
     """
 
     rows: int
@@ -57,13 +58,13 @@ class Sizes(NamedTuple):
 def sizes_of(options: Options, dataset: Dataset, checked: Checked) -> Sizes:
     """Return the size of a run.
 
-    If texts have to be estimated and no ledger helps, some of them are sent to the first server to
-    be rendered. Nothing is computed there, and nothing is written here.
+    If texts have to be estimated and no ledger has finished rows, the first server renders a sample
+    of them. Nothing is computed or written.
 
     Args:
-        options: of the run.
-        dataset: of the run.
-        checked: result of its check.
+        options: options of the run.
+        dataset: dataset of the run.
+        checked: result of the dataset's check.
 
     Raises:
         OSError: the free space cannot be read.
@@ -95,41 +96,41 @@ def show_sizes(console: Console, sizes: Sizes) -> None:
     """Print rows, tokens, bytes and time of a run, and the free space."""
     size, duration_left = "unknown; give --bytes-per-token", "unknown; give --rate"
     if sizes.bytes_to_come is not None:
-        size = f"{decimal(sizes.bytes_to_come)}, {sizes.bytes_per_token:,.0f} bytes a token"
+        size = f"{decimal(sizes.bytes_to_come)}, {sizes.bytes_per_token:,.0f} bytes per token"
     if sizes.seconds_to_come is not None:
         duration_left = f"{duration(sizes.seconds_to_come)} at {sizes.tokens_per_s:,.0f} tokens/s"
     is_too_large = (sizes.bytes_to_come or 0) > sizes.free_bytes
     for line in (
-        f"rows: {sizes.rows:,}, of which {sizes.rows_there:,} are there",
+        f"rows: {sizes.rows:,}, {sizes.rows_there:,} of them finished",
         f"tokens: {sizes.tokens:,} ({sizes.tokens_from})",
-        f"size of the rows to come: {size}",
-        f"free space: {decimal(sizes.free_bytes)}{', too little' if is_too_large else ''}",
-        f"time for the rows to come: {duration_left}",
+        f"size of remaining rows: {size}",
+        f"free space: {decimal(sizes.free_bytes)}{', not enough' if is_too_large else ''}",
+        f"time for remaining rows: {duration_left}",
     ):
         tell(console, line)
 
 
 def space_problem(options: Options, outcome: Outcome) -> str | None:
-    """Return a line for the user if the rows to come exceed the free space, else None.
+    """Return a line for the user if the remaining rows need more than the free space, else None.
 
     Args:
-        options: of the run. Each rank is taken to need as much as this one.
-        outcome: so far. Before `SAMPLE` rows are done there is no problem.
+        options: options of the run. All ranks are assumed to need the same space.
+        outcome: result so far. None is returned before `SAMPLE` rows are done.
     """
     rows = (outcome.missing - outcome.failed) * options.world_size
     needed = outcome.bytes / max(outcome.done, 1) * rows
     with suppress(OSError):  # the servers may still see the storage
         if outcome.done >= SAMPLE and needed > (free := free_space(options.output)):
-            sizes = f"{decimal(round(needed))}, and {options.output} has {decimal(free)} free"
+            sizes = f"{decimal(round(needed))}, but {options.output} has {decimal(free)} free"
             return (
-                f"the {rows:,} rows to come take about {sizes}; make room, or end the run and "
-                "call it again later"
+                f"the {rows:,} remaining rows need about {sizes}; free some space, or stop the "
+                "run and run again later"
             )
     return None
 
 
 def free_space(directory: Path) -> int:
-    """Return the free bytes for a directory that need not exist yet. Raises OSError."""
+    """Return the free bytes of a directory, which may not exist yet. Raises OSError."""
     return shutil.disk_usage(
         next(each for each in (directory, *directory.absolute().parents) if each.exists())
     ).free
@@ -145,7 +146,7 @@ def _stored(ledgers: list[LedgerLines]) -> Stored:
 
 
 def _rows_present(checked: Checked, ledgers: list[LedgerLines]) -> int:
-    """Return the number of rows of the dataset that ledgers name as done or found."""
+    """Return the number of rows of the dataset that are done or found by the ledgers."""
     marks = np.zeros(len(checked.identities))
     for each in ledgers:
         inside = each.numbers < marks.size
@@ -158,7 +159,7 @@ def _rows_present(checked: Checked, ledgers: list[LedgerLines]) -> int:
 
 
 def _last_rate(ledgers: list[LedgerLines]) -> float:
-    """Return the tokens per second of the last run, all ranks together; 0 if there was none."""
+    """Return the tokens per second of the last run over all ranks; 0 without a run."""
     rate = 0.0
     for each in ledgers:
         if each.size == ledgers[-1].size and each.times.size:
@@ -170,26 +171,25 @@ def _last_rate(ledgers: list[LedgerLines]) -> float:
 def _tokens(
     options: Options, dataset: Dataset, checked: Checked, rows: int, stored: Stored
 ) -> tuple[int, str]:
-    """Return the number of tokens of `rows` rows, and how it is known."""
+    """Return the number of tokens of `rows` rows, and the source of the number."""
     if stored.files and (checked.characters or options.include_output):
         per_row = stored.tokens / stored.files
-        return round(
-            rows * per_row
-        ), f"estimate: {per_row:,.0f} a row, as in the {stored.files:,} files of ledgers"
-    tokens, source = checked.tokens, "of all token ids"
+        source = f"estimate: {per_row:,.0f} per row, from {stored.files:,} files of the ledgers"
+        return round(rows * per_row), source
+    tokens, source = checked.tokens, "exact: from token ids"
     if checked.characters:
-        ratio, source = 0.25, "estimate: a token for 4 characters, as no server renders the texts"
+        ratio, source = 0.25, "estimate: 4 characters per token, because no server rendered texts"
         with suppress(InputError, RequestError, ZeroDivisionError):
             ratio = asyncio.run(_rendered(options, dataset, checked))
-            source = "estimate: as a server renders some of the texts"
+            source = "estimate: from a sample of texts, rendered by a server"
         tokens += round(ratio * checked.characters)
     if generated := rows * (options.max_tokens or 0):
-        source += "; at most, with --max-tokens generated tokens for each row"
+        source += "; upper bound, with --max-tokens generated tokens per row"
     return tokens + generated, source
 
 
 async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> float:
-    """Return the number of tokens for a character, as the first server renders some rows."""
+    """Return the number of tokens per character in a sample that the first server renders."""
     url, step = options.endpoints[0], -(-len(checked.identities) // SAMPLE)
     sample = [row for row in dataset.rows(lambda index: index % step == 0) if row.token_ids is None]
     async with Client(options) as client:
@@ -197,7 +197,7 @@ async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> flo
             render(client, url, options.model or "", row.endpoint, row.prompt()) for row in sample
         )
         answers = await asyncio.gather(*requests, return_exceptions=True)
-    # Without rows that are too long, for example.
+    # Some requests may fail, for example for rows that are too long.
     rendered = [
         (len(ids), len(str(row.content)))
         for row, ids in zip(sample, answers, strict=True)

@@ -1,7 +1,7 @@
-"""Progress of the last run in some directories, out of the ledgers of all ranks.
+"""Progress of the last run in each directory, from the ledgers of all ranks.
 
-Ledgers are read as they are, without their locks, so no run notices. A line that makes no sense
-counts for nothing. A file that is no ledger costs itself alone.
+Ledgers are read without their locks, so runs are not disturbed. Invalid lines are ignored. A file
+that is not a ledger is reported; the other ledgers are still read.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ from vllm_ascend_hsx.generate.options import BOUNDS, RANK_ROWS, rows_of_rank
 from vllm_ascend_hsx.generate.progress import duration
 from vllm_ascend_hsx.protocol.files import describe
 
-# Of rates, and of a dead run's silence: a living one touches its ledger every 10 s.
+# For rates. Also the time without an update after which a run is dead: a running rank touches the
+# ledger every 10 s.
 WINDOW_S = 60.0
 _LONGEST_REASON = 300  # characters
-_MOST_ROWS = 1 << 28  # a byte for each is kept
-# A row's state is the index of its last line's status. 0 is also that of rows without a line.
+_MOST_ROWS = 1 << 28  # one byte of memory per row
+# The code of a row is the index of the last line's status, and 0 for a row without a line.
 _STATUSES = (Status.CHANGED, Status.FOUND, Status.DONE, Status.FAILED, Status.INVALID)
 FOUND, MADE = 1, 2
-# The state after a line of an earlier run: rows that failed there are tried again.
+# Codes of lines of earlier runs: failed rows of earlier runs are tried again.
 _EARLIER = np.array([0, FOUND, FOUND, 0, 0], np.uint8)
 
 
 @dataclass
 class Progress:
-    """A run, or one rank of it.
+    """Progress of a run or a rank.
 
     Attributes:
-        name: of the directory, or of the rank's ledger.
-        state: running, waiting, stopped or finished. For several ranks, how many of them.
-        reason: of a rank's state.
-        rows: that the run is about.
-        done: those that have their file.
-        made: those of `done` whose file this run has made, not found.
+        name: the directory, or the name of the rank's ledger.
+        state: running, waiting, stopped or finished. For several ranks, the number in each state.
+        reason: reason of a rank's state.
+        rows: number of rows.
+        done: rows with a file.
+        made: rows whose file this run has made; included in `done`.
         failed, invalid: rows that this run has given up, and rows that cannot be sent.
-        remaining: all others.
-        rows_per_s: made in the last `WINDOW_S` seconds.
-        ranks: of a run: those that have a ledger.
+        remaining: all other rows.
+        rows_per_s: rows made per second, in the last `WINDOW_S` seconds.
+        ranks: ranks of a run that have a ledger.
     """
 
     name: str
@@ -71,21 +72,21 @@ class Progress:
 
 
 class _LedgerError(Exception):
-    """A file is not a ledger; the message says why."""
+    """A file is not a ledger."""
 
 
 def read_status(
     directories: Sequence[Path], now: float
 ) -> tuple[list[Progress], list[dict[str, str]]]:
-    """Read the ledgers in some directories.
+    """Read the ledgers in output directories.
 
     Args:
         directories: values of --output.
-        now: in Unix seconds.
+        now: current time in Unix seconds.
 
     Returns:
-        The last run of each directory. Directories and ledgers ("path") that cannot be read, with
-        the reason ("problem").
+        The last run of each directory, and the unreadable directories and ledgers ("path") with the
+        reason ("problem").
     """
     problems: list[dict[str, str]] = []
     found = [(directory, read_ledgers(directory, now, problems)) for directory in directories]
@@ -93,13 +94,13 @@ def read_status(
 
 
 def read_ledgers(directory: Path, now: float, problems: list[dict[str, str]]) -> list[LedgerLines]:
-    """Return the ledgers in a directory by the time of their last run. Adds to the problems."""
+    """Return the ledgers in a directory by time of the last run. Append to `problems`."""
     ledgers: list[LedgerLines] = []
     with _noted(problems, directory):
         paths = ledgers_in(directory)
         if not paths:
             raise _LedgerError(
-                "it has no ledger; name a directory that was --output of `hsx generate`"
+                "no ledger there; give a directory that was --output of `hsx generate`"
             )
         for path in paths:
             with _noted(problems, path):
@@ -111,33 +112,33 @@ def read_ledgers(directory: Path, now: float, problems: list[dict[str, str]]) ->
 def _noted(problems: list[dict[str, str]], path: Path) -> Iterator[None]:
     try:
         yield
-    except StopIteration:  # of a ledger whose run was killed in the first line
+    except StopIteration:  # the first line is incomplete, from a killed run
         pass
     except (OSError, _LedgerError) as error:
-        problem = describe("it cannot be read", error) if isinstance(error, OSError) else str(error)
+        problem = describe("cannot be read", error) if isinstance(error, OSError) else str(error)
         problems.append({"path": str(path), "problem": problem})
 
 
 class LedgerLines:
-    """One ledger, read.
+    """The contents of one ledger.
 
     Args:
-        path: of the file.
-        now: in Unix seconds.
+        path: path of the ledger.
+        now: current time in Unix seconds.
 
     Attributes:
-        name: of the file.
-        rank, size: of its runs, and the number of all ranks.
-        rows, begun: of the last run: rows of all ranks together, and its time.
-        state, reason: of the last run.
-        numbers, codes, marks, times: of the lines about rows: the row, its state, the first 48 bits
-            of its identity, and the time.
-        tokens, bytes: of the same lines: size of the row's file; 0 if they do not tell.
-        rate: rows made per second, of the last `WINDOW_S` seconds.
+        name: name of the ledger.
+        rank, size: rank and world size.
+        rows, begun: number of rows of all ranks in the last run, and start of the run.
+        state, reason: state of the last run, and the reason.
+        numbers, codes, marks, times: per line about a row: the row, the code of the status, the
+            first 48 bits of the identity, and the time.
+        tokens, bytes: per line about a row: size of the file; 0 if unknown.
+        rate: rows made per second, in the last `WINDOW_S` seconds.
 
     Raises:
-        OSError, _LedgerError: it cannot be read.
-        StopIteration: it has no line.
+        OSError, _LedgerError: the ledger cannot be read.
+        StopIteration: the ledger has no line.
     """
 
     def __init__(self, path: Path, now: float) -> None:
@@ -153,7 +154,7 @@ class LedgerLines:
             and 0 <= self.rank < self.size <= BOUNDS["world_size"][1]
         )
         if header.get("ledger") != VERSION or not is_rank:
-            raise _LedgerError(f"its first line is not that of a ledger of version {VERSION}")
+            raise _LedgerError(f"the first line is not the header of a ledger of version {VERSION}")
         self.rows, self.begun, self.state, self.reason, earlier, read = (
             0,
             0.0,
@@ -200,19 +201,19 @@ class LedgerLines:
         )
         if (
             self.state in (State.RUNNING, State.WAITING)
-            and (silence := now - os.stat(path).st_mtime) > WINDOW_S
+            and (seconds := now - os.stat(path).st_mtime) > WINDOW_S
         ):
             self.state, self.reason = (
                 State.STOPPED.value,
-                f"no sign of life for {duration(silence)}",
+                f"no update for {duration(seconds)}",
             )
 
 
 def _last_run(directory: str, ledgers: list[LedgerLines]) -> Progress:
-    """Return the last run of a directory, out of all its ledgers."""
+    """Return the last run of a directory from all ledgers."""
     rows, size = ledgers[-1].rows, ledgers[-1].size
     states = np.zeros((-(-rows // (RANK_ROWS * size)), size, RANK_ROWS), np.uint8)
-    for each in ledgers:  # in this order, so that a row's last line counts
+    for each in ledgers:  # by time, so the last line about a row counts
         numbers, codes = np.array((each.numbers, each.codes), np.intp)[:, each.numbers < rows]
         states.reshape(-1)[numbers] = codes if each.size == size else _EARLIER[codes]
     ranks = [
@@ -238,7 +239,7 @@ def _last_run(directory: str, ledgers: list[LedgerLines]) -> Progress:
 
 
 def _counts(states: npt.NDArray[np.uint8], rows: int) -> tuple[int, int, int, int, int, int]:
-    """Return rows, and how many of them are done, made, failed, invalid and remaining."""
+    """Return the numbers of all, done, made, failed, invalid and remaining rows."""
     _, found, made, failed, invalid = (
         int(np.count_nonzero(states == code)) for code in range(len(_STATUSES))
     )

@@ -1,4 +1,4 @@
-"""Build the `vllm serve` command of `hsx serve`, or report why there can be none."""
+"""Build the `vllm serve` command of `hsx serve`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ _SET_BY_US = (
     "--kv-transfer-config",
     "--model",
 )
-_TAKE_JSON = (
-    "-config",
-    "-overrides",
-    "-kwargs",
-)  # names of vllm serve's options that take an object
+# Suffixes of vllm serve's options that take a JSON object.
+_TAKE_JSON = ("-config", "-overrides", "-kwargs")
 _SHORT = {
     "-pp": "--pipeline-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
@@ -48,11 +45,11 @@ class Command:
     """A `vllm serve` command.
 
     Attributes:
-        arguments: from `vllm` on.
-        environ: environment variables that must be set.
-        notes: sentences for the user to read before it starts.
+        arguments: all words of the command line, starting with `vllm`.
+        environ: environment variables to set.
+        notes: sentences for the user.
         config: the connector's options.
-        given: the user's arguments of vllm serve, with values.
+        given: the user's options of vllm serve, with values.
     """
 
     arguments: tuple[str, ...]
@@ -82,7 +79,7 @@ def build(
     """Build the command.
 
     Args:
-        model: a directory, or a repository's name.
+        model: a directory or the name of a repository.
         layers: comma-separated ids, or a kind of drafter; see `layer_ids`.
         storage: directory of the files, absolute or relative to the current directory.
         options: further keys of `kv_connector_extra_config`.
@@ -90,12 +87,12 @@ def build(
         environ: the server's environment.
 
     Raises:
-        UserError: if an argument is invalid or the model cannot be served.
+        UserError: an argument is invalid, or the model cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
     refuse_balance_scheduling(_additional_config(vllm_arguments), "kv_producer", environ)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
-    if options.get("sink") != "mooncake":  # `hsx generate` names each row's file
+    if options.get("sink") != "mooncake":  # `hsx generate` chooses the name of each file
         options = {PATH_OPTION: True, **options}
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
@@ -132,7 +129,7 @@ def build(
 
 
 def _arguments(vllm_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options with values as vLLM parses them: `_` equals `-`, and `=` may separate them."""
+    """Yield options and values as vLLM parses them: `_` equals `-`, and `=` may precede a value."""
     for index, argument in enumerate(vllm_arguments):
         if not argument.startswith("-") or argument.lstrip("-").partition(".")[0].isdecimal():
             continue
@@ -177,7 +174,7 @@ def _require_json(option: str, text: str) -> None:
 
 
 def _additional_config(vllm_arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the value of --additional-config, of which keys may be options of their own."""
+    """Return the value of --additional-config, including keys of --additional-config.KEY."""
     config: dict[str, Any] = {}
     for option, text in _arguments(vllm_arguments):
         name, *keys = option.split(".")
@@ -186,7 +183,7 @@ def _additional_config(vllm_arguments: Sequence[str]) -> dict[str, Any]:
         try:
             value = json.loads(text)
         except ValueError:
-            continue  # vLLM says what is wrong with it
+            continue  # vLLM refuses it with a message
         for key in reversed(keys):
             value = {key: value}
         if isinstance(value, dict):
@@ -195,7 +192,7 @@ def _additional_config(vllm_arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a server load this plugin if it loads only some plugins."""
+    """Return the variables for a server to load this plugin where VLLM_PLUGINS excludes it."""
     if PLUGINS not in environ or PLUGIN_NAME in environ[PLUGINS].split(","):
         return {}
     return {PLUGINS: ",".join(filter(None, (environ[PLUGINS], PLUGIN_NAME)))}
@@ -206,8 +203,8 @@ def _notes(target: Model) -> tuple[str, ...]:
     if is_registered(target.architecture):
         return caveats
     return (
-        f"{target.architecture or 'a model without a class'} is none of vLLM's classes; if "
-        "another plugin or vLLM's "
-        "Transformers backend serves it, the server checks it before it loads weights",
+        f"{target.architecture or 'a model without a class'} is not a class of vLLM; if another "
+        "plugin or vLLM's Transformers backend serves it, the server checks it before it loads "
+        "weights",
         *caveats,
     )

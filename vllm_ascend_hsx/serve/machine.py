@@ -1,4 +1,4 @@
-"""Check port and storage on this machine before `hsx serve` becomes `vllm serve`."""
+"""Check port and storage of this machine before `hsx serve` starts `vllm serve`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _OTHER_ENGINES = "--data-parallel-size-local"  # 0: all engines run on other mac
 
 
 def check_machine(config: HsxConfig, given: Mapping[str, str]) -> None:
-    """Check what the server needs of this machine.
+    """Check port and storage directory of the server.
 
     Args:
         config: options of the connector.
-        given: arguments of vllm serve, with values.
+        given: options of vllm serve, with values.
 
     Raises:
         UserError: the port is in use, or the storage directory cannot be used.
     """
-    # A file of --config may choose the port.
+    # With --config, the file may set the port.
     if not {"--headless", "--uds", "--config"} & given.keys():
         require_free_port(given.get("--host", ""), given.get("--port", DEFAULT_PORT))
     if (
@@ -49,12 +49,12 @@ def check_machine(config: HsxConfig, given: Mapping[str, str]) -> None:
 def require_free_port(host: str, port: str) -> None:
     """Require that no program listens on a TCP port.
 
-    vLLM itself shares a port with another vLLM, which then gets half of the requests: it sets
-    SO_REUSEPORT (entrypoints/openai/api_server.py:491, 0.23.0).
+    vLLM does not check this. It sets SO_REUSEPORT (entrypoints/openai/api_server.py:491, 0.23.0),
+    so two servers on one port would each get half of the requests.
 
     Args:
         host: as for vllm serve; empty for all interfaces.
-        port: as for vllm serve. vLLM refuses one that is no port.
+        port: as for vllm serve. An invalid port is left for vLLM to refuse.
 
     Raises:
         UserError: a program listens there, or the address cannot be used.
@@ -71,7 +71,7 @@ def require_free_port(host: str, port: str) -> None:
             raise UserError(
                 "--host",
                 host,
-                f"is no address: {error.strerror}",
+                f"is not an address: {error.strerror}",
                 "Give an address of this machine.",
             ) from None
         except OSError as error:
@@ -81,7 +81,10 @@ def require_free_port(host: str, port: str) -> None:
                 ) from None
             if error.errno == errno.EADDRNOTAVAIL:
                 raise UserError(
-                    "--host", host, "is no address of this machine", "Give one of its addresses."
+                    "--host",
+                    host,
+                    "is not an address of this machine",
+                    "Give an address of this machine.",
                 ) from None
             raise UserError(
                 "--port", int(port), f"cannot be used: {error.strerror}", "Give another port."

@@ -1,4 +1,4 @@
-"""Read number of layers and class of a model before the server starts."""
+"""Read the number of layers and the class of a model before the server starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Model(NamedTuple):
     """A target.
 
     Attributes:
-        num_layers: decoder layers.
-        architecture: its class, from config.json; empty if there is none.
+        num_layers: number of decoder layers.
+        architecture: class of the model in config.json; "" if there is none.
         caveats: see caveats_of.
-        language_model: architectures that its text config names.
+        language_model: architectures in the text config.
     """
 
     num_layers: int
@@ -38,11 +38,11 @@ def read_model(
     """Read a model's config.json.
 
     Args:
-        name: a directory, or a repository's name, which vLLM resolves.
+        name: a directory, or the name of a repository, resolved by vLLM.
         trust_remote_code, revision, hf_overrides: as for vllm serve.
 
     Raises:
-        UserError: if there is no such model, or its config lacks a needed field.
+        UserError: there is no such model, or the config lacks a required field.
     """
     path = os.path.expanduser(name)
     if os.path.isdir(path):
@@ -53,7 +53,7 @@ def read_model(
             MODEL,
             name,
             "is not a directory",
-            "Give the directory of a model, or a repository's name.",
+            "Give the directory of a model, or the name of a repository.",
         )
     else:
         whole, text = _ask_vllm(name, trust_remote_code, revision)
@@ -68,7 +68,7 @@ def read_model(
 
 
 def _parsed(hf_overrides: str) -> object:
-    """Return the value of an option; None if it is not JSON, which vLLM refuses."""
+    """Parse the value of an option. Return None for invalid JSON, because vLLM refuses it."""
     try:
         return json.loads(hf_overrides)
     except ValueError:
@@ -91,7 +91,7 @@ def _ask_vllm(
         ) from None
     except (OSError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        remedy = "The log above may tell more. Give a directory, or a name that vllm serve takes."
+        remedy = "See the log above. Give a directory, or a name that vllm serve accepts."
         raise UserError(
             MODEL, name, f"has no config.json that vLLM can read: {first_line}", remedy
         ) from None

@@ -12,7 +12,8 @@ from vllm_ascend_hsx.config import CONNECTOR_NAME, LAYER_IDS_KEY, METHOD
 def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
     """Return the value of --speculative-config.
 
-    `layer_ids` are residual-stream ids in the file's order.
+    Args:
+        layer_ids: ids of residual streams, in the order of the files.
     """
     return {
         "method": METHOD,
@@ -25,7 +26,7 @@ def kv_transfer_config(storage: str | os.PathLike[str] | None, **options: Any) -
     """Return the value of --kv-transfer-config.
 
     Args:
-        storage: absolute path of the directory of the files; None for a sink without files.
+        storage: absolute path of the storage directory; None for a sink without files.
         options: further keys of `kv_connector_extra_config`; see HsxConfig.
     """
     return {

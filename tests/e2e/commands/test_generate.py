@@ -321,7 +321,7 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     finally:
         process.kill()
     assert process.returncode == 130, printed
-    assert "interrupted; what is done is kept" in printed
+    assert "interrupted; finished rows are kept" in printed
     assert serving.left("long") == ["ledger.jsonl"]
     code, printed = serving.generate("after", [{"token_ids": tokens(20)}])
     assert code == 0, printed

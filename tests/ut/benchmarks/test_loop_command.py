@@ -18,7 +18,7 @@ RIGHT = {OURS: 20, TRANSFORMERS: 20, SHIFTED: 1}
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
-    """The loops that were run; each returns ten drafts of three tokens for each kind of rows."""
+    """Record the loops that are run. Each returns ten drafts of three tokens per kind of rows."""
     found: list[Loop] = []
 
     def run(self: Loop) -> Results:

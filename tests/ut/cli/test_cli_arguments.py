@@ -1,4 +1,4 @@
-"""A path or number that cannot be used is one line with option, value and bounds; exit code 2."""
+"""An invalid path or number gives one line with option, value and bounds, and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY = float(LONGEST_S)
 TIB = float(1 << 40)
 GENERATE = ["generate", "--data", "{dir}/none.jsonl", "--output", "{dir}/out"]
 PLAN = ["plan", "minimax-m2"]
-# (command, option) with its smallest and its largest number. A smallest of None: any above 0.
+# Smallest and largest number of (command, option). A smallest of None means any above 0.
 WHOLE = {
     (*GENERATE, "--concurrency"): (1, 1000),
     (*GENERATE, "--max-retries"): (0, 1000),
@@ -84,7 +84,7 @@ ESCAPE = "\x1b[31m"
     ],
     ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
 )
-def test_an_error_quotes_no_escape_sequence_to_the_terminal(
+def test_errors_escape_control_characters(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -102,14 +102,14 @@ def ids(case: tuple[str, ...]) -> str:
 def refusal(
     case: tuple[str, ...], value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """The last line of the error."""
+    """Return the last line of the error."""
     arguments = [word.replace("{dir}", str(folder)) for word in case]
     tail = ["--", "true"] if case[0] == "emulate" else []
     try:
         words = [*arguments[:-1], f"{arguments[-1]}={value}", *tail]
         code = (
             main(words) if case[0] != "demo" else demo.parse_arguments(words[1:])
-        )  # it would start a server
+        )  # the command would start a server
     except SystemExit as left:
         code = left.code
     printed = capsys.readouterr()
@@ -120,7 +120,7 @@ def refusal(
 
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda value: value[:12] or "nothing")
 @pytest.mark.parametrize("case", [*WHOLE, *FLOATS, *SIZES], ids=ids)
-def test_what_is_no_number_within_the_bounds_is_refused_with_option_value_and_bounds(
+def test_number_outside_the_bounds_is_refused_with_option_value_and_bounds(
     case: tuple[str, ...], value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(case, value, tmp_path, capsys)
@@ -134,7 +134,7 @@ def test_what_is_no_number_within_the_bounds_is_refused_with_option_value_and_bo
     {**WHOLE, **FLOATS}.items(),
     ids=lambda case: ids(case) if isinstance(case[0], str) else "",
 )
-def test_one_beyond_a_bound_is_refused_with_the_bounds(
+def test_value_just_outside_a_bound_is_refused(
     case: tuple[str, ...],
     bounds: tuple[float | None, float],
     tmp_path: Path,
@@ -151,7 +151,7 @@ def test_one_beyond_a_bound_is_refused_with_the_bounds(
 
 
 def accepted(case: tuple[str, ...], value: object, folder: Path) -> None:
-    """The options can be read; the command itself is not run."""
+    """Only the options are parsed; the command does not run."""
     words = [*(word.replace("{dir}", str(folder)) for word in case[1:-1]), f"{case[-1]}={value}"]
     if case[0] == "emulate":
         parse_npus("", str(value)) if case[-1] == "--npus" else parse_size("", str(value))
@@ -173,7 +173,7 @@ def accepted(case: tuple[str, ...], value: object, folder: Path) -> None:
     {**WHOLE, **FLOATS, **SIZES}.items(),
     ids=lambda case: ids(case) if isinstance(case[0], str) else "",
 )
-def test_the_bounds_themselves_are_taken(
+def test_bounds_themselves_are_accepted(
     case: tuple[str, ...], bounds: tuple[float | None, float], tmp_path: Path
 ) -> None:
     least, most = bounds
@@ -181,7 +181,7 @@ def test_the_bounds_themselves_are_taken(
         accepted(case, int(value) if float(value).is_integer() else value, tmp_path)
 
 
-def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_built(
+def test_too_many_emulated_npus_are_refused_before_anything_is_built(
     tmp_path: Path,
 ) -> None:
     words = ["demo", "--data-parallel-size", "9", "--tensor-parallel-size", "8"]
@@ -205,7 +205,7 @@ def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_bui
         "--max-num-batched-tokens 1",
     ],
 )
-def test_a_plan_with_any_number_within_the_bounds_is_a_plan_or_a_refusal(
+def test_any_number_within_the_bounds_gives_a_plan_or_a_refusal(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main([*PLAN, *words.split()])
@@ -222,7 +222,7 @@ OF_A_RUN = {
 
 
 @pytest.mark.parametrize(("name", "bounds"), OF_A_RUN.items())
-def test_the_options_of_a_run_have_the_same_bounds_in_python(
+def test_options_have_the_same_bounds_in_python(
     name: str, bounds: tuple[float | None, float]
 ) -> None:
     least, most = bounds
@@ -260,10 +260,10 @@ def test_the_options_of_a_run_have_the_same_bounds_in_python(
         (["doctor", "--out"], "--out"),
     ],
 )
-def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(
+def test_empty_path_is_refused(
     command: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         main([*command, ""])
     assert left.value.code == 2
-    assert f"argument {option}: it is empty; give a path" in capsys.readouterr().err
+    assert f"argument {option}: the value is empty; give a path" in capsys.readouterr().err

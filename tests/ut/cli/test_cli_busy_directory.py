@@ -1,4 +1,4 @@
-"""`hsx verify` and `hsx inspect` of a directory that servers and consumers use meanwhile."""
+"""`hsx verify` and `hsx inspect` of a directory that servers and consumers use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unlink(path: Path) -> None:
     path.unlink()
 
 
-# What is removed between the listing and the opening, and how.
+# Removals between the listing and the opening.
 REMOVED: dict[str, tuple[Callable[[Path], Path], Change]] = {
     "a file": (lambda directory: write(directory, "a", rows_of(3)), remove),
     "a file whose lock stays": (lambda directory: write(directory, "a", rows_of(3)), unlink),
@@ -52,7 +52,7 @@ REMOVED: dict[str, tuple[Callable[[Path], Path], Change]] = {
 
 @pytest.fixture
 def after_listing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something happen once the commands have listed the directory."""
+    """Call a function once the commands have listed the directory."""
 
     def arrange(change: Callable[[], object]) -> None:
         def listed(*arguments: Any) -> list[Path]:
@@ -67,7 +67,7 @@ def after_listing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obj
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_what_was_removed_after_it_was_listed_is_not_bad(
+def test_file_removed_after_listing_is_not_bad(
     name: str,
     tmp_path: Path,
     after_listing: Callable[[Callable[[], object]], None],
@@ -99,7 +99,7 @@ def test_what_was_removed_after_it_was_listed_is_not_bad(
 
 
 @pytest.mark.parametrize("spoil", ["a link that leads nowhere", "a shard without its tar file"])
-def test_what_is_named_and_cannot_be_opened_is_bad(
+def test_file_that_cannot_be_opened_is_bad(
     spoil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "stays", rows_of(5))
@@ -114,7 +114,7 @@ def test_what_is_named_and_cannot_be_opened_is_bad(
     assert inspect.main([str(tmp_path)]) == 1
 
 
-def test_what_a_server_writes_at_the_moment_is_not_bad(
+def test_file_that_a_server_is_writing_is_not_bad(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "stays", rows_of(5))
@@ -129,11 +129,11 @@ def test_what_a_server_writes_at_the_moment_is_not_bad(
         assert "1 good, 0 bad, 0 failed requests, 1 not checked" in said
         assert inspect.main([str(tmp_path)]) == 0
         assert "a server is still writing it" in " ".join(capsys.readouterr().out.split())
-        assert inspect.main([str(path)]) == 1  # asked for itself, it is not there
+        assert inspect.main([str(path)]) == 1  # given by name, it does not exist
         under_way.discard()
 
 
-def test_verify_of_nothing_but_absent_files_is_no_success(
+def test_verify_fails_if_all_files_are_absent(
     tmp_path: Path,
     after_listing: Callable[[Callable[[], object]], None],
     capsys: pytest.CaptureFixture[str],
@@ -144,7 +144,7 @@ def test_verify_of_nothing_but_absent_files_is_no_success(
     assert "0 good, 0 bad, 0 failed requests, 1 not checked" in capsys.readouterr().out
 
 
-def test_a_folder_that_was_removed_while_it_was_listed_is_not_bad(
+def test_folder_removed_while_listing_is_not_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "stays", rows_of(5))
@@ -161,12 +161,12 @@ def test_a_folder_that_was_removed_while_it_was_listed_is_not_bad(
     assert "1 good, 0 bad" in capsys.readouterr().out
 
 
-def test_a_path_that_was_not_listed_and_is_not_there_is_a_problem(tmp_path: Path) -> None:
+def test_missing_path_given_by_name_is_a_problem(tmp_path: Path) -> None:
     found = examine(tmp_path / "a.safetensors")
     assert found.is_there and "cannot be read" in str(found.problem)
 
 
-def test_a_file_that_was_removed_and_whose_name_then_failed_is_not_checked(
+def test_file_replaced_by_an_error_file_is_not_checked(
     tmp_path: Path,
     after_listing: Callable[[Callable[[], object]], None],
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""`hsx clean` removes what nobody will need, and nothing that a server or a reader might."""
+"""`hsx clean` removes leftovers, but nothing that a server or a reader may need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def age(path: Path, days: float) -> None:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Fill the directory: files, empty locks, errors 10 and 1 days old, a dead server's remains."""
+    """Create files, empty locks, errors of 10 days and 1 day, and leftovers of a dead server."""
     with FileSink(tmp_path, FORMAT) as sink:
         for folder in ("", "day/"):
             publish(sink, tmp_path, f"{folder}complete")
@@ -77,7 +77,7 @@ OLD = {
 }
 
 
-def test_locks_without_data_and_what_dead_servers_left_are_removed(
+def test_locks_without_data_and_leftovers_of_dead_servers_are_removed(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clean", str(storage)]) == 0
@@ -90,7 +90,7 @@ def test_locks_without_data_and_what_dead_servers_left_are_removed(
     assert "nothing to remove" in capsys.readouterr().out
 
 
-def test_errors_are_removed_with_their_locks_when_they_are_old_enough(
+def test_old_errors_are_removed_with_their_locks(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clean", str(storage), "--errors-older-than", "7d"]) == 0
@@ -101,7 +101,7 @@ def test_errors_are_removed_with_their_locks_when_they_are_old_enough(
     assert names(storage) == KEPT
 
 
-def test_a_dry_run_says_what_would_be_removed_and_touches_nothing(
+def test_dry_run_lists_removals_and_changes_nothing(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {name: (storage / name).stat().st_mtime_ns for name in names(storage)}
@@ -112,7 +112,7 @@ def test_a_dry_run_says_what_would_be_removed_and_touches_nothing(
     assert "would be removed: 1 hidden file, 3 locks without data, 2 errors\n" in output
 
 
-def test_nothing_of_a_server_that_lives_or_of_a_reader_is_touched(storage: Path) -> None:
+def test_files_of_live_servers_and_readers_are_not_touched(storage: Path) -> None:
     with FileSink(storage, FORMAT) as sink:
         under_way = sink.open("r", storage / "r.safetensors")
         under_way.write(0, make_rows(0, 2))
@@ -155,7 +155,7 @@ def test_shards_of_a_dead_server_are_sealed(
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
-def test_dead_servers_of_folders_are_cleaned_up_from_above(
+def test_leftovers_in_subfolders_are_removed_from_the_parent(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inner = storage / "day" / "inner"
@@ -173,7 +173,7 @@ def test_dead_servers_of_folders_are_cleaned_up_from_above(
     assert load(inner / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
-def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(
+def test_concurrently_removed_error_is_not_a_problem(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def list_and_lose(dir_fd: int) -> list[str]:
@@ -186,7 +186,7 @@ def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(
     assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
 
 
-def test_all_that_cannot_be_removed_is_named(
+def test_everything_that_cannot_be_removed_is_reported(
     storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unlink(*args: object, **options: object) -> None:

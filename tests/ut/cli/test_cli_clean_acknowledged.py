@@ -1,4 +1,4 @@
-"""`hsx clean` removes what consumers have acknowledged, by age or size, and nothing else."""
+"""`hsx clean` removes only files that consumers have acknowledged, by age or size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def data_in(directory: Path) -> set[str]:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Write five files; four were acknowledged so many hours ago as their names say."""
+    """Write five files. The names of four have the hours since the acknowledgement."""
     with FileSink(tmp_path, FORMAT) as sink:
         for name in ("ack-1", "ack-2", "day/ack-3", "ack-4", "kept"):
             publish(sink, tmp_path, name)
@@ -47,7 +47,7 @@ def storage(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_that_were_acknowledged_long_ago_are_removed_whole(
+def test_files_acknowledged_long_ago_are_removed_completely(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = names(storage)
@@ -66,7 +66,7 @@ def test_files_that_were_acknowledged_long_ago_are_removed_whole(
     }
 
 
-def test_the_oldest_acknowledgements_are_removed_until_the_directory_has_the_size(
+def test_oldest_acknowledged_files_are_removed_down_to_the_size(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = (storage / "kept.safetensors").stat().st_size
@@ -80,12 +80,12 @@ def test_the_oldest_acknowledgements_are_removed_until_the_directory_has_the_siz
     assert main(["clean", str(storage), "--keep-bytes", "0"]) == 0
     assert data_in(storage) == {"kept"}
     assert (
-        f"{size} bytes are left, more than --keep-bytes: they are in use or not acknowledged\n"
+        f"{size} bytes remain, more than --keep-bytes: they are in use or not acknowledged\n"
         in capsys.readouterr().out
     )
 
 
-def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(
+def test_file_held_by_a_reader_or_being_rewritten_is_kept(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = storage / "ack-1.safetensors"
@@ -109,13 +109,13 @@ def test_a_file_that_a_reader_holds_or_whose_name_is_written_again_stays(
     assert not list(storage.glob("*.acknowledged"))
 
 
-def test_a_file_whose_lock_a_consumer_has_removed_is_removed(storage: Path) -> None:
+def test_acknowledged_file_without_a_lock_is_removed(storage: Path) -> None:
     (storage / "ack-1.safetensors.lock").unlink()
     assert main(["clean", str(storage), "--older-than", "0s"]) == 0
     assert names(storage) == {"kept.safetensors", "kept.safetensors.lock"}
 
 
-def test_a_file_that_changes_between_look_and_removal_stays(
+def test_file_changed_before_the_removal_is_kept(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = storage / "ack-4.safetensors"
@@ -131,7 +131,7 @@ def test_a_file_that_changes_between_look_and_removal_stays(
     assert data_in(storage) == {"ack-4", "kept"}
 
 
-def test_acknowledged_shards_are_removed_whole_and_others_stay(
+def test_only_completely_acknowledged_shards_are_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = sealed_shards(tmp_path)
@@ -177,7 +177,7 @@ def kill_shard_server(storage: Path) -> Path:
     return tar
 
 
-def test_a_dead_servers_shard_without_its_tar_is_told_with_the_remedy_and_given_up(
+def test_lost_shard_of_a_dead_server_is_reported_with_remedy_and_removed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tar = kill_shard_server(tmp_path)
@@ -197,7 +197,7 @@ def test_a_dead_servers_shard_without_its_tar_is_told_with_the_remedy_and_given_
     assert main(["clean", str(tmp_path)]) == 0
 
 
-def test_lost_shards_of_servers_that_live_and_shards_with_a_tar_stay(tmp_path: Path) -> None:
+def test_shards_of_live_servers_and_shards_with_a_tar_are_kept(tmp_path: Path) -> None:
     storage = sealed_shards(tmp_path)
     first, second = sorted(storage.glob("*.tar"))
     first.unlink()
@@ -218,7 +218,7 @@ def test_lost_shards_of_servers_that_live_and_shards_with_a_tar_stay(tmp_path: P
     older=st.none() | st.integers(0, 10),
     keep=st.none() | st.integers(0, 7),
 )
-def test_what_is_removed_is_exactly_what_the_options_say(
+def test_removals_match_the_options_exactly(
     tmp_path_factory: pytest.TempPathFactory,
     ages: list[int | None],
     older: int | None,
@@ -229,7 +229,9 @@ def test_what_is_removed_is_exactly_what_the_options_say(
         path = storage / f"{number}.safetensors"
         path.write_bytes(b"x" * 100)
         if age is not None:
-            acknowledge(path, age + 0.5 + number / 100)  # of one age, later ones are older
+            acknowledge(
+                path, age + 0.5 + number / 100
+            )  # for equal ages, later files count as older
     left = {str(number): age for number, age in enumerate(ages)}
     for number, age in sorted(enumerate(ages), key=lambda each: -((each[1] or 0) + each[0] / 100)):
         is_old = age is not None and older is not None and age + 0.5 + number / 100 > older

@@ -1,4 +1,4 @@
-"""Tab in a shell: bash itself asks `hsx`, with the function that argcomplete registers."""
+"""Tab completion in bash, with the function that argcomplete registers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAMS = {
     "hsx": "vllm_ascend_hsx",
     "register-python-argcomplete": "argcomplete.scripts.register_python_argcomplete",
 }
-# Sets what bash sets before it calls the function of a completion, and prints what that has set.
+# Sets bash's variables for a completion function, calls the function, and prints the result.
 ASK = """
 eval "$1"
 COMP_LINE="$2" COMP_POINT=${#2} COMP_TYPE=9 COMP_KEY=9
@@ -42,7 +42,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which `hsx` is this checkout's, and argcomplete this Python's."""
+    """Return an environment with `hsx` of this checkout and argcomplete of this Python."""
     directory = tmp_path_factory.mktemp("bin")
     for name, module in PROGRAMS.items():
         (directory / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
@@ -52,7 +52,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def setting_up() -> str:
-    """The line of the documentation for a shell, below the one that installs argcomplete."""
+    """Return the documented line for a shell, below the installation of argcomplete."""
     install, line = blocks("operations.md", "completion")[0].splitlines()
     extra = re.fullmatch(r"pip install 'vllm-ascend-hsx\[(\w+)\]'", install)
     assert extra is not None
@@ -100,7 +100,7 @@ def test_every_command_has_its_own_options_completed(
     assert completions(f"hsx {name} --jso", setting_up, environ) == ["--json"]
 
 
-def test_tab_in_a_terminal_completes_the_word(
+def test_tab_completes_a_word_in_a_terminal(
     setting_up: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "rc").write_text(f"PS1='ready> '\n{setting_up}")

@@ -1,4 +1,4 @@
-"""`hsx demo` from end to end, against a server without an NPU whose faults must be reported."""
+"""`hsx demo` from end to end with a fake server. Faults of the server must be reported."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
 def fake(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> pytest.MonkeyPatch:
-    """The demo starts the fake server; HSX_TEST_FAULT says how it is wrong."""
+    """Let the demo start the fake server. HSX_TEST_FAULT selects the fault."""
     known = tmp_path_factory.getbasetemp() / "known"
 
     def command(self: ServeOptions) -> list[str]:
@@ -42,7 +42,7 @@ def fake(
     return monkeypatch
 
 
-def test_sixteen_matching_requests_give_exit_code_zero(
+def test_matching_requests_give_exit_code_0(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
@@ -72,7 +72,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
         ("dies", "the server ended with exit code 3"),
     ],
 )
-def test_a_wrong_server_gives_exit_code_one(
+def test_wrong_server_gives_exit_code_1(
     fault: str,
     message: str,
     fake: pytest.MonkeyPatch,
@@ -104,13 +104,13 @@ def test_long_steps_are_compared_with_the_reference_and_with_each_other(
     assert "eager and with graphs: prompts and 284 of 284 generated tokens compared" in output
 
 
-def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
+def test_difference_between_graphs_and_eager_gives_exit_code_1(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without a reference each run is right by itself."""
+    """Without a reference, each run is right by itself."""
     fake.setenv("HSX_TEST_FAULT", "graphs differ")
     arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--long-steps"]
     assert demo.main([*arguments, "--no-reference"]) == 1
@@ -119,7 +119,7 @@ def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
     assert "request 1: rows 400-431 are" in output.replace("\n", " ")
 
 
-def test_without_a_reference_the_rest_is_still_checked(
+def test_shapes_and_token_ids_are_checked_without_a_reference(
     fake: pytest.MonkeyPatch,
     tiny_minimax_m2: Path,
     tmp_path: Path,
@@ -175,7 +175,7 @@ def test_a_wrong_option_is_named_with_its_remedy(
         ("-1", "distinct ids from 0"),
     ],
 )
-def test_wrong_layers_are_named_before_a_server_is_started(
+def test_invalid_layers_are_reported_before_a_server_starts(
     layers: str, message: str, tiny_minimax_m2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--model", str(tiny_minimax_m2), f"--layers={layers}"]) == 2
@@ -189,7 +189,7 @@ def test_an_output_that_is_no_directory_is_named(
     file.touch()
     assert demo.main(["--output", str(file)]) == 2
     assert (
-        f"--output={str(file)!r} cannot be a directory: File exists. Name a new"
+        f"--output={str(file)!r} cannot be a directory: File exists. Give a new"
         in capsys.readouterr().err.replace("\n", " ")
     )
 
@@ -201,7 +201,7 @@ def test_a_directory_without_a_model_is_named(
     assert "has no config.json" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
+def test_model_that_does_not_fit_is_reported_with_the_option_to_use(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(target, "available_memory", lambda: 1)
@@ -209,7 +209,7 @@ def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
     assert "call again with --no-reference" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_that_no_port_is_free_is_said_without_a_traceback(
+def test_lack_of_a_free_port_is_reported_without_a_traceback(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as other:
@@ -226,10 +226,12 @@ def test_default_layers_end_with_the_last(layers: int, ids: tuple[int, ...]) -> 
 
 
 def running(output: Path) -> list[str]:
-    """The command lines that name the directory of hidden states of this output directory."""
+    """Return the command lines of processes that use this output directory."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we look
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # the process ended meanwhile
             lines.append(path.read_text(errors="replace"))
     return [line for line in lines if str(output / "hidden_states") in line]
 
@@ -248,7 +250,7 @@ demo._environment = lambda options: {{}}
 demo._compile_emulator = lambda console: None
 sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_path)!r}, "--no-reference"]))
 """
-    # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
+    # A shell starts background processes, possibly these tests, with SIGINT ignored.
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stderr=subprocess.PIPE,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """Findings of software and patch points that the command is to show."""
+    """Set the findings of software and patch points that the command shows."""
     found = [Finding("software", "vllm", "ok", "0.23.0")]
     monkeypatch.setattr(command, "check_software", lambda: iter(found))
     held = Finding("patch points", "a.b", "ok", "called")
@@ -31,7 +31,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     return found
 
 
-def test_what_takes_long_is_announced_on_stderr(
+def test_long_checks_are_announced_on_stderr(
     healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--json", "--out", str(tmp_path)]) == 0
@@ -43,7 +43,7 @@ def test_what_takes_long_is_announced_on_stderr(
     )
 
 
-def test_the_exit_code_says_whether_there_are_problems(
+def test_exit_code_is_1_if_there_are_problems(
     healthy: list[Finding], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([]) == 0
@@ -65,7 +65,7 @@ def test_json_has_every_finding(
     assert {each["topic"] for each in shown["findings"]} == {"software", "patch points", "target"}
 
 
-def test_a_model_that_is_none_is_a_mistake_in_the_command(
+def test_invalid_model_gives_exit_code_2(
     healthy: list[Finding], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--model", "no-such-model"]) == 2
@@ -77,7 +77,7 @@ def test_a_model_that_is_none_is_a_mistake_in_the_command(
 @pytest.mark.parametrize(
     "words", [["--io", "direct"], ["--no-lock"], ["--io", "fast", "--out", "x"], ["directory"]]
 )
-def test_options_that_say_nothing_are_refused(
+def test_storage_options_without_out_are_refused(
     words: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -95,7 +95,7 @@ def test_the_command_starts_without_torch_and_vllm() -> None:
     )
 
 
-def test_the_documented_command_is_one_that_hsx_accepts() -> None:
+def test_documented_doctor_command_is_accepted() -> None:
     (shown,) = blocks("operations.md", "doctor")
     words = shlex.split(shown)
     assert words[:2] == ["hsx", "doctor"]

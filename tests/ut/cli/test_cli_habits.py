@@ -1,4 +1,4 @@
-"""What all commands do alike: result on stdout, progress on stderr, --json and --quiet."""
+"""Common behaviour of all commands: result on stdout, progress on stderr, --json, --quiet."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vllm_ascend_hsx.doctor import patch_points
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.report.result import HELD, Result
 
-# They run another program, whose output is theirs.
+# These commands run another program, and the output is that of the program.
 PASS_ON = {"emulate", "speculators"}
 
 
 class Case(NamedTuple):
-    """A command line that works, a part of its result, and one of its progress, if it has any."""
+    """A valid command line, a part of the result, and a part of the progress, if any."""
 
     words: str
     result: str
@@ -46,7 +46,7 @@ CASES = {
     "doctor": Case("--model {dir}/model", "no problems", "importing vllm and vllm-ascend"),
     "generate": Case(
         "--data {dir}/data.jsonl --output {dir}/out --dry-run",
-        "rows: 1, of which 0 are there",
+        "rows: 1, 0 of them finished",
         "data.jsonl: 1 rows",
     ),
     "hardware-report": Case(
@@ -60,7 +60,7 @@ CASES = {
     "status": Case("{dir}/ledgers", "0 of 3 rows done"),
     "verify": Case("{dir}/rows", "2 good"),
 }
-NO_SHORT = ("serve", "-q")  # it is vLLM's --quantization
+NO_SHORT = ("serve", "-q")  # -q is vLLM's --quantization
 REFUSED = {
     "clean": "{dir}/none",
     "demo": "--model {dir}/none",
@@ -82,9 +82,9 @@ def test_every_command_is_in_the_table() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command of the tables with more options; its exit code and two outputs.
+    """Run a command of the tables with more options. Return exit code, stdout and stderr.
 
-    What takes minutes is replaced: servers, checks of the machine, steps of the report.
+    Servers, checks of the machine and steps of the report are replaced, because they take minutes.
     """
     for name in ("a", "b"):
         write(tmp_path / "rows", name, rows_of(5))
@@ -142,7 +142,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def fresh(tmp_path: Path, name: str) -> str:
-    """The words of a command, with a new directory for a report, which must be empty."""
+    """Return the words of a command. A report gets a new directory, because it must be empty."""
     return CASES[name].words.replace(
         "{dir}/report", f"{{dir}}/report-{len(list(tmp_path.iterdir()))}"
     )
@@ -162,7 +162,7 @@ def test_the_result_is_on_stdout_and_progress_on_stderr(
 
 
 def keys_of(command: str) -> set[str]:
-    """The keys that the documentation names for a command."""
+    """Return the documented keys of a command's JSON."""
     section = page("operations.md").partition("## In scripts")[2].partition("\n## ")[0]
     documented = dict(rows(section))
     return set(re.findall(r"`(\w+)`", documented[f"`hsx {command}`"]))
@@ -176,7 +176,7 @@ def test_json_of_a_run_has_the_documented_keys(bench: Bench) -> None:
     assert found["endpoints"] == [{"url": bench.server.url, "answered": 6, "failed": 0}]
 
 
-def test_json_of_a_run_that_fails_has_the_reasons_and_stderr_has_them_too(
+def test_reasons_of_a_failed_run_are_in_json_and_on_stderr(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.server.behave = lambda seen: 400 if seen.row == 3 else "ok"
@@ -218,7 +218,7 @@ def test_json_is_one_object_on_stdout_with_the_documented_keys(
     code, out, err = run(name, fresh(tmp_path, name), "--json")
     assert code == 0 and CASES[name].progress in err
     printed = json.loads(out)
-    if name == "plan":  # its costs have names of their own
+    if name == "plan":  # the costs have separate names
         printed = {key: value for key, value in printed.items() if key in documented}
     assert set(printed) == documented
     assert run(name, fresh(tmp_path, name), "--json", "--quiet")[2] == "", (
@@ -232,29 +232,27 @@ QUIET = [
 
 
 @pytest.mark.parametrize(("name", "option"), QUIET)
-def test_a_quiet_command_that_is_right_says_nothing(
+def test_successful_quiet_command_prints_nothing(
     name: str, option: str, run: Run, tmp_path: Path
 ) -> None:
     assert run(name, fresh(tmp_path, name), option) == (0, "", "")
 
 
-def test_the_short_option_of_hsx_serve_is_vllm_s(run: Run) -> None:
+def test_short_q_of_hsx_serve_is_passed_to_vllm(run: Run) -> None:
     code, out, _ = run("serve", "{dir}/model -q ascend --dry-run --json")
     assert code == 0 and json.loads(out)["arguments"][3:5] == ["-q", "ascend"]
 
 
 @pytest.mark.parametrize("options", [["--quiet"], ["--json"], []])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_error_is_on_stderr_and_leaves_stdout_alone(
-    name: str, options: list[str], run: Run
-) -> None:
+def test_errors_go_to_stderr_only(name: str, options: list[str], run: Run) -> None:
     code, out, err = run(name, REFUSED[name], *options)
     assert code == 2
     assert f"hsx {name}: " in err
-    assert out == "" or name == "status"  # that shows what it could read
+    assert out == "" or name == "status"  # the command shows the readable files
 
 
-def test_a_number_that_json_does_not_have_is_null(run: Run, tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null_in_json(run: Run, tmp_path: Path) -> None:
     states = rows_of(3)
     states[1, 0, 0] = math.nan
     write(tmp_path / "odd", "a", states)
@@ -263,7 +261,5 @@ def test_a_number_that_json_does_not_have_is_null(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(PASS_ON))
-def test_the_help_of_a_command_that_runs_another_says_whose_output_it_is(
-    name: str, run: Run
-) -> None:
+def test_help_of_wrapper_commands_says_that_they_print_nothing(name: str, run: Run) -> None:
     assert "prints nothing of its own" in " ".join(run(name, "--help")[1].split())

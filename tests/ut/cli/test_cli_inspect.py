@@ -1,4 +1,4 @@
-"""`hsx inspect` and `hsx verify` show what is wrong with files, and nothing that is not."""
+"""`hsx inspect` and `hsx verify` report all problems of files, and no others."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def a_directory(tmp_path: Path) -> Path:
     return directory
 
 
-def test_verify_finds_nothing_in_good_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_accepts_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_directory(tmp_path)
     write(directory / "below", "deep", rows_of(4), options=FileOptions(checksum="none"))
     (directory / ".hidden").mkdir()
@@ -45,7 +43,7 @@ def test_verify_finds_nothing_in_good_files(
     assert main(["verify", str(directory), "--jobs", "1"]) == 0
     said = capsys.readouterr().out
     assert "4 files of 2 layers [2, 4] x 8 bfloat16" in said
-    assert "4 good (1 of them name no checksum), 0 bad, 0 failed requests; 44 tokens" in said
+    assert "4 good (1 of them without checksum), 0 bad, 0 failed requests; 44 tokens" in said
 
 
 def test_verify_in_several_processes_finds_the_same(
@@ -61,9 +59,7 @@ def test_verify_in_several_processes_finds_the_same(
     assert (results[0]["good"], len(results[0]["bad"]), results[0]["tokens"]) == (3, 1, 40)
 
 
-def test_verify_tells_of_requests_that_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reports_failed_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_directory(tmp_path)
     with FileSink(directory, FORMAT) as sink:
         sink.open("f", directory / "f.safetensors").fail("the disk is full")
@@ -72,29 +68,27 @@ def test_verify_tells_of_requests_that_failed(
     assert verify.main([str(directory), "--jobs", "1", "--allow-errors"]) == 0
 
 
-def test_verify_names_a_folder_that_it_cannot_read(
+def test_verify_reports_an_unreadable_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = a_directory(tmp_path)
     write(directory / "closed", "a", rows_of(3))
     scandir = os.scandir
 
-    def refuse(path: str) -> Any:  # permissions do not keep root out
+    def refuse(path: str) -> Any:  # root ignores permissions
         if os.fspath(path).endswith("closed"):
             raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert (
-        f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
-    )
+    assert f"bad: {directory}/closed: cannot be read: Permission denied" in capsys.readouterr().out
     assert verify.main([str(directory / "closed")]) == 2
-    assert capsys.readouterr().err.endswith("Call it as a user who may read it.\n")
+    assert capsys.readouterr().err.endswith("Run it as a user with read permission.\n")
 
 
 @pytest.mark.parametrize("folder", ["shards", "."])
-def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
+def test_verify_reports_an_unreadable_index_and_continues(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = a_directory(tmp_path)
@@ -115,12 +109,12 @@ def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
     (bad,) = found["bad"]
     assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
     assert bad["problem"].startswith(
-        "it cannot be read: Permission denied; rows may be in this index: let this user read it"
+        "cannot be read: Permission denied; rows may be in this index: let this user read it"
     )
     assert found["good"] == 3
 
 
-def test_verify_refuses_rows_of_two_bases(
+def test_verify_refuses_rows_of_different_rotation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for basis in ("", "model", "rotated"):
@@ -137,14 +131,16 @@ def test_verify_refuses_rows_of_two_bases(
     )
 
 
-def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_files_of_different_kinds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = a_directory(tmp_path)
     write(directory, "other", torch.zeros(3, 4, 8, dtype=torch.bfloat16))
     assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert "files of different kinds" in capsys.readouterr().out
+    assert "the files are of different kinds" in capsys.readouterr().out
 
 
-def test_weights_are_shown_and_those_of_two_checkpoints_noted(
+def test_verify_notes_weights_of_two_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, weights in (("a", "0a" * 16), ("b", ""), ("c", "0a" * 16), ("d", "b1" * 16)):
@@ -158,8 +154,7 @@ def test_weights_are_shown_and_those_of_two_checkpoints_noted(
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     assert (
-        f"note: these are files of 2 checkpoints, by their weights: 2 of {'0a' * 16}, 1 of "
-        f"{'b1' * 16}"
+        f"note: the files are from 2 checkpoints, by weights: 2 of {'0a' * 16}, 1 of {'b1' * 16}"
     ) in printed
     (tmp_path / "d.safetensors").unlink()
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
@@ -167,7 +162,7 @@ def test_weights_are_shown_and_those_of_two_checkpoints_noted(
 
 
 @pytest.mark.parametrize("make", [True, False])
-def test_verify_of_nothing_is_no_success(
+def test_verify_of_an_empty_directory_fails(
     tmp_path: Path, make: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if make:
@@ -176,7 +171,9 @@ def test_verify_of_nothing_is_no_success(
     assert str(tmp_path / "none") in capsys.readouterr().err.replace("\n", "")
 
 
-def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_further_problems_are_only_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for index in range(25):
         (tmp_path / f"{index}.safetensors").write_bytes(b"x")
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
@@ -214,7 +211,7 @@ def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("plot", [False, True])
-def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(
+def test_inspect_shows_positions_if_layer_ids_are_missing(
     tmp_path: Path, plot: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if plot:
@@ -230,7 +227,7 @@ def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(
 
 
 @pytest.mark.parametrize("suffix", ["", ".error"])
-def test_inspect_of_a_request_that_failed_shows_its_reason(
+def test_inspect_shows_the_reason_of_a_failed_request(
     tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
@@ -239,7 +236,7 @@ def test_inspect_of_a_request_that_failed_shows_its_reason(
     assert "no luck" in capsys.readouterr().out
 
 
-def test_inspect_of_a_lock_alone_says_what_it_means(
+def test_inspect_explains_a_lock_without_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.safetensors.lock").touch()
@@ -247,10 +244,10 @@ def test_inspect_of_a_lock_alone_says_what_it_means(
     assert "the server died" in capsys.readouterr().out
 
 
-def test_verify_lists_locks_that_nobody_holds_beside_no_data(
+def test_verify_lists_free_locks_without_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are no reason for another exit code: a consumer may have taken the data."""
+    """Locks without data do not change the exit code: a consumer may have removed the data."""
     write(tmp_path, "a", rows_of(3))
     write(tmp_path, "folder/taken", rows_of(3)).unlink()
     with FileSink(tmp_path, FORMAT) as sink:
@@ -267,7 +264,7 @@ def test_verify_lists_locks_that_nobody_holds_beside_no_data(
     ]
 
 
-def test_inspect_shows_a_directory_and_what_is_bad_in_it(
+def test_inspect_shows_a_directory_with_its_bad_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = a_directory(tmp_path)
@@ -280,7 +277,7 @@ def test_inspect_shows_a_directory_and_what_is_bad_in_it(
     assert "bad: this is not a file" in " ".join(said.split())
 
 
-def test_inspect_shows_the_folders_of_files_and_names_one_that_it_cannot_read(
+def test_inspect_shows_subfolders_and_reports_an_unreadable_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scandir = os.scandir
@@ -299,7 +296,7 @@ def test_inspect_shows_the_folders_of_files_and_names_one_that_it_cannot_read(
     assert said.err == f"hsx inspect: {tmp_path}/closed cannot be read: Permission denied\n"
 
 
-def test_inspect_draws_a_file(tmp_path: Path) -> None:
+def test_inspect_plots_a_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
     path = write(tmp_path, "a", rows_of(50))
     assert inspect.main([str(path), "--plot", str(tmp_path / "a.png")]) == 0
@@ -308,7 +305,7 @@ def test_inspect_draws_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["a", "$\\frac$"])
-def test_inspect_draws_rows_without_a_norm_and_any_name(
+def test_inspect_plots_zero_norms_and_any_file_name(
     tmp_path: Path, value: float, name: str
 ) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
@@ -321,7 +318,7 @@ def test_inspect_draws_rows_without_a_norm_and_any_name(
 
 
 @pytest.mark.parametrize("name", ["x.foo", "x", ".png", "folder.png"])
-def test_a_picture_of_no_format_is_refused_with_its_option(
+def test_plot_of_unknown_format_is_refused(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
@@ -335,14 +332,14 @@ def test_a_picture_of_no_format_is_refused_with_its_option(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{directory}", "--plot", "x.png"], "is a directory: name a file in it"),
+        (["{directory}", "--plot", "x.png"], "is a directory: give a file in it"),
         (
             ["{directory}", "--limit", "0"],
             "argument --limit: '0' is not a whole number from 1 to 1000000000",
         ),
     ],
 )
-def test_wrong_options_of_inspect_are_named(
+def test_invalid_options_of_inspect_are_refused(
     tmp_path: Path,
     arguments: list[str],
     says: str,
@@ -356,7 +353,7 @@ def test_wrong_options_of_inspect_are_named(
     assert says in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_is_refused(
+def test_plot_without_matplotlib_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(inspect, "find_spec", lambda name: None)
@@ -365,7 +362,7 @@ def test_a_picture_without_matplotlib_is_refused(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     directory = a_directory(tmp_path)
     (directory / ".x.safetensors").write_bytes(b"")
     assert [path.name for path in files_in(directory)] == [

@@ -1,4 +1,4 @@
-"""`hsx`: which command does what, and what a mistyped one is told."""
+"""`hsx`: dispatch to commands, and errors for mistyped commands."""
 
 import importlib
 import subprocess
@@ -17,7 +17,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in output for name in cli.COMMANDS)
 
 
-def test_no_command_shows_the_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_is_shown_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage: hsx COMMAND" in capsys.readouterr().out
 
@@ -29,7 +29,7 @@ def test_no_command_shows_the_usage_and_fails(capsys: pytest.CaptureFixture[str]
         *((name[:2] + name[3:], f"; did you mean {name}?") for name in cli.COMMANDS),
     ],
 )
-def test_an_unknown_command_is_named_with_the_similar_one_or_all(
+def test_unknown_command_gets_a_suggestion_or_the_list(
     typed: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([typed]) == 2
@@ -53,7 +53,7 @@ def test_an_unknown_command_is_named_with_the_similar_one_or_all(
         ),
     ],
 )
-def test_a_system_error_is_told_as_what_it_is(
+def test_system_error_is_reported_by_kind(
     error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(argv: list[str]) -> int:
@@ -64,7 +64,7 @@ def test_a_system_error_is_told_as_what_it_is(
     assert capsys.readouterr().err == f"hsx speculators: {said}\n"
 
 
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     from vllm_ascend_hsx import __version__
 
     assert cli.main(["--version"]) == 0
@@ -72,7 +72,7 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_leads_to_a_function(name: str) -> None:
+def test_every_command_has_a_function(name: str) -> None:
     module, _, function = cli.COMMANDS[name].target.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 
@@ -111,7 +111,7 @@ def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path
         "except KeyboardInterrupt as error:\n    raise ImportError('numpy') from error\n"
         "def main(argv): raise AssertionError('not interrupted')\n"
     )
-    # In the background a shell has its processes ignore the signal.
+    # A shell starts background processes with the signal ignored.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += (
         "from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', "
@@ -141,7 +141,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "words", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join
 )
-def test_help_is_printed_without_work_or_a_word_about_it(words: list[str]) -> None:
+def test_help_prints_no_sign_of_life(words: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMMEDIATE, *words], capture_output=True, text=True, check=False
     )
@@ -160,7 +160,7 @@ def test_the_package_can_be_run_as_a_module() -> None:
     assert done.returncode == 2
     assert (
         "hsx plan: MODEL='none' is neither a preset nor a file" in done.stderr
-    )  # a slow machine gives a sign of life, too
+    )  # a slow machine also prints the sign of life
 
 
 def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:
@@ -215,7 +215,7 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize("words", BAD_INPUT, ids=" ".join)
-def test_bad_input_is_told_without_a_traceback_and_ends_with_2(
+def test_bad_input_gives_one_line_and_exit_code_2(
     words: list[str],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""`hsx ... | head` ends silently with the exit code of a program killed by the broken pipe."""
+"""`hsx ... | head` ends silently, with the exit code of a program killed by SIGPIPE."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from vllm_ascend_hsx.cli.output import sign_of_life
 
 HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
 SIGN_OF_LIFE = re.compile(r"hsx [\w-]+: .* \.\.\.")  # the machine may be slow
-BROKEN_PIPE = 128 + 13  # what a shell calls the end by SIGPIPE
+BROKEN_PIPE = 128 + 13  # a shell's exit code for an end by SIGPIPE
 HELP = [("--help",), (), ("--version",), *((name, "--help") for name in COMMANDS)]
 
 
 def run_unread(*arguments: str | Path, buffered: bool, errors_too: bool = False) -> tuple[int, str]:
-    """Exit code and errors of a command whose output goes into a pipe that nobody reads."""
+    """Return exit code and errors of a command with output to a closed pipe."""
     readable, writable = os.pipe()
     os.close(readable)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -48,7 +48,7 @@ def run_unread(*arguments: str | Path, buffered: bool, errors_too: bool = False)
 
 
 @pytest.mark.parametrize("arguments", HELP, ids=" ".join)
-def test_a_help_that_nobody_reads_ends_without_a_word(arguments: tuple[str, ...]) -> None:
+def test_help_into_a_closed_pipe_ends_silently(arguments: tuple[str, ...]) -> None:
     assert run_unread(*arguments, buffered=True) == (BROKEN_PIPE, "")
 
 
@@ -82,9 +82,7 @@ UNREAD = (
 @pytest.mark.parametrize(
     ("words", "buffered"), [*((words, True) for words in UNREAD), (UNREAD[1], False)]
 )
-def test_what_nobody_reads_ends_a_command_without_a_word(
-    place: Path, words: str, buffered: bool
-) -> None:
+def test_closed_stdout_ends_a_command_silently(place: Path, words: str, buffered: bool) -> None:
     arguments = [word.format(place) for word in words.split()]
     assert run_unread(*arguments, buffered=buffered, errors_too=buffered) == (BROKEN_PIPE, "")
 
@@ -100,15 +98,15 @@ def test_what_nobody_reads_ends_a_command_without_a_word(
         "emulate --npus 0 -- true",
     ],
 )
-def test_an_error_that_nobody_reads_ends_a_command_too(place: Path, command: str) -> None:
+def test_closed_stderr_ends_a_command(place: Path, command: str) -> None:
     assert run_unread(
         *(word.format(place) for word in command.split()), buffered=True, errors_too=True
     ) == (BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_command_without_an_output_does_its_work(place: Path, stream: str) -> None:
-    """As with `hsx verify DIR >&-`: there is no such descriptor at all."""
+def test_command_without_open_outputs_does_its_work(place: Path, stream: str) -> None:
+    """As with `hsx verify DIR >&-`: the descriptor is not open."""
     number = {"stdout": 1, "stderr": 2}[stream]
     done = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {number}>&-', "sh", *HSX, "verify", str(place / "rows")],
@@ -118,8 +116,8 @@ def test_a_command_without_an_output_does_its_work(place: Path, stream: str) -> 
     assert done.returncode == 0
 
 
-def test_a_program_with_emulated_npus_is_ended_by_a_broken_pipe_as_without() -> None:
-    """Python ignores the signal, and what it becomes would inherit that."""
+def test_broken_pipe_ends_an_emulated_program_as_usual() -> None:
+    """Python ignores the signal, and the program that replaces it would inherit that."""
     code, errors = run_unread(
         "emulate",
         "--npus",
@@ -133,7 +131,7 @@ def test_a_program_with_emulated_npus_is_ended_by_a_broken_pipe_as_without() -> 
     assert (code, errors) == (-13, "")
 
 
-def test_a_command_that_takes_long_gives_a_sign_of_life_once(
+def test_long_command_prints_one_sign_of_life(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     done = threading.Event()
@@ -145,17 +143,17 @@ def test_a_command_that_takes_long_gives_a_sign_of_life_once(
     assert said + capfd.readouterr().err.splitlines() == ["hsx plan: asking ..."]
 
 
-def test_a_command_that_is_soon_done_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_short_command_prints_no_sign_of_life(capfd: pytest.CaptureFixture[str]) -> None:
     with sign_of_life("hsx plan: asking ...", seconds=3600):
         pass
     assert capfd.readouterr().err == ""
 
 
-def test_every_command_that_works_itself_says_at_what() -> None:
+def test_every_command_has_a_sign_of_life() -> None:
     assert [name for name, command in COMMANDS.items() if command.at_work is None] == ["emulate"]
 
 
-def test_the_sign_goes_to_stderr_and_leaves_the_result_alone(place: Path) -> None:
+def test_sign_of_life_goes_to_stderr_only(place: Path) -> None:
     code = (
         "import sys, vllm_ascend_hsx.cli.output as o; o.sign_of_life.__wrapped__.__defaults__ = "
         "(0.0,)\n"
@@ -167,7 +165,7 @@ def test_the_sign_goes_to_stderr_and_leaves_the_result_alone(place: Path) -> Non
     assert done.stderr.splitlines()[0] == "hsx verify: reading files ..."
 
 
-# Names that no locale can write
+# Names that cannot be printed
 
 
 STRICT = {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
@@ -175,7 +173,7 @@ STRICT = {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
 
 @pytest.fixture
 def strange(tmp_path: Path) -> Path:
-    """Files whose names are no UTF-8, or would be an instruction to a terminal."""
+    """Create files with names that are not UTF-8 or have escape sequences."""
     directory = tmp_path / "d\udcff\x1b[31m"
     write(directory, "good", rows_of(5))
     for stem in ("x\udcff", "w\x1b[31m"):
@@ -207,7 +205,7 @@ def strange(tmp_path: Path) -> Path:
     ],
     ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else None,
 )
-def test_names_of_any_bytes_are_spelt_out_on_every_output(
+def test_names_that_are_not_utf8_are_escaped_on_every_output(
     strange: Path, words: list[str], code: int
 ) -> None:
     arguments = [os.fsencode(word.format(strange)) for word in words]
@@ -230,14 +228,14 @@ def test_names_of_any_bytes_are_spelt_out_on_every_output(
         ]
 
 
-# Outputs that take nothing
+# Outputs that cannot be written
 
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(
     "words", ["--help", "verify --help", "verify {}/rows --jobs 1", "clean {}/rows"]
 )
-def test_an_output_on_a_full_disk_is_one_line_on_stderr(
+def test_output_to_a_full_disk_gives_one_line_on_stderr(
     place: Path, words: str, buffered: bool
 ) -> None:
     environ = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
@@ -253,7 +251,7 @@ def test_an_output_on_a_full_disk_is_one_line_on_stderr(
             check=False,
         )
     said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
-    if words == "verify --help" and not buffered:  # argparse keeps it to itself
+    if words == "verify --help" and not buffered:  # argparse suppresses the error
         assert (done.returncode, said) == (0, [])
         return
     assert (done.returncode, len(said)) == (1, 1), done.stderr
@@ -287,9 +285,9 @@ def look(path, listed, checksum):
 
 @pytest.fixture
 def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, TextIO]]:
-    """`hsx verify` of six files whose two processes wait for a lock.
+    """Run `hsx verify` of six files with two processes that wait for a lock.
 
-    Yields command, environment, the pipe to which each process writes at its start, and the lock.
+    Yields command, environment, the pipe to which each process writes at the start, and the lock.
     """
     os.mkfifo(tmp_path / "began")
     began = os.open(tmp_path / "began", os.O_RDWR)
@@ -298,7 +296,7 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     )
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
-    # In the background a shell has its processes ignore SIGINT.
+    # A shell starts background processes with SIGINT ignored.
     code = "import signal, sys, stalled; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
@@ -323,7 +321,7 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
         (signal.SIGKILL, False, False, -9, []),
     ],
 )
-def test_a_signal_ends_verify_and_all_its_processes_without_a_traceback_of_any(
+def test_signal_ends_verify_and_its_processes_without_a_traceback(
     stalled: tuple[list[str], dict[str, str], int, TextIO],
     number: int,
     to_all: bool,
@@ -351,7 +349,9 @@ def test_a_signal_ends_verify_and_all_its_processes_without_a_traceback_of_any(
         raise
     said = [line for line in errors.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
     assert (process.returncode, output, "Traceback" in errors) == (code, "", False)
-    assert said == says or number == signal.SIGKILL  # Python's own process tells what was left then
+    assert (
+        said == says or number == signal.SIGKILL
+    )  # the resource tracker of Python reports leftovers then
 
 
 KILLED = """
@@ -365,8 +365,8 @@ def look(path, listed, checksum):
 """
 
 
-def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Path) -> None:
-    """As the system does if memory is short."""
+def test_verify_shows_partial_results_if_a_process_is_killed(tmp_path: Path) -> None:
+    """As the system does if memory runs out."""
     (tmp_path / "stalled.py").write_text(KILLED)
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
@@ -394,6 +394,6 @@ def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Pa
     result = json.loads(done.stdout)
     assert result["good"] + result["unseen"] == 6 and result["unseen"] > 0
     assert (
-        f"one of its processes was killed, perhaps for want of memory: {result['unseen']} files "
-        "have no verdict"
+        f"a process was killed, possibly for lack of memory: {result['unseen']} files were not "
+        "checked"
     ) in said[0]

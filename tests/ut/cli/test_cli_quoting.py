@@ -1,4 +1,4 @@
-"""An error is one line on stderr, whatever was typed and whatever names files have."""
+"""An error is one line on stderr, whatever the arguments and names of files contain."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_error_is_one_line_on_stderr(
     assert len(lines) == 1 and printed.err.endswith(f"{lines[0]}\n")
 
 
-def test_invalid_rows_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_invalid_row_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a\nb.jsonl"
     path.write_text('{"token_ids": []}\n{"token_ids": [-1]}\n')
     assert main(["generate", "--data", str(path), "--output", str(tmp_path / "out")]) == 2
@@ -86,7 +86,7 @@ def test_invalid_rows_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [line.startswith("  ") for line in lines] == [False, True, True]
 
 
-def test_doctor_spells_out_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     doctor._announce(make_console(stderr=True), ODD)
     doctor.show(make_console(), [Finding("storage", ODD, "problem", ODD, ODD)])
     printed = capsys.readouterr()
@@ -99,7 +99,7 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def options_of(name: str, capsys: pytest.CaptureFixture[str], taking: str) -> list[str]:
-    """The options in the help of a command that take a value, or none."""
+    """Return the options in the help of a command that take a value, or that take none."""
     with pytest.raises(SystemExit):
         COMMANDS[name].parse_arguments(["--help"])
     return re.findall(rf"^  (--[a-z-]+){taking}", capsys.readouterr().out, re.MULTILINE)
@@ -107,10 +107,8 @@ def options_of(name: str, capsys: pytest.CaptureFixture[str], taking: str) -> li
 
 @pytest.mark.parametrize(
     "name", sorted({*COMMANDS} - {"status"})
-)  # that has no option with a value
-def test_two_dashes_are_no_value_of_an_option(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # the command has no option with a value
+def test_two_dashes_are_not_a_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = options_of(name, capsys, r" [^ ]")
     assert options
     for option in options:
@@ -118,13 +116,11 @@ def test_two_dashes_are_no_value_of_an_option(
             COMMANDS[name].parse_arguments(["x", f"{option}=--"])
         assert left.value.code == 2
         error = capsys.readouterr().err.splitlines()[-1]
-        assert option in error and "'--' is no value" in error
+        assert option in error and "'--' is not a value" in error
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_misspelt_option_is_named_with_the_similar_one(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelt_option_gets_a_suggestion(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for option in options_of(name, capsys, ""):
         typed = f"{option}x"
         with pytest.raises(SystemExit) as left:
@@ -134,7 +130,7 @@ def test_a_misspelt_option_is_named_with_the_similar_one(
         assert typed in error and "did you mean --" in error
 
 
-def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_another_program(
+def test_values_abbreviations_and_words_after_two_dashes_are_not_misspelt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert demo.parse_arguments(["--tensor-par", "1", "--", "--tensr"]).serve_options == ["--tensr"]
@@ -145,7 +141,7 @@ def test_an_option_is_not_misspelt_if_it_is_a_value_an_abbreviation_or_of_anothe
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_parser_refuses_any_words_without_a_traceback(
+def test_parser_refuses_any_words_without_a_traceback(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["-h", *options_of(name, capsys, "")]

@@ -37,7 +37,7 @@ def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
 
 
 def install(directory: Path, name: str, version: str, rest: str = "") -> None:
-    """Metadata of a package, as pip leaves it."""
+    """Write the metadata of a package, as pip does."""
     folder = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(
@@ -53,7 +53,7 @@ VLLM_ASCEND = (
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an Ascend machine's metadata before this machine's and the emulated torch_npu's."""
+    """Put the metadata of an Ascend machine before that of this machine and the emulator."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for name, version, rest in (
@@ -64,14 +64,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         install(packages, name, version, rest)
     others = [each for each in sys.path if Path(each).resolve() != SITE.resolve()]
-    # One change: what syspath_prepend undoes would be put back without the emulator.
+    # One change, because undoing syspath_prepend separately would lose the emulator.
     monkeypatch.setattr(sys, "path", [str(packages), *others])
     return packages
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """The files of an Ascend machine."""
+    """Create the files of an Ascend machine."""
     root = tmp_path / "root"
     toolkit = root / "usr/local/Ascend/cann" / f"{platform.machine()}-linux"
     toolkit.mkdir(parents=True)
@@ -104,7 +104,7 @@ def environ_of(root: Path, **more: str) -> dict[str, str]:
     [{}, {"VLLM_PLUGINS": "ascend,ascend_hsx"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}],
     ids=str,
 )
-def test_a_machine_that_has_everything_is_told_its_versions(
+def test_complete_machine_gets_its_versions(
     installed: Path, machine: Path, environ: dict[str, str]
 ) -> None:
     found = by_name(check_software(environ_of(machine, **environ), machine))
@@ -123,13 +123,13 @@ def test_a_machine_that_has_everything_is_told_its_versions(
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a sound machine, and the problem that it makes.
+    """A change to a complete machine, and the resulting problem.
 
     Attributes:
-        environ: variables that differ.
-        packages: what is installed instead, by name; None for nothing.
+        environ: changed variables.
+        packages: changed versions by name; None for a package that is not installed.
         cann: text of the toolkit's file.
-        name, found, what_to_do: of the finding, the last two in part.
+        name, found, what_to_do: fields of the finding; parts of the last two.
     """
 
     name: str
@@ -157,9 +157,9 @@ CHANGES = {
     "no torch-npu": Change(
         "torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}
     ),
-    "another CANN": Change("CANN", "8.5.0; vllm-ascend wants 9.1.0", "", cann="version=8.5.0\n"),
+    "another CANN": Change("CANN", "8.5.0; vllm-ascend requires 9.1.0", "", cann="version=8.5.0\n"),
     "the CANN of a later image": Change(
-        "CANN", "9.2.0; vllm-ascend wants 9.1.0", "", cann="version=9.2.0\n"
+        "CANN", "9.2.0; vllm-ascend requires 9.1.0", "", cann="version=9.2.0\n"
     ),
     "a CANN that no variable names": Change(
         "CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}
@@ -174,7 +174,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_differs_is_one_problem_that_names_what_is_right(
+def test_each_difference_is_one_problem_with_the_right_version(
     installed: Path, machine: Path, change: Change
 ) -> None:
     for name, version in change.packages.items():
@@ -198,12 +198,12 @@ def test_what_differs_is_one_problem_that_names_what_is_right(
 
 @dataclass(frozen=True)
 class Build:
-    """Versions as they may be in an image, and the components of which the doctor makes a note.
+    """Possible versions in an image, and the components with a note.
 
     Attributes:
-        torch_npu: a daily build's version is nowhere named; these are the forms of earlier ones.
+        torch_npu: version of a daily build. It is not published, so earlier forms are used.
         cann: `version=` of the toolkit.
-        vllm_ascend: version of an editable installation, if it is not the release.
+        vllm_ascend: version of an editable installation, if it differs from the release.
     """
 
     image: Image
@@ -244,7 +244,7 @@ BUILDS = {
 
 
 def build_image(packages: Path, machine: Path, build: Build) -> None:
-    """Install what an image has: its metadata, and the file of its CANN toolkit."""
+    """Install the metadata and the file of the CANN toolkit of an image."""
     versions = {
         "vllm": f"{next(pair.vllm for pair in CHECKED_PAIRS if pair.vllm_ascend == build.image.vllm_ascend)}+empty",
         "vllm-ascend": build.vllm_ascend or build.image.vllm_ascend,
@@ -259,7 +259,7 @@ def build_image(packages: Path, machine: Path, build: Build) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_what_an_official_image_has_is_no_problem(
+def test_versions_of_official_images_are_no_problem(
     installed: Path, machine: Path, build: Build
 ) -> None:
     build_image(installed, machine, build)
@@ -267,7 +267,7 @@ def test_what_an_official_image_has_is_no_problem(
     assert [each for each in found.values() if each.verdict == "problem"] == []
     assert {name for name, each in found.items() if each.verdict == "note"} == build.notes
     assert all(
-        "names" in found[name].found and "pip install" not in found[name].what_to_do
+        "requires" in found[name].found and "pip install" not in found[name].what_to_do
         for name in build.notes & DAILY
     )
 
@@ -276,12 +276,15 @@ def test_what_an_official_image_has_is_no_problem(
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
-        ({"torch_npu": "2.9.0.post4"}, "In an image of vllm-ascend, start it anew."),
+        (
+            {"torch_npu": "2.9.0.post4"},
+            "In a container of vllm-ascend's image, start a new container.",
+        ),
         ({"cann": "9.0.1"}, "use vllm-ascend's container image"),
     ],
     ids=["torch-npu", "CANN"],
 )
-def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remedy(
+def test_other_base_release_is_one_problem_with_the_image_as_remedy(
     installed: Path, machine: Path, image: Image, wrong: dict[str, str], remedy: str
 ) -> None:
     build_image(installed, machine, replace(Build(image, "2.10.0.post4", image.cann), **wrong))  # type: ignore[arg-type]
@@ -291,11 +294,11 @@ def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remed
     assert remedy in problem.what_to_do
     assert (problem.name == "CANN") == ("cann" in wrong)
     if image is OF_0_30 and "cann" in wrong:
-        assert problem.found == "9.0.1; vllm-ascend wants 9.1.0 or 9.2.0"
+        assert problem.found == "9.0.1; vllm-ascend requires 9.1.0 or 9.2.0"
 
 
 def test_each_checked_release_has_a_row_of_images_with_the_versions_that_it_requires() -> None:
-    """By the metadata of the installed one; images of 0.30.0rc2 replace some by daily builds."""
+    """Compare with the metadata. Images of 0.30.0rc2 replace some packages with daily builds."""
     assert [image.vllm_ascend for image in IMAGES] == [pair.vllm_ascend for pair in CHECKED_PAIRS]
     image = image_of(installed_version("vllm-ascend"))
     assert image is not None and image.vllm_ascend == installed_version("vllm-ascend")
@@ -327,7 +330,7 @@ def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(
         ("vllm-ascend", "0.23.1", "0.23.0, 0.23.0.post1 were"),
     ],
 )
-def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide(
+def test_unchecked_release_is_only_a_note(
     installed: Path, machine: Path, name: str, version: str, others: str
 ) -> None:
     without(installed, name)
@@ -338,7 +341,7 @@ def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide
         "software",
         name,
         "note",
-        f"{version}; not checked, as {others}",
+        f"{version} was not checked, only {others}",
         f"If a patch point does not hold: pip install {name}==0.23.0.",
     )
 
@@ -351,9 +354,7 @@ def test_model_runner_v2_is_no_problem_from_0_30_on(
     assert "model runner" not in found
 
 
-def test_what_is_not_installed_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_packages_are_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [])
     found = by_name(check_software({}, tmp_path))
     assert {name for name, each in found.items() if each.verdict == "problem"} == {
@@ -366,7 +367,7 @@ def test_what_is_not_installed_is_a_problem(
     assert found["plugin"].found == "no entry point vllm.general_plugins: ascend_hsx"
 
 
-def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(
+def test_machine_without_npus_has_one_problem_that_names_the_emulator(
     installed: Path, tmp_path: Path
 ) -> None:
     without(installed, "torch-npu")
@@ -381,7 +382,7 @@ def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(
     assert not [each for each in found if "nstall" in each.what_to_do]
 
 
-def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions(
+def test_cann_release_is_read_from_component_versions(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "runtime").mkdir()
@@ -389,9 +390,7 @@ def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions
     assert software.cann_version(tmp_path) == "8.0.0"
 
 
-def test_a_container_without_driver_and_npus_is_told_what_to_mount(
-    installed: Path, machine: Path
-) -> None:
+def test_container_without_driver_is_told_what_to_mount(installed: Path, machine: Path) -> None:
     (machine / "usr/local/Ascend/driver/version.info").unlink()
     for path in (machine / "dev").iterdir():
         if path.name != "davinci_manager":
@@ -401,7 +400,9 @@ def test_a_container_without_driver_and_npus_is_told_what_to_mount(
     assert found["NPUs"].verdict == "problem"
 
 
-def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_emulated_npus_are_reported_as_emulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(SITE))
     found = by_name(check_software({"NPU_EMULATOR_NPUS": "4"}, tmp_path))
     assert found["NPUs"].verdict == "note" and found["NPUs"].found.startswith("4, emulated")
@@ -415,7 +416,7 @@ def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     "options", [FileOptions(), FileOptions(use_lock=False), FileOptions(durability="fdatasync")]
 )
-def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(
+def test_directory_is_tested_like_a_server_and_left_unchanged(
     tmp_path: Path, options: FileOptions
 ) -> None:
     (tmp_path / "other.safetensors").touch()
@@ -430,14 +431,14 @@ def test_free_space_is_counted_in_rows_of_the_model(
 ) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 3 << 30)
     plain = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["free space"]
-    assert plain.found == "3.22 GB: some 98,304 tokens of 4 layers x 8,192 bytes"
+    assert plain.found == "3.22 GB: about 98,304 tokens of 4 layers x 8,192 bytes"
     row_format = stored_format(config_json(tmp_path, hidden_size=1024))
     found = by_name(check_storage(tmp_path, FileOptions(), row_format, 16 << 20))["free space"]
-    assert found.found == "3.22 GB: some 393,216 tokens of 4 layers x 2,048 bytes"
+    assert found.found == "3.22 GB: about 393,216 tokens of 4 layers x 2,048 bytes"
     assert stored_format("minimax-m2").hidden_size == 3072
 
 
-def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None:
+def test_missing_directory_is_created_and_reported_as_new(tmp_path: Path) -> None:
     assert (
         "did not exist and was created"
         in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))[
@@ -452,14 +453,14 @@ def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None
     )
 
 
-def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
+def test_unusable_directory_is_a_problem_with_the_remedy_of_the_sink(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file", FileOptions())
     assert found.verdict == "problem" and "is not a directory" in found.found
     assert found.what_to_do == "Choose a directory, or remove that file."
 
 
-def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(
+def test_full_disk_is_a_problem_and_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_free", lambda directory: 100 << 20)
@@ -470,7 +471,7 @@ def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(
     )
 
 
-def test_a_write_that_fails_is_a_problem_and_leaves_nothing(
+def test_failed_write_is_a_problem_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -507,20 +508,20 @@ def config_json(directory: Path, **fields: object) -> str:
     return str(directory)
 
 
-def test_a_target_that_collects_hidden_states_is_good() -> None:
+def test_target_that_collects_hidden_states_is_ok() -> None:
     found = by_name(check_target("minimax-m2"))
     assert found["model"].verdict == found["plan"].verdict == "ok"
     assert "MiniMaxM2ForCausalLM" in found["model"].found
     assert found["plan"].found == "62 layers x 3072, bfloat16: 6,144 bytes per token and layer"
 
 
-def test_a_target_that_a_server_refuses_is_a_problem_that_lists_the_others(tmp_path: Path) -> None:
+def test_refused_target_is_a_problem_that_lists_supported_targets(tmp_path: Path) -> None:
     (found,) = check_target(config_json(tmp_path, architectures=["OPTForCausalLM"]))
     assert found.verdict == "problem" and "OPTForCausalLM" in found.found
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
-def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(
+def test_unservable_target_is_a_problem_with_the_reason(
     tmp_path: Path,
 ) -> None:
     (found,) = check_target(
@@ -537,7 +538,7 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
-def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> None:
+def test_untested_target_is_a_note(tmp_path: Path) -> None:
     found = by_name(check_target(config_json(tmp_path, architectures=["ApertusForCausalLM"])))[
         "model"
     ]
@@ -547,7 +548,7 @@ def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> No
         and "no test" in found.found
     )
     assert found.what_to_do.startswith(
-        "Compare its rows with transformers first: hsx demo --device npu --model "
+        "First compare the rows with transformers: hsx demo --device npu --model "
     )
 
 
@@ -559,5 +560,5 @@ def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) 
 
 
 def test_a_problem_without_a_remedy_cannot_be_reported() -> None:
-    with pytest.raises(ValueError, match="something to do about it"):
+    with pytest.raises(ValueError, match="needs a remedy"):
         Finding("software", "vllm", "problem", "not installed")

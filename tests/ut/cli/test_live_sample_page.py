@@ -1,4 +1,4 @@
-"""The commands and the loop that docs/operations.md shows for live traffic work as they stand."""
+"""The commands and the loop for live traffic in docs/operations.md work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 STORAGE = "/data/hidden_states"
 
 
-def test_the_server_of_the_page_samples_within_a_budget() -> None:
+def test_documented_server_samples_within_a_budget() -> None:
     (command,) = blocks("operations.md", "sample")
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:2] == ["hsx", "serve"]
@@ -30,7 +30,7 @@ def test_the_server_of_the_page_samples_within_a_budget() -> None:
     )
 
 
-def test_the_consumer_of_the_page_leaves_files_to_the_clean_of_the_page(
+def test_documented_clean_removes_files_of_the_documented_consumer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,), (command,) = blocks("operations.md", "consume"), blocks("operations.md", "clean")

@@ -1,4 +1,4 @@
-"""What `hsx plan` reckons, against numbers made by hand, and what it refuses."""
+"""`hsx plan`: results compared with calculations by hand, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REQUEST = Request(
     prompt_tokens=100,
     prefill_speed=500.0,
 )
-# Runs `hsx plan` where an import of what it must not need is an error.
+# Runs `hsx plan` where importing a package that it must not need is an error.
 ALONE = """
 import sys
 
@@ -69,17 +69,17 @@ def run(*words: str) -> Plan:
 # By hand
 
 
-def test_a_plan_by_hand() -> None:
+def test_plan_matches_a_calculation_by_hand() -> None:
     result = make_plan(REQUEST)
     assert result.row_bytes == 3 * 64 * 2
     assert result.staging_bytes == 2 * 128 * 384 == 98304
     assert (
         result.collected_bytes == 2 * 128 * 64 * 2 == 32768
-    )  # ids 0 and 1; the state after the last layer comes when all else is gone
+    )  # ids 0 and 1; the state after the last layer needs no additional memory
     assert result.kept == 1 - 98304 / (1 << 20) == 0.90625
     assert result.kept_at_least == 1 - (98304 + 32768) / (1 << 20) == 0.875
     assert result.ring_bytes == 64 << 10
-    # A page for the header, and a token id of 8 bytes with each row.
+    # A page for the header, and 8 bytes for the token id of each row.
     assert result.stored_bytes == 384 + 8
     assert result.prompts_bytes == 1000 * (4096 + 100 * (384 + 8))
     assert result.prompts_seconds == 1000 * 100 / 500
@@ -119,12 +119,12 @@ def test_turning_rows_back_takes_the_rotation_and_two_buffers() -> None:
         make_plan(replace(REQUEST, rotated=True, kv_bytes=98304 + taken))
 
 
-def test_more_collected_than_there_is_keeps_nothing_at_least() -> None:
+def test_kept_share_is_at_least_zero() -> None:
     result = make_plan(replace(REQUEST, kv_bytes=98304 + 32768 - 1))
     assert result.kept > 0 and result.kept_at_least == 0
 
 
-def test_the_ring_is_as_large_as_the_connector_makes_it() -> None:
+def test_ring_has_the_size_of_the_connector() -> None:
     for given in (64 << 10, 65_000, (64 << 10) + 1):
         planned = make_plan(replace(REQUEST, ring_bytes=given)).ring_bytes
         assert planned == PinnedRing(planned, (3, 64), torch.bfloat16).pinned_bytes
@@ -151,7 +151,7 @@ def test_tensor_parallel_ranks_share_a_step_and_keep_the_rest_of_their_rows_on_t
 
 
 @pytest.mark.parametrize("width", [7168, 64], ids=["as published", "at reduced width"])
-def test_the_shape_of_vllm_49310(width: int, tmp_path: Path) -> None:
+def test_plan_matches_the_shape_of_vllm_49310(width: int, tmp_path: Path) -> None:
     """TP8 x DP2, four layers of 7,168, prompts of 65,536 tokens in steps of 8,192."""
     words = [
         write(tmp_path, {**DENSE, "hidden_size": width, "num_hidden_layers": 61}),
@@ -192,13 +192,13 @@ def test_the_shape_of_vllm_49310(width: int, tmp_path: Path) -> None:
         )
 
 
-def test_every_npu_holds_whole_rows_and_files_have_them_once() -> None:
+def test_every_npu_holds_whole_rows_but_files_have_them_once() -> None:
     one, two = make_plan(REQUEST), make_plan(replace(REQUEST, data_parallel=2))
     assert (one.num_npus, two.num_npus) == (1, 2)
     assert replace(two, request=REQUEST) == one
 
 
-def test_a_float32_checkpoint_is_served_in_bfloat16_unless_told_otherwise(tmp_path: Path) -> None:
+def test_float32_checkpoint_is_served_in_bfloat16_by_default(tmp_path: Path) -> None:
     path = write(tmp_path, {**DENSE, "torch_dtype": "float32"})
     assert read_shape(path).dtype == "bfloat16"
     assert run(path, "--dtype", "float32").row_bytes == 4 * 64 * 4  # ids 2, 3, 4 and 7
@@ -270,7 +270,7 @@ def test_rows_of_float8_take_half_the_disk_and_as_much_memory_as_others() -> Non
 
 
 @pytest.mark.parametrize("model", ["minimax-m2", "{}"])
-def test_it_needs_neither_torch_nor_vllm_nor_the_emulator(model: str, tmp_path: Path) -> None:
+def test_plan_needs_no_torch_vllm_or_emulator(model: str, tmp_path: Path) -> None:
     write(tmp_path, DENSE)
     done = subprocess.run(
         [sys.executable, "-c", ALONE, model.format(tmp_path)],
@@ -320,7 +320,7 @@ def test_it_needs_neither_torch_nor_vllm_nor_the_emulator(model: str, tmp_path: 
         ),
     ],
 )
-def test_a_wrong_input_is_one_line_with_option_value_and_remedy(
+def test_invalid_input_gives_one_line_with_option_value_and_remedy(
     words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(words) == 2
@@ -331,7 +331,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(
         assert part in output.err
 
 
-def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path) -> None:
+def test_rows_too_large_for_a_file_are_refused_with_their_layers(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^--layers='1' cannot be stored: .*multiple of 8 bytes\. Choose others\.$"
     ):
@@ -355,9 +355,7 @@ def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path
         (json.dumps({**DENSE, "torch_dtype": "float8_e4m3fn"}), "is of dtype 'float8_e4m3fn'"),
     ],
 )
-def test_a_file_that_cannot_be_planned_with_is_refused(
-    content: str, says: str, tmp_path: Path
-) -> None:
+def test_invalid_config_is_refused(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="^MODEL=") as caught:
         read_shape(str(tmp_path))
@@ -370,7 +368,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["~nosuchuser/x", "x" * 300, "{}/loop"])
-def test_a_path_that_leads_nowhere_is_one_line_and_code_two(
+def test_missing_path_gives_one_line_and_exit_code_2(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "loop").symlink_to("loop")
@@ -379,7 +377,7 @@ def test_a_path_that_leads_nowhere_is_one_line_and_code_two(
     assert said.startswith("hsx plan: MODEL=") and said.count("\n") == 1
 
 
-def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
+def test_unreadable_config_gives_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path) -> bytes:
@@ -395,7 +393,7 @@ def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
 
 
 def test_a_published_config_may_have_a_number_that_is_not_finite(tmp_path: Path) -> None:
-    """As the time_step_limit of models with Mamba layers, which transformers writes so."""
+    """For example time_step_limit of models with Mamba layers, as transformers writes it."""
     assert (
         read_shape(write(tmp_path, {**DENSE, "time_step_limit": [0.0, float("inf")]})).num_layers
         == 7
@@ -431,7 +429,7 @@ def test_the_name_of_a_directory_is_shown_as_it_is(
         ),
     ],
 )
-def test_an_option_that_cannot_be_read_ends_with_code_two(
+def test_invalid_option_gives_exit_code_2(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -440,11 +438,11 @@ def test_an_option_that_cannot_be_read_ends_with_code_two(
     assert says in capsys.readouterr().err
 
 
-# What is shown
+# Output
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_table_holds_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_all_numbers_of_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([name]) == 0
     output = capsys.readouterr().out
     result = run(name)
@@ -455,7 +453,7 @@ def test_the_table_holds_the_plan(name: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("tokens", ["--tokens", "--prompt-tokens"])
-def test_the_table_says_what_a_token_takes_and_what_all_prompts_take(
+def test_table_has_sizes_per_token_and_of_all_prompts(
     tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -474,13 +472,13 @@ def test_the_table_says_what_a_token_takes_and_what_all_prompts_take(
     assert "their prefill             5.7 hours     at 20,000 tokens/s of prefill" in printed
 
 
-def test_what_is_kept_is_rounded_down(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_share_is_rounded_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("qwen3.5-35b-a3b").kept_at_least == pytest.approx(0.998698, abs=1e-6)
     assert command.main(["qwen3.5-35b-a3b"]) == 0
     assert "... at least              99.86%  " in capsys.readouterr().out
 
 
-def test_json_holds_all_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["qwen3.5-27b", "--layers", "64,2,32", "--dp", "2", "--kv-memory", "20GiB"]
     assert command.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`hsx serve`: the command that it shows and becomes, and what it refuses."""
+"""`hsx serve`: the command that is shown and executed, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def json_behind(arguments: Sequence[str], option: str) -> Any:
     return json.loads(arguments[arguments.index(option) + 1])
 
 
-def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(model: Path) -> None:
+def test_command_is_vllm_serve_with_two_more_options(model: Path) -> None:
     built = command(
         model, "--tensor-parallel-size", "8", layers="2,30,62", options={"io": "direct"}
     )
@@ -65,7 +65,7 @@ def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(m
     assert (len(built.arguments), built.environ, built.notes) == (9, {}, ())
 
 
-def test_a_store_needs_no_directory_and_shards_do(model: Path) -> None:
+def test_mooncake_needs_no_directory_but_shards_do(model: Path) -> None:
     store = {"master_server_address": "store:50051"}
     built = command(model, options={"sink": "mooncake", "mooncake": store})
     assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == {
@@ -84,7 +84,7 @@ def test_a_store_needs_no_directory_and_shards_do(model: Path) -> None:
     )
 
 
-def test_requests_may_name_their_files_unless_the_user_says_otherwise(model: Path) -> None:
+def test_chosen_paths_are_allowed_by_default(model: Path) -> None:
     for options, allowed in (({}, True), ({"allow_custom_save_path": False}, False)):
         config = json_behind(command(model, options=options).arguments, "--kv-transfer-config")[
             "kv_connector_extra_config"
@@ -92,7 +92,7 @@ def test_requests_may_name_their_files_unless_the_user_says_otherwise(model: Pat
         assert config["allow_custom_save_path"] is allowed
 
 
-def test_what_is_shown_can_be_typed(model: Path) -> None:
+def test_shown_command_can_be_pasted_into_a_shell(model: Path) -> None:
     built = command(
         model, "--served-model-name", "it's mine", environ={"VLLM_PLUGINS": "ascend,a b"}
     )
@@ -141,7 +141,7 @@ def test_layers_can_be_given_by_id_or_by_the_kind_of_drafter(
     assert layer_ids(text, 62) == ids
 
 
-def test_the_rule_is_the_one_of_speculators(model: Path) -> None:
+def test_layer_rule_matches_speculators(model: Path) -> None:
     utils = pytest.importorskip(
         "speculators.models.utils", reason="speculators is only in the environment of the tests"
     )
@@ -184,7 +184,7 @@ SMALL = {
 
 @pytest.mark.parametrize("layers", [[], ["--layers", "eagle3"], ["--layers", "dflash"]])
 @pytest.mark.parametrize("num_layers", SMALL)
-def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_serve_and_plan(
+def test_serve_and_plan_refuse_a_target_too_small_for_a_rule(
     num_layers: int, layers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(
@@ -251,7 +251,7 @@ def test_a_target_too_small_for_a_rule_is_refused_with_the_reason_and_alike_by_s
         (("--compilation_config={x",), "--compilation-config='{x' is not JSON"),
     ],
 )
-def test_what_cannot_be_is_refused_by_option_value_and_reason(
+def test_unsupported_vllm_options_are_refused_with_value_and_reason(
     model: Path, vllm: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(UserError) as refused:
@@ -278,7 +278,7 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> No
         ("--additional-config", "1"),
     ],
 )
-def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]) -> None:
+def test_other_options_are_passed_to_vllm_unchanged(model: Path, vllm: tuple[str, ...]) -> None:
     assert command(model, *vllm).arguments[3 : 3 + len(vllm)] == vllm
 
 
@@ -319,13 +319,13 @@ def test_a_fifo_for_a_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architectures", [5, {}, [], [5], None])
-def test_a_config_with_odd_architectures_names_none(tmp_path: Path, architectures: object) -> None:
+def test_config_with_invalid_architectures_has_none(tmp_path: Path, architectures: object) -> None:
     assert read_model(
         str(a_model(tmp_path / "m", {"num_hidden_layers": 4, "architectures": architectures}))
     ) == Model(4, "")
 
 
-def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+def test_missing_directory_is_not_resolved_as_a_repository(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory. Give the directory"):
         read_model(str(tmp_path / "none"))
 
@@ -337,14 +337,14 @@ def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Pat
         {"thinker_config": {"num_hidden_layers": 2, "text_config": {"num_hidden_layers": 40}}},
     ],
 )
-def test_the_language_models_part_of_a_config_counts(part: dict[str, Any], tmp_path: Path) -> None:
+def test_text_config_of_a_multimodal_model_is_used(part: dict[str, Any], tmp_path: Path) -> None:
     config = {"architectures": ["AnyForConditionalGeneration"], "num_hidden_layers": 1, **part}
     assert read_model(str(a_model(tmp_path / "m", config))) == Model(
         40, "AnyForConditionalGeneration"
     )
 
 
-def test_vllm_is_asked_for_a_repository_and_says_the_same(
+def test_config_of_a_repository_comes_from_vllm(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
@@ -366,11 +366,11 @@ def test_vllm_is_asked_for_a_repository_and_says_the_same(
     assert json_behind(built.arguments, "--speculative-config") == speculative_config([62])
 
 
-def test_a_target_that_is_not_known_to_collect_is_named(tmp_path: Path) -> None:
+def test_unknown_target_gets_a_note(tmp_path: Path) -> None:
     (note,) = command(
         a_model(tmp_path / "m", {**CONFIG, "architectures": ["OwnForCausalLM"]})
     ).notes
-    assert note.startswith("OwnForCausalLM is none of vLLM's classes")
+    assert note.startswith("OwnForCausalLM is not a class of vLLM")
 
 
 def test_a_dry_run_shows_the_command_and_starts_nothing(
@@ -409,7 +409,7 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(
         (["--option", "shared_storage_path=/data"], "give the directory with --out"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_mistakes_give_one_line_and_exit_code_2(
     model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     try:
@@ -448,9 +448,7 @@ VLLM = ["--port", "8000"]
         (["MODEL"], [], "eagle3"),
     ],
 )
-def test_options_that_are_not_ours_are_vllms(
-    words: list[str], vllm: list[str], layers: str
-) -> None:
+def test_unknown_options_are_passed_to_vllm(words: list[str], vllm: list[str], layers: str) -> None:
     options = parse_arguments(words)
     assert (options.model, options.vllm, options.layers) == ("MODEL", vllm, layers)
 
@@ -464,7 +462,7 @@ def test_options_that_are_not_ours_are_vllms(
         ("--output", "--out"),
     ],
 )
-def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(
+def test_misspelt_option_of_ours_is_not_passed_to_vllm(
     word: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -479,19 +477,19 @@ def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(
 @pytest.mark.parametrize(
     "words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]]
 )
-def test_the_model_comes_before_options_of_vllm_of_which_nobody_knows_whether_they_have_a_value(
+def test_model_must_precede_vllm_options(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         parse_arguments(words)
     assert left.value.code == 2
-    assert f"name MODEL first, before {words[0]}" in capsys.readouterr().err.splitlines()[-1]
+    assert f"give MODEL first, before {words[0]}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("text", "mode"), [("0640", "0640"), ("640", "640"), ('"0640"', "0640"), ("777", "777")]
 )
-def test_a_mode_is_its_octal_digits_with_or_without_quotes(
+def test_file_mode_is_octal_digits_with_or_without_quotes(
     model: Path, text: str, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 0
@@ -502,7 +500,7 @@ def test_a_mode_is_its_octal_digits_with_or_without_quotes(
 
 
 @pytest.mark.parametrize("text", ["7777", "0888", "077", "1e3"])
-def test_what_is_no_mode_is_echoed_as_it_was_typed(
+def test_invalid_file_mode_is_quoted_as_typed(
     model: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 2
@@ -510,10 +508,10 @@ def test_what_is_no_mode_is_echoed_as_it_was_typed(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_it_becomes_the_vllm_that_stands_beside_its_python(
+def test_process_becomes_the_vllm_beside_its_python(
     model: Path, tmp_path: Path, found: bool
 ) -> None:
-    """The process that a supervisor started is the server: it takes signals and gives the code."""
+    """The server replaces the process, so that it gets a supervisor's signals."""
     program = tmp_path / "vllm"
     if found:
         tells = (
@@ -541,5 +539,5 @@ def test_it_becomes_the_vllm_that_stands_beside_its_python(
     else:
         assert (started.returncode, err.splitlines()[-1]) == (
             1,
-            "hsx serve: vllm is not installed here; install vllm and vllm-ascend",
+            "hsx serve: vllm is not installed; install vllm and vllm-ascend",
         )

@@ -1,4 +1,4 @@
-"""Before it becomes the server, `hsx serve` checks port and directory."""
+"""`hsx serve` checks port and directory before it starts the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_DIRECTORY = "/proc/hidden_states"
 
 @pytest.fixture(params=[False, True], ids=["another program", "another vLLM"])
 def used_port(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A port on which a program listens. vLLM's own sockets share it with each other."""
+    """Listen on a port. vLLM's sockets would share it with each other."""
     with socket.socket() as listening:
         if request.param:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -45,7 +45,7 @@ def test_a_port_in_use_is_refused_by_number(tmp_path: Path, used_port: str, host
 
 
 @pytest.mark.parametrize("instead", ["--headless", "--uds", "--config"])
-def test_a_server_that_binds_another_address_may_be_given_it(
+def test_port_in_use_at_another_address_is_allowed(
     tmp_path: Path, used_port: str, instead: str
 ) -> None:
     check_machine(config(tmp_path), {"--port": used_port, instead: "x"})
@@ -54,8 +54,8 @@ def test_a_server_that_binds_another_address_may_be_given_it(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"--host": "no-such-host.invalid"}, "--host='no-such-host.invalid' is no address"),
-        ({"--host": "192.0.2.1"}, "--host='192.0.2.1' is no address of this machine"),
+        ({"--host": "no-such-host.invalid"}, "--host='no-such-host.invalid' is not an address"),
+        ({"--host": "192.0.2.1"}, "--host='192.0.2.1' is not an address of this machine"),
     ],
 )
 def test_an_address_of_another_machine_is_refused(
@@ -66,7 +66,7 @@ def test_an_address_of_another_machine_is_refused(
 
 
 @pytest.mark.parametrize("port", ["0", "x", "99999", ""])
-def test_vllm_judges_what_is_no_port(tmp_path: Path, port: str) -> None:
+def test_invalid_port_is_left_to_vllm(tmp_path: Path, port: str) -> None:
     check_machine(config(tmp_path), {"--port": port})
 
 
@@ -79,7 +79,7 @@ def test_vllm_judges_what_is_no_port(tmp_path: Path, port: str) -> None:
         ({}, {"sink": "mooncake", "mooncake": {"master_server_address": "host:1"}}, False),
     ],
 )
-def test_the_directory_must_be_usable_where_an_engine_writes_files(
+def test_directory_is_checked_only_where_an_engine_writes_files(
     given: dict[str, str], options: dict[str, Any], refused: bool
 ) -> None:
     words = f"--out='{NO_DIRECTORY}' cannot be created or opened"
@@ -87,7 +87,7 @@ def test_the_directory_must_be_usable_where_an_engine_writes_files(
         check_machine(config(NO_DIRECTORY, **options), {"--headless": "", **given})
 
 
-def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve(
+def test_unsupported_filesystem_is_refused_with_the_option_of_hsx_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_filesystem_without_an_operation_is_refused_by_the_option_of_hsx_serve
 @pytest.mark.parametrize(
     "option", ["--data-parallel-size-local=0", "--data_parallel_size_local=0", "-dpl=0"]
 )
-def test_each_spelling_says_that_no_engine_is_here(tmp_path: Path, option: str) -> None:
+def test_each_spelling_of_no_local_engine_is_recognised(tmp_path: Path, option: str) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62})
     )
@@ -111,7 +111,7 @@ def test_each_spelling_says_that_no_engine_is_here(tmp_path: Path, option: str) 
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_dry_run_asks_for_neither_port_nor_directory(
+def test_dry_run_checks_neither_port_nor_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], used_port: str, dry_run: bool
 ) -> None:
     (tmp_path / "config.json").write_text(

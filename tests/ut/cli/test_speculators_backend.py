@@ -1,4 +1,4 @@
-"""The backend `hsx` of speculators starts our server; its reader waits, explains, cleans up."""
+"""The backend `hsx` of speculators starts our server, waits for samples, and cleans up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vllm_ascend_hsx.integrations.speculators import HsxBackend, HsxTransfer
 
 
 def launch(*words: str) -> dict[str, Any]:
-    """As launch_vllm.py does: every backend adds its options to one parser."""
+    """As in launch_vllm.py, every backend adds options to one parser."""
     parser = argparse.ArgumentParser()
     for backend in HiddenStatesBackend.registry.values():
         backend.add_launch_args(parser)
@@ -63,7 +63,7 @@ def begun(sink: FileSink, path: Path) -> Any:
     return file
 
 
-def test_the_server_that_is_launched_is_ours(tmp_path: Path) -> None:
+def test_launched_server_extracts_with_our_connector(tmp_path: Path) -> None:
     config = launch(
         "--hidden-states-path",
         str(tmp_path),
@@ -77,12 +77,12 @@ def test_the_server_that_is_launched_is_ours(tmp_path: Path) -> None:
     assert config["kv_role"] == "kv_producer"
 
 
-def test_a_server_that_stores_in_mooncake_is_given_no_directory() -> None:
+def test_mooncake_server_gets_no_directory() -> None:
     options = {"sink": "mooncake", "mooncake": {"master_server_address": "store:50051"}}
     assert launch("--hsx-options", json.dumps(options))["kv_connector_extra_config"] == options
 
 
-def test_a_relative_directory_is_that_of_the_caller(
+def test_relative_directory_is_resolved_by_the_caller(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,7 +107,7 @@ def test_a_wrong_option_is_refused_before_the_server_starts(
     assert re.search(complaint, capsys.readouterr().err)
 
 
-def test_the_options_of_training_are_of_kinds_that_speculators_copies() -> None:
+def test_training_options_have_types_that_speculators_copies() -> None:
     """Only type, choices and help; others change the meaning (train/config/resolution.py:248)."""
     parser = argparse.ArgumentParser(add_help=False)
     HsxBackend.add_train_args(parser)
@@ -117,7 +117,7 @@ def test_the_options_of_training_are_of_kinds_that_speculators_copies() -> None:
         assert action.option_strings == ["--" + action.dest.replace("_", "-")]
 
 
-def test_samples_are_where_the_file_backend_has_them(tmp_path: Path) -> None:
+def test_samples_have_the_paths_of_the_file_backend(tmp_path: Path) -> None:
     args = train_defaults()
     assert HsxBackend.from_train_args(args, "/data").directory == Path("/data/hidden_states")
     args.hidden_states_path = str(tmp_path)
@@ -133,15 +133,13 @@ def test_samples_are_where_the_file_backend_has_them(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], sample[key]) for key in sample)
 
 
-def test_a_damaged_sample_is_an_error_and_not_missing(tmp_path: Path) -> None:
+def test_damaged_sample_raises_instead_of_missing(tmp_path: Path) -> None:
     (tmp_path / "hs_0.safetensors").write_bytes(b"half a file")
     with pytest.raises(HiddenStatesError, match="not a file of hidden states"):
         HsxTransfer(tmp_path).get_cached(0)
 
 
-def test_it_waits_until_the_server_has_written_and_leaves_nothing(
-    sink: FileSink, tmp_path: Path
-) -> None:
+def test_reader_waits_for_the_server_and_leaves_no_files(sink: FileSink, tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     file = begun(sink, path)
     transfer = HsxTransfer(tmp_path)
@@ -161,16 +159,14 @@ def test_it_waits_until_the_server_has_written_and_leaves_nothing(
     assert listing(tmp_path) == []
 
 
-def test_it_waits_as_long_as_it_is_told_to(sink: FileSink, tmp_path: Path) -> None:
+def test_reader_waits_for_the_given_time(sink: FileSink, tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     begun(sink, path)
     with pytest.raises(TimeoutError):
         HsxTransfer(tmp_path, timeout=0).get_generated({"hidden_states_path": str(path)})
 
 
-def test_it_says_why_there_is_no_sample_where_the_file_backend_says_none(
-    sink: FileSink, tmp_path: Path
-) -> None:
+def test_missing_sample_raises_with_the_reason(sink: FileSink, tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     begun(sink, path).fail("the disk is full")
     params = {"hidden_states_path": str(path)}
@@ -182,7 +178,7 @@ def test_it_says_why_there_is_no_sample_where_the_file_backend_says_none(
     assert listing(tmp_path) == []
 
 
-def test_the_command_says_what_is_missing(
+def test_missing_packages_and_scripts_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "vllm_ascend_hsx.integrations.speculators")
@@ -191,9 +187,7 @@ def test_the_command_says_what_is_missing(
     assert "install hs-connectors" in capsys.readouterr().err
 
 
-def test_the_command_runs_a_script_that_sees_the_backend(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_can_use_the_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "launch.py"
     lines = [
         "import sys",
@@ -205,14 +199,14 @@ def test_the_command_runs_a_script_that_sees_the_backend(
     assert capsys.readouterr().out == "['model', '--', '--port'] True\n"
 
 
-def test_the_command_without_words_shows_its_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_arguments_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 2
     assert command.main(["--help"]) == 0
     assert capsys.readouterr().out.count("hsx speculators COMMAND") == 2
 
 
-def test_what_speculators_asks_for_is_there_but_for_what_it_does_not_import() -> None:
-    """Installed without its requirements: torchvision and torchaudio would bring gigabytes."""
+def test_requirements_of_speculators_are_installed_except_unused_ones() -> None:
+    """speculators is installed without requirements: torchvision and torchaudio have gigabytes."""
     missing = {
         each.name
         for package in ("speculators", "hs-connectors", "datasets", "pandas", "multiprocess")
@@ -230,7 +224,7 @@ def satisfied(requirement: Requirement) -> bool:
         return False
 
 
-def test_the_wait_of_their_reader_is_as_long_as_our_page_says() -> None:
+def test_documented_wait_of_speculators_reader_is_correct() -> None:
     from hs_connectors.transfer import wait_for_lock
 
     assert inspect.signature(wait_for_lock).parameters["timeout"].default == 10.0

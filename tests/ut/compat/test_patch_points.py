@@ -232,7 +232,7 @@ def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(
     (problem,) = [each for each in found if each.verdict != "ok"]
     assert (problem.name, problem.verdict) == (gone, "problem")
     assert "is not there" in problem.found and "names the failure of its file" in problem.found
-    assert "Its version is right" in problem.what_to_do
+    assert "The version is right" in problem.what_to_do
     assert len(found) == len(FITTING)
 
 
@@ -272,7 +272,7 @@ def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
     (consequence,) = check_patch_points(False, (sys.executable, "-c", code))
     assert (consequence.verdict, consequence.what_to_do) == (
         "note",
-        "Mend what is wrong above, and look again.",
+        "Fix the problems above and run again.",
     )
     (silent,) = check_patch_points(command=(sys.executable, "-c", "import os; os._exit(9)"))
     assert silent.found.endswith("exit code 9")
@@ -296,16 +296,16 @@ OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vl
 @pytest.mark.parametrize(
     ("found", "software_is_right", "verdict", "remedy"),
     [
-        (IMPORTS_FAIL, False, "note", "Mend what is wrong above, and look again."),
+        (IMPORTS_FAIL, False, "note", "Fix the problems above and run again."),
         (IMPORTS_FAIL, True, "problem", "Find out why python -c 'import vllm_ascend.ops' fails."),
-        (CHANGED, False, "problem", "Mend what is wrong above, and look again."),
-        (OTHER_CODE, True, "problem", "Its version is right"),
+        (CHANGED, False, "problem", "Fix the problems above and run again."),
+        (OTHER_CODE, True, "problem", "The version is right"),
         (
             CHANGED,
             True,
             "problem",
             (
-                "Its version is right, so something has changed it: leave other plugins out "
+                "The version is right, so the code was modified: disable other plugins "
                 "(VLLM_PLUGINS)"
             ),
         ),

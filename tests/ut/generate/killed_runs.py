@@ -1,4 +1,4 @@
-"""Runs of `hsx generate` that are killed: at a system call of theirs, or by their server."""
+"""Runs of `hsx generate` that are killed at a system call or by the server."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FORKSERVER.set_forkserver_preload(["fakes.generate_process"])
 
 
 class Death(NamedTuple):
-    """When a process is killed.
+    """The moment at which a process is killed.
 
     Attributes:
-        at: the number of its system call, or the stage of a request at the server.
-        row: whose request that is.
-        aborts: whether the server aborts the request before it has published the file.
+        at: number of a system call, or stage of a request at the server.
+        row: row of this request.
+        aborts: True if the server aborts the request before it has published the file.
     """
 
     at: int | Literal["asked", "begun", "written", "answered"]
@@ -45,7 +45,7 @@ class Death(NamedTuple):
 
 
 class DeadlyServer(FakeServer):
-    """Kills its client."""
+    """A server that kills the client."""
 
     death: Death | None = None
     process: Any = None
@@ -71,7 +71,7 @@ class DeadlyServer(FakeServer):
         await self._loop.run_in_executor(None, self._kill_now)
 
     def _kill_now(self) -> None:
-        with suppress(ProcessLookupError):  # it may have come to its end with this answer
+        with suppress(ProcessLookupError):  # the process may have ended after this answer
             process = os.pidfd_open(self.process.pid)
             try:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -81,7 +81,7 @@ class DeadlyServer(FakeServer):
 
 
 class Runs:
-    """Successive runs of one command into the directory of a server of files or of shards."""
+    """Successive runs of a command into the directory of a server of files or shards."""
 
     def __init__(self, root: Path, kind: str = "files") -> None:
         self.output = root / "out"
@@ -108,7 +108,7 @@ class Runs:
         return process
 
     def run(self, death: Death | None = None) -> int:
-        """The exit code; negative for a signal."""
+        """Return the exit code; negative for a signal."""
         self.server.death = death
         kills = death is not None and isinstance(death.at, str)
         self.server.behave = lambda seen: (
@@ -122,7 +122,7 @@ class Runs:
 
     @property
     def finished(self) -> set[int]:
-        """Rows that have their file; each is right."""
+        """Return the rows with a file, and check each file."""
         found = {
             row: tensors
             for name, tensors in contents(self.output).items()
@@ -132,7 +132,7 @@ class Runs:
         return set(found)
 
     def check_complete(self) -> None:
-        """It is the directory of an undisturbed run."""
+        """Check that the directory is equal to that of an undisturbed run."""
         expected = {f"hs_{row}.safetensors": right_row(row) for row in range(ROWS)}
         assert contents(self.output) == {**expected, "ledger.jsonl": {}}, self.log.read_text()
         lines = {line["row"]: line["status"] for line in ledger_lines(self.output / "ledger.jsonl")}

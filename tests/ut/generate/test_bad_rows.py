@@ -1,4 +1,4 @@
-"""Bad rows do not stop the rest: they are named, counted and, once mended, asked for alone."""
+"""Bad rows do not stop a run. They are reported, counted and requested once they are fixed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from generate_files import Seen, contents, right, token_rows
 from vllm_ascend_hsx.generate.progress import Progress
 
 BAD: dict[int, tuple[Any, str]] = {
-    0: ({"token_ids": []}, "token_ids is empty; there is nothing to compute for it"),
+    0: ({"token_ids": []}, "token_ids is empty; remove this row"),
     15: ({"messages": [{"role": "user"}]}, "messages[0].content is None; give the message's text"),
     16: ({"token_ids": [3, -1]}, "token_ids[1] is -1; token ids are whole numbers from 0"),
-    150: ({"prompt": None}, "prompt is empty; there is nothing to compute for it"),
-    299: ([1, 2], "it is [1, 2]; give one JSON object per line"),
+    150: ({"prompt": None}, "prompt is empty; remove this row"),
+    299: ([1, 2], "the row is [1, 2]; give one JSON object per line"),
 }
 TOO_LONG, BROKEN = 77, 201
 RECORDS = [BAD[row][0] if row in BAD else record for row, record in enumerate(token_rows(300))]
@@ -25,13 +25,13 @@ LENIENT = ("--skip-invalid", "--allow-failures", 2, "--concurrency", 8)
 
 @pytest.fixture
 def bad_bench(any_bench: Bench) -> Bench:
-    """A server that finds one row too long, and always fails with another one."""
+    """A server that refuses one row as too long and always fails with another row."""
     any_bench.server.behave = lambda seen: {TOO_LONG: 400, BROKEN: 502}.get(seen.row, "ok")
     return any_bench
 
 
 def check(bench: Bench, without: set[int]) -> None:
-    """All other rows have their right files, and there is nothing else."""
+    """Check that all other rows have the right files, and that there are no other files."""
     wanted = {
         f"hs_{row}.safetensors": right(each["token_ids"])
         for row, each in enumerate(token_rows(300))
@@ -40,7 +40,7 @@ def check(bench: Bench, without: set[int]) -> None:
     assert contents(bench.output) == {**wanted, "ledger.jsonl": {}}
 
 
-def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_for_alone(
+def test_only_the_seven_bad_rows_of_300_are_missing_and_only_they_are_requested_once_fixed(
     bad_bench: Bench,
 ) -> None:
     bench, bad = bad_bench, {*BAD, TOO_LONG, BROKEN}
@@ -53,13 +53,13 @@ def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_f
     for fact in (
         "rows │ 295 │",
         "generated │ 293 │",
-        "invalid, left out │ 5 │",
+        "invalid, skipped │ 5 │",
         "failed │ 2 │",
         "not done │ 0 │",
     ):
         assert fact in printed, printed
     for row, (_, problem) in BAD.items():
-        assert f"left out: {bench.root / 'data.jsonl'}:{row + 1}: {problem}" in printed, printed
+        assert f"skipped: {bench.root / 'data.jsonl'}:{row + 1}: {problem}" in printed, printed
     for row, status in ((TOO_LONG, 400), (BROKEN, 502)):
         reason = f"{bench.server.url}/v1/completions answers {status}: as the test wants: {status}"
         assert (
@@ -88,7 +88,7 @@ def test_seven_bad_rows_of_300_cost_themselves_alone_and_once_mended_are_asked_f
     check(bench, set())
 
 
-def test_bad_rows_are_left_out_again_by_the_next_run_which_asks_for_the_failed_ones_alone(
+def test_next_run_skips_bad_rows_again_and_requests_only_failed_rows(
     bad_bench: Bench,
 ) -> None:
     bench = bad_bench
@@ -97,10 +97,10 @@ def test_bad_rows_are_left_out_again_by_the_next_run_which_asks_for_the_failed_o
     bench.server.behave = lambda seen: "ok"
     code, printed = bench.run(*LENIENT, records=RECORDS)
     assert (code, bench.server.asked) == (0, Counter({TOO_LONG, BROKEN})), printed
-    assert "invalid, left out │ 5 │" in printed and "finished before │ 293 │" in printed
+    assert "invalid, skipped │ 5 │" in printed and "finished before │ 293 │" in printed
 
 
-def test_a_row_that_fails_for_good_is_named_while_the_run_goes_on(
+def test_failed_row_is_reported_during_the_run(
     bad_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, int] = {}
@@ -113,17 +113,15 @@ def test_a_row_that_fails_for_good_is_named_while_the_run_goes_on(
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_one_failed_row_more_than_allowed_makes_the_exit_code_1(
-    bad_bench: Bench, allowed: int
-) -> None:
+def test_exit_code_is_1_if_more_rows_fail_than_allowed(bad_bench: Bench, allowed: int) -> None:
     code, printed = bad_bench.run(
         "--skip-invalid", "--allow-failures", allowed, "--concurrency", 8, records=RECORDS
     )
     assert code == 1 and "failed │ 2 │" in printed, printed
 
 
-def test_a_row_that_was_not_done_at_all_counts_like_a_failed_one(bench: Bench) -> None:
-    """The run was stopped, so no number of allowed failures makes it a success."""
+def test_row_that_was_not_done_counts_as_failed(bench: Bench) -> None:
+    """A stopped run fails, whatever number of failures is allowed."""
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else 502
     code, printed = bench.run(
         "--allow-failures",
@@ -138,7 +136,7 @@ def test_a_row_that_was_not_done_at_all_counts_like_a_failed_one(bench: Bench) -
     assert code == 1 and "not done │ 2 │" in printed and "failed │ 1 │" in printed, printed
 
 
-def test_without_the_option_a_bad_row_ends_the_run_before_anything_is_sent(bench: Bench) -> None:
+def test_bad_row_is_refused_before_anything_is_sent_without_skip_invalid(bench: Bench) -> None:
     code, printed = bench.run("--allow-failures", 300, records=RECORDS)
     assert (code, bench.server.seen, bench.server.probes, bench.output.exists()) == (
         2,
@@ -148,19 +146,18 @@ def test_without_the_option_a_bad_row_ends_the_run_before_anything_is_sent(bench
     ), printed
     assert bench.server.files() == []
     assert (
-        "data.jsonl: 5 rows cannot be sent; mend them, or leave them out with --skip-invalid"
-        in printed
+        "data.jsonl: 5 rows cannot be sent; fix them, or skip them with --skip-invalid" in printed
     )
     for row, (_, problem) in BAD.items():
         assert f"data.jsonl:{row + 1}: {problem}" in printed
 
 
-def test_only_bad_rows_are_left_out_and_nothing_is_to_be_done(bench: Bench) -> None:
+def test_run_with_only_bad_rows_skips_all_of_them(bench: Bench) -> None:
     code, printed = bench.run("--skip-invalid", records=[each for each, _ in BAD.values()])
-    assert (code, bench.server.seen) == (0, []) and "invalid, left out │ 5 │" in printed, printed
+    assert (code, bench.server.seen) == (0, []) and "invalid, skipped │ 5 │" in printed, printed
 
 
-def test_ranks_leave_out_their_own_bad_rows(bench: Bench) -> None:
+def test_each_rank_skips_only_its_own_bad_rows(bench: Bench) -> None:
     seen: list[Seen] = bench.server.seen
     left_out = []
     for rank in range(2):

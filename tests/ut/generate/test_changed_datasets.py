@@ -1,6 +1,6 @@
-"""A dataset that was mended, cut or sorted anew: finished rows keep their files, wherever they are.
+"""Finished rows keep their files if the dataset is edited, cut or sorted.
 
-Each letter is a row's content, and the dataset is a word.
+A dataset is a word. Each letter is the content of a row.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Run(NamedTuple):
     """A run that has ended.
 
     Attributes:
-        code: of its exit.
-        asked: how often it asked for each letter.
-        printed: in one line.
+        code: exit code.
+        asked: number of requests for each letter.
+        printed: output, in one line.
     """
 
     code: int
@@ -62,7 +62,7 @@ class Words:
         self.server.__exit__(*error)
 
     def run(self, word: str, *arguments: object, refuses: str = "") -> Run:
-        """Run; the server refuses some letters."""
+        """Run with a server that refuses some letters."""
         data = write_jsonl(
             self.root / "data.jsonl",
             [{"token_ids": token_ids(letter)} if letter != "!" else {} for letter in word],
@@ -93,7 +93,7 @@ class Words:
         )
 
     def check(self, word: str, refuses: str = "") -> None:
-        """Each letter that was not refused has its right file, and there is nothing else."""
+        """Check that each letter that was not refused has the right file, and no others exist."""
         rows = {row: letter for row, letter in enumerate(word) if letter not in refuses}
         wanted = {f"hs_{row}.safetensors": right(token_ids(letter)) for row, letter in rows.items()}
         assert contents(self.output) == {**wanted, "ledger.jsonl": {}}
@@ -126,10 +126,10 @@ def in_place(before: str, now: str) -> Counter[str]:
         pytest.param("abcdef", "fXaYc", "XY", 3, id="half of them are left"),
     ],
 )
-def test_only_new_contents_are_asked_for(
+def test_only_new_content_is_requested(
     words: Words, before: str, now: str, new: str, moved: int
 ) -> None:
-    """Members of shards stay where they are: a row that has another place is generated again."""
+    """Members of shards are not renamed, so moved rows are generated again."""
     assert words.run(before).code == 0
     run = words.run(now)
     assert run.code == 0, run.printed
@@ -158,7 +158,7 @@ def test_only_new_contents_are_asked_for(
     kind=st.sampled_from(sorted(SINKS)),
     deaths=st.lists(st.integers(1, 30), max_size=2),
 )
-def test_rows_are_asked_for_whose_contents_are_in_no_finished_file_whenever_the_run_is_killed(
+def test_after_a_kill_only_content_without_a_file_is_requested(
     before: str, now: str, refuses: str, kind: str, deaths: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, Words(Path(folder), kind) as words:
@@ -184,11 +184,11 @@ def test_rows_are_asked_for_whose_contents_are_in_no_finished_file_whenever_the_
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """The process has died."""
 
 
 class MortalOs:
-    """Replacement of `os`: the process dies before the change `last` of the filesystem."""
+    """Replacement of `os`. The process dies before the change number `last` of the filesystem."""
 
     def __init__(self, last: int) -> None:
         self.left = last
@@ -200,7 +200,7 @@ class MortalOs:
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             self.left -= 1
-            if self.left <= 0:  # later ones, too: nothing that cleans up can do it
+            if self.left <= 0:  # also at later changes, so that no cleanup runs
                 raise Killed
             return function(*arguments, **keywords)
 
@@ -208,9 +208,9 @@ class MortalOs:
 
 
 def killed_at(last: int, words: Words, word: str) -> bool:
-    """Run, and die before a change of the filesystem, or else before a row is asked for.
+    """Run, and die before a change of the filesystem, or else before the first request.
 
-    True for the former.
+    Return True if the process died before a change.
     """
     mortal = MortalOs(last)
 
@@ -228,9 +228,7 @@ def killed_at(last: int, words: Words, word: str) -> bool:
 
 
 @pytest.mark.parametrize("now", ["bcaed", "Xabcde", "badc", "cbXe"])
-def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(
-    tmp_path: Path, now: str
-) -> None:
+def test_kill_before_any_filesystem_change_loses_no_row(tmp_path: Path, now: str) -> None:
     last, dies = 0, True
     while dies:
         last += 1
@@ -247,31 +245,31 @@ def test_a_run_that_is_killed_before_any_of_its_changes_loses_no_row(
     assert last > 2
 
 
-def test_a_file_of_a_row_that_the_dataset_no_longer_has_does_not_stay(words: Words) -> None:
-    """Nobody is to train on it."""
+def test_file_of_a_row_removed_from_the_dataset_is_removed(words: Words) -> None:
+    """No training run must read the file."""
     assert words.run("abcdef").code == 0
     run = words.run("abcd!", "--skip-invalid")
     assert (run.code, run.asked) == (0, Counter()), run.printed
     words.check("abcd")
 
 
-def test_rows_beyond_the_limit_are_not_looked_at(words: Words) -> None:
+def test_rows_beyond_the_limit_are_ignored(words: Words) -> None:
     assert words.run("abcdef").code == 0
     run = words.run("abXYZZ", "--limit", 3)
     assert (run.code, run.asked) == (0, Counter("X")), run.printed
     words.check("abXdef")
 
 
-def test_another_dataset_is_refused_and_nothing_changes(words: Words) -> None:
+def test_another_dataset_is_refused_and_changes_nothing(words: Words) -> None:
     assert words.run("abcdef").code == 0
     ledger = (words.output / "ledger.jsonl").read_bytes()
     run = words.run("abXYZW")
     assert (run.code, run.asked) == (2, Counter()), run.printed
     problem = (
-        f"{words.output} holds rows of another dataset: only 2 of its 6 finished rows are rows "
-        f"of {words.root / 'data.jsonl'}"
+        f"{words.output} holds rows of another dataset: only 2 of 6 finished rows are in "
+        f"{words.root / 'data.jsonl'}"
     )
-    assert f"{problem}; name another --output" in run.printed
+    assert f"{problem}; give another --output" in run.printed
     words.check("abcdef")
     assert (words.output / "ledger.jsonl").read_bytes() == ledger
 
@@ -279,14 +277,14 @@ def test_another_dataset_is_refused_and_nothing_changes(words: Words) -> None:
 def test_only_a_run_of_one_rank_renames_files(
     words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may be under way. A row that was mended is any rank's own."""
+    """Runs of other ranks may be in progress. Each rank generates changed rows of its own."""
     monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert words.run("abcdef").code == 0
     run = words.run("abcdfe", "--world-size", 2, "--rank", 1)
     assert (run.code, run.asked) == (2, Counter())
     assert (
-        "2 finished rows have another place in " in run.printed
-        and "call once with --world-size 1 --rank 0" in run.printed
+        "2 finished rows have moved in " in run.printed
+        and "run once with --world-size 1 --rank 0" in run.printed
     )
     words.check("abcdef")
     for rank, asked in ((0, "X"), (1, "Y")):

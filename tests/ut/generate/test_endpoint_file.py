@@ -1,4 +1,4 @@
-"""A list of servers that is read again: who comes is used, who goes is drained, no row is lost."""
+"""A list of servers is read again: added servers are used, removed servers are drained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace(path: Path, make: Callable[[Path], object]) -> None:
-    """Replace a file at once, as the documentation tells users to."""
+    """Replace a file atomically, as documented."""
     new = path.with_suffix(".new")
     make(new)
     os.replace(new, path)
@@ -40,10 +40,10 @@ def write(path: Path, text: str) -> None:
 
 
 class Script:
-    """What happens when row `n` is asked for; it is answered when the run has said the result.
+    """Steps by row: do a step when a row is requested, and answer once the run has printed a text.
 
     Args:
-        steps: for a row, what to do, and a part of what is said then.
+        steps: by row, a function to call, and a part of the text that the run prints then.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Script:
                 ), self._said
 
 
-def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(
+def test_added_server_is_used_and_removed_server_is_drained(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = tmp_path / "servers"
@@ -93,10 +93,10 @@ def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(
         second.at = leave
         code, printed = bench.run(records=400, endpoint=f"@{listed}")
         assert code == 0, printed
-        assert f"{bench.server.url} gets no more requests, and has" in printed
+        assert f"{bench.server.url} gets no new requests; " in printed
         assert (
-            f"{bench.server.url} has nothing under way any more" in printed
-            or "no more requests, and has 0 under way" in printed
+            f"{bench.server.url} has no requests in flight any more" in printed
+            or "gets no new requests; 0 in flight" in printed
         )
         assert bench.server.asked + second.asked == Counter(range(400)), "no row was sent twice"
         assert len(second.seen) > 20
@@ -105,16 +105,16 @@ def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(
 
 
 BROKEN = {
-    "gone": (lambda path: path.unlink(), "it cannot be read: No such file or directory"),
-    "empty": (lambda path: write(path, "# nobody\n"), "it lists no server"),
+    "gone": (lambda path: path.unlink(), "cannot be read: No such file or directory"),
+    "empty": (lambda path: write(path, "# nobody\n"), "the file lists no server"),
     "half-written": (
         lambda path: write(path, "http://127.0.0.1:1\nhtt"),
         "htt: give the URL of a server",
     ),
-    "no-host": (lambda path: write(path, "http://:1"), "there is no such host or port"),
+    "no-host": (lambda path: write(path, "http://:1"), "invalid host or port"),
     "no-text": (
         lambda path: replace(path, lambda new: new.write_bytes(b"\xff\xfe")),
-        "it is not UTF-8 text",
+        "not UTF-8 text",
     ),
     "directory": (
         lambda path: replace(path, lambda new: new.symlink_to(path.parent)),
@@ -125,7 +125,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("breaks", "problem"), BROKEN.values(), ids=BROKEN)
-def test_a_list_that_cannot_be_used_changes_nothing_and_is_told_once(
+def test_invalid_list_changes_nothing_and_is_reported_once(
     breaks: Callable[[Path], object],
     problem: str,
     bench: Bench,
@@ -135,15 +135,13 @@ def test_a_list_that_cannot_be_used_changes_nothing_and_is_told_once(
     listed = tmp_path / "servers"
     write(listed, bench.server.url)
     Script(bench, {3: (lambda: breaks(listed), problem)}, monkeypatch)
-    bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # several readings
+    bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # the file is read several times
     code, printed = bench.run(records=20, endpoint=f"@{listed}")
-    assert (
-        code == 0 and printed.count("until then the servers that it listed last are used") == 1
-    ), printed
+    assert code == 0 and printed.count("the servers listed before are still used") == 1, printed
     bench.check(list(range(20)), records=20)
 
 
-def test_a_wrong_server_that_appears_is_set_aside_and_the_run_goes_on(
+def test_wrong_added_server_is_set_aside_and_the_run_continues(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = tmp_path / "servers"
@@ -160,17 +158,17 @@ def test_a_wrong_server_that_appears_is_set_aside_and_the_run_goes_on(
         assert code == 0, printed
         assert len(wrong.seen) == 1
         assert (
-            printed.count(f"{wrong.url} is not used") == 1
+            printed.count(f"{wrong.url} will not be used") == 1
             and "holds rows of another server: layer_ids was" in printed
         )
     bench.check(list(range(60)), records=60)
 
 
-def test_a_list_that_cannot_be_used_at_the_start_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_invalid_list_is_refused_at_the_start(bench: Bench, tmp_path: Path) -> None:
     listed = tmp_path / "servers"
     for text, problem in (
-        (None, "it cannot be read"),
-        ("", "it lists no server"),
+        (None, "cannot be read"),
+        ("", "the file lists no server"),
         ("x", "x: give the URL"),
         ("http://a\nhttp://a/v1", "twice"),
     ):
@@ -184,7 +182,7 @@ def test_a_list_that_cannot_be_used_at_the_start_is_refused(bench: Bench, tmp_pa
         ), printed
 
 
-def test_a_list_stands_alone(tmp_path: Path) -> None:
+def test_list_cannot_be_combined_with_other_endpoints(tmp_path: Path) -> None:
     words = [
         "--data",
         "d",
@@ -195,7 +193,7 @@ def test_a_list_stands_alone(tmp_path: Path) -> None:
         "--endpoint",
         "http://b",
     ]
-    with pytest.raises(InputError, match="@FILE: other servers are named beside it"):
+    with pytest.raises(InputError, match="@FILE: cannot be used with other --endpoint"):
         parse_arguments(words)
     (tmp_path / "servers").write_text("http://a:1/v1\n")
     options = parse_arguments(words[:-2])
@@ -207,9 +205,7 @@ def used(balancer: Balancer) -> list[str]:
     return [each.url for each in balancer.used]
 
 
-def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_while_it_is_listed() -> (
-    None
-):
+def test_returning_server_is_on_trial_and_listed_server_stays_set_aside() -> None:
     async def scenario() -> None:
         made = Balancer(["a"], 1.0)
         (a,) = made.endpoints
@@ -242,17 +238,17 @@ def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_w
         assert replace(["a"]) == (["a"], ["b"])
         last = made.endpoints[4]
         assert not last.proven
-        made.note_answer(b)  # its request under way ends
+        made.note_answer(b)  # the request in flight ends
         made.give_back(b)
         assert await made.acquire(near=b) is last
 
     asyncio.run(scenario())
 
 
-def test_who_waits_for_a_server_gets_one_that_appears() -> None:
+def test_waiting_request_gets_an_added_server() -> None:
     async def scenario() -> None:
         made = Balancer(["a"], 1.0)
-        await made.acquire()  # its trial
+        await made.acquire()  # the trial
         waiting = asyncio.ensure_future(made.acquire())
         await asyncio.sleep(0)
         made.replace(["a", "b"])

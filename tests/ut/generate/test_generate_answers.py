@@ -1,4 +1,4 @@
-"""Answers of the target are stored beside the rows, and written as a dataset to train on."""
+"""Answers of the target are stored beside the rows and written as a training dataset."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXT = "<7><8><9><10>"
 
 
 def answers_of(output: Path) -> dict[int, dict[str, Any]]:
-    """The last whole line of each row."""
+    """Return the last complete line of each row."""
     texts = [
         line
         for path in sorted(output.glob("answers*.jsonl"))
@@ -55,7 +55,7 @@ def answers_of(output: Path) -> dict[int, dict[str, Any]]:
     return {line["row"]: line for line in lines}
 
 
-def test_text_ids_finish_reason_and_mask_lie_beside_the_rows(bench: Bench) -> None:
+def test_answers_and_loss_masks_are_stored_beside_the_rows(bench: Bench) -> None:
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0, printed
     for row, line in answers_of(bench.output).items():
@@ -93,21 +93,21 @@ def test_sampling_options_are_sent_and_each_row_has_its_own_seed(bench: Bench) -
     assert {seen.row: seen.body["seed"] for seen in bench.server.seen} == first
 
 
-def test_rows_with_an_answer_are_not_asked_for_again_and_rows_without_one_are(bench: Bench) -> None:
+def test_only_rows_without_an_answer_are_requested_again(bench: Bench) -> None:
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     path = bench.output / "answers.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.strip()]
     (lost,) = [line for line in lines if '"row":1,' in line]
     path.write_text(
         "".join(line for line in lines if line != lost) + lost[:-30]
-    )  # as where a run was killed
+    )  # as after a killed run
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0, printed
     assert bench.server.asked == Counter({0: 1, 1: 2, 2: 1})
     assert set(answers_of(bench.output)) == {0, 1, 2}
 
 
-def test_a_row_without_an_answer_keeps_its_place_in_the_dataset(bench: Bench) -> None:
+def test_row_without_an_answer_keeps_its_index_in_the_dataset(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row == 1 else "ok"
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 1
     trained = datasets.load_from_disk(bench.output / "training_data")
@@ -125,13 +125,15 @@ def test_a_changed_row_has_the_new_answer_in_the_dataset(bench: Bench) -> None:
     assert bytes(trained[1]["input_ids"].tolist()[:5]) == b"other"
 
 
-def test_ranks_have_files_of_their_own_and_one_rank_writes_the_dataset(bench: Bench) -> None:
+def test_each_rank_has_an_answers_file_and_a_run_of_one_rank_writes_the_dataset(
+    bench: Bench,
+) -> None:
     records = [{"token_ids": [row + 1]} for row in range(20)]
     for rank in (0, 1):
         code, printed = bench.run(*SAMPLED, "--world-size", 2, "--rank", rank, records=records)
         assert (
             code == 0
-            and "training_data is not written: when all ranks have ended, call again" in printed
+            and "training_data was not written: after all ranks have ended, run again" in printed
         ), printed
     assert sorted(path.name for path in bench.output.glob("answers*")) == [
         "answers-0-of-2.jsonl",
@@ -149,8 +151,8 @@ def the_dataset_is_of_the_files(bench: Bench, rows: int = 3) -> None:
     ]
 
 
-def test_a_row_whose_answer_was_lost_on_the_way_is_asked_for_again(bench: Bench) -> None:
-    """Its file is there, and nobody knows its text."""
+def test_row_with_a_lost_answer_is_requested_again(bench: Bench) -> None:
+    """The row has a file, but the text is unknown."""
     bench.server.behave = lambda seen: "drop_complete" if (seen.row, seen.time) == (1, 1) else "ok"
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert code == 0 and bench.server.asked == Counter({0: 1, 1: 2, 2: 1}), printed
@@ -158,7 +160,7 @@ def test_a_row_whose_answer_was_lost_on_the_way_is_asked_for_again(bench: Bench)
     the_dataset_is_of_the_files(bench)
 
 
-def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(
+def test_answer_of_an_earlier_request_is_not_used_for_a_later_file(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run was killed after a row was sampled again, and before the new answer was stored."""
@@ -172,7 +174,8 @@ def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(
     path.write_bytes(first)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
-        code == 0 and "hs_1.safetensors: its answer is not stored; it is asked for again" in printed
+        code == 0
+        and "hs_1.safetensors: the answer is not stored; requesting the row again" in printed
     ), printed
     assert bench.server.asked == Counter({0: 1, 1: 3, 2: 1})
     the_dataset_is_of_the_files(bench)
@@ -193,10 +196,10 @@ def test_rows_that_moved_in_the_dataset_keep_their_answers(bench: Bench) -> None
     )
 
 
-def test_of_two_answers_to_a_row_the_one_of_its_file_counts(
+def test_answer_with_the_request_id_of_the_file_is_used(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The earlier one is in the file that is read last."""
+    """The earlier answer is in the file that is read last."""
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     (bench.output / "hs_1.safetensors").unlink()
     with monkeypatch.context() as other:
@@ -207,7 +210,7 @@ def test_of_two_answers_to_a_row_the_one_of_its_file_counts(
     the_dataset_is_of_the_files(bench)
 
 
-def test_a_dataset_of_the_same_answers_is_left_as_it_is_with_the_files_of_the_trainer(
+def test_dataset_of_the_same_answers_keeps_files_of_the_trainer(
     bench: Bench,
 ) -> None:
     vocabulary = bench.output / "training_data" / "d2t-8.npy"
@@ -223,7 +226,7 @@ def test_a_dataset_of_the_same_answers_is_left_as_it_is_with_the_files_of_the_tr
         vocabulary.touch()
 
 
-def test_the_document_s_command_counts_the_tokens_that_have_a_loss(
+def test_documented_command_counts_tokens_with_a_loss(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
@@ -236,8 +239,8 @@ def test_the_document_s_command_counts_the_tokens_that_have_a_loss(
     assert torch.load(f"{path}/token_freq.pt") == {7: 3, 8: 3, 9: 3}
 
 
-def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench) -> None:
-    """With its own loader, unmodified."""
+def test_speculators_trains_on_all_rows_with_an_answer(bench: Bench) -> None:
+    """Read the dataset with the unmodified loader of speculators."""
     from hs_connectors.transfer import FileTransfer
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
@@ -271,7 +274,7 @@ def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench
             seen.append(
                 (batch["input_ids"][0, mine].tolist(), batch["loss_mask"][0, mine].tolist())
             )
-    # Without the first token, as it is trained.
+    # Without the first token, as in training.
     assert [ids for ids, _ in sorted(seen)] == [[50, 7, 8, 9]] * 16 and all(
         mask == [0, 1, 1, 1] for _, mask in seen
     )
@@ -292,7 +295,7 @@ def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench
         ),
     ],
 )
-def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
+def test_unwritable_dataset_does_not_fail_the_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str, error: OSError, reason: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -302,8 +305,8 @@ def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
         code == 0
-        and "training_data is not written: " in printed
-        and f"{reason}; mend that, and call again" in printed
+        and "training_data was not written: " in printed
+        and f"{reason}; fix it and run again" in printed
     ), printed
     assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {
         0,
@@ -321,7 +324,7 @@ def test_leftovers_of_a_killed_run_are_removed_with_the_next_dataset(bench: Benc
     the_dataset_is_of_the_files(bench)
 
 
-def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(
+def test_lone_surrogates_in_texts_are_replaced(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = bench.server.answer
@@ -354,20 +357,20 @@ def test_the_dataset_is_written_where_torch_is_not_installed(
     the_dataset_is_of_the_files(bench)
 
 
-def test_without_datasets_the_answers_stay_and_the_extra_is_named(
+def test_without_datasets_answers_are_kept_and_the_extra_is_named(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
     assert (
         code == 0
-        and "training_data is not written: it needs datasets: pip install 'vllm-ascend-hsx[data]'"
+        and "training_data was not written: datasets is not installed; pip install 'vllm-ascend-hsx[data]'"
         in printed
     ), printed
     assert set(answers_of(bench.output)) == {0, 1, 2}
 
 
-def test_options_of_answers_are_refused_without_answers(bench: Bench) -> None:
+def test_answer_options_are_refused_without_include_output(bench: Bench) -> None:
     for option in (("--max-tokens", 3), ("--seed", 3), ("--temperature", 0.5)):
         code, printed = bench.run(*option)
         assert (
@@ -385,7 +388,7 @@ def request_of(row: int, content: int) -> str:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12),
     st.integers(0, 10**6),
 )
-def test_answers_before_a_cut_are_known(
+def test_answers_before_a_truncation_are_found(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], cut: int
 ) -> None:
     output = tmp_path_factory.mktemp("answers")
@@ -408,6 +411,6 @@ def test_answers_before_a_cut_are_known(
     again.close()
 
 
-def test_the_dataset_is_the_one_that_speculators_reads() -> None:
-    """The keys that train/data.py of speculators 0.9.0 uses."""
+def test_dataset_has_the_form_that_speculators_reads() -> None:
+    """Check the keys that train/data.py of speculators 0.9.0 uses."""
     assert set(answers._NO_ANSWER) >= {"input_ids", "loss_mask", "seq_len"}

@@ -32,7 +32,7 @@ IDS = {"input_ids": [9, 10, 11, 0, 0]}
 def prompt(
     record: dict[str, Any], unsent: Counter[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the part of a request's body that the prompt is made of."""
+    """Return the part of a request's body that defines the prompt."""
     row = read_row(
         0, record, Options("data", Path("out"), **options), Counter() if unsent is None else unsent
     )
@@ -43,7 +43,7 @@ def chat(*messages: dict[str, Any], ask: bool = True, **fields: Any) -> dict[str
     return {"messages": list(messages), "add_generation_prompt": ask, **fields}
 
 
-# Column: record, and the part of the body that it becomes.
+# By column: a record, and the part of the body that results.
 SENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token_ids": ({"token_ids": [3, 1]}, {"prompt": [3, 1]}),
     "input_ids": ({"input_ids": "[3, 1]"}, {"prompt": [3, 1]}),
@@ -125,7 +125,7 @@ QUIET = (
 BESIDE_TOKENS = sorted(set(SENT) - {"token_ids", "input_ids", "attention_mask"})
 
 
-def test_the_documentation_has_this_table() -> None:
+def test_documentation_has_the_column_table() -> None:
     written = [
         row
         for row in rows(page("generate.md"))
@@ -144,12 +144,12 @@ def cells(line: Column) -> list[str]:
     ]
 
 
-def test_these_tests_know_every_column() -> None:
+def test_every_column_is_tested() -> None:
     assert [*SENT, *REFUSED, *QUIET] == list(COLUMNS)
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_a_column_that_is_sent_becomes_a_part_of_the_request_and_of_the_identity(name: str) -> None:
+def test_sent_column_is_part_of_request_and_identity(name: str) -> None:
     (record, expected), unsent = SENT[name], Counter[str]()
     assert prompt(record, unsent) == expected
     assert not unsent
@@ -167,7 +167,7 @@ def test_a_column_that_is_sent_becomes_a_part_of_the_request_and_of_the_identity
 
 
 @pytest.mark.parametrize("name", [name for name, line in COLUMNS.items() if line.fate == "sent"])
-def test_a_column_that_is_sent_is_refused_beside_a_content_that_it_cannot_go_with(
+def test_sent_column_is_refused_with_other_kinds_of_content(
     name: str,
 ) -> None:
     record, line = {name: SENT[name][0][name]}, COLUMNS[name]
@@ -185,14 +185,14 @@ def test_a_column_that_is_sent_is_refused_beside_a_content_that_it_cannot_go_wit
 
 
 @pytest.mark.parametrize("name", BESIDE_TOKENS)
-def test_beside_token_ids_no_column_of_a_text_or_chat_counts(name: str) -> None:
+def test_text_and_chat_columns_are_ignored_with_token_ids(name: str) -> None:
     unsent = Counter[str]()
     assert prompt({"input_ids": [3, 1]} | SENT[name][0], unsent) == {"prompt": [3, 1]}
     assert not unsent
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_column_that_cannot_be_sent_is_refused_by_name_or_left_out_on_demand(name: str) -> None:
+def test_unsendable_column_is_refused_by_name_or_ignored_on_request(name: str) -> None:
     for kind, content in (
         ("token ids", {"input_ids": [3, 1]}),
         ("a text", {"prompt": "a"}),
@@ -202,7 +202,7 @@ def test_a_column_that_cannot_be_sent_is_refused_by_name_or_left_out_on_demand(n
         if kind in COLUMNS[name].beside:
             with pytest.raises(
                 RowError,
-                match=rf"^{name} cannot be sent with .*: .*; or leave it out with --ignore-column {name}",
+                match=rf"^{name} cannot be sent with .*: .*; or drop it with --ignore-column {name}",
             ):
                 prompt(record)
         assert (
@@ -213,14 +213,14 @@ def test_a_column_that_cannot_be_sent_is_refused_by_name_or_left_out_on_demand(n
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_a_column_without_influence_is_left_out_quietly(name: str) -> None:
+def test_column_without_influence_is_silently_ignored(name: str) -> None:
     for content in ({"input_ids": [3, 1]}, {"prompt": "a"}, CHAT):
         unsent = Counter[str]()
         assert prompt(content | {name: [1]}, unsent) == prompt(content)
         assert not unsent
 
 
-def test_an_unknown_column_a_second_content_and_a_key_that_no_template_sees_are_counted() -> None:
+def test_unsent_columns_and_message_keys_are_counted() -> None:
     unsent = Counter[str]()
     told = {**USER, "emotion": "curious"}
     for _ in range(2):
@@ -236,7 +236,7 @@ def test_an_unknown_column_a_second_content_and_a_key_that_no_template_sees_are_
     assert unsent == {"messages[].emotion": 2, "prompt": 2, "input": 2, "score": 2}
 
 
-def test_any_column_can_be_named_and_a_preferred_answer_then_needs_no_more_words() -> None:
+def test_any_column_can_be_selected() -> None:
     both = {"chosen": [USER, ANSWER], "rejected": [USER], "note": "x"}
     assert prompt(both, column="chosen") == chat(USER, ANSWER, ask=False)
     for value, sent in (("x", "x"), ([3], [3])):
@@ -248,7 +248,7 @@ def test_any_column_can_be_named_and_a_preferred_answer_then_needs_no_more_words
         prompt(both, column="other")
 
 
-def test_messages_with_parts_are_sent_rather_than_their_token_ids() -> None:
+def test_messages_with_parts_are_preferred_to_token_ids() -> None:
     parts = {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": "http://host/a.png"}}],
@@ -262,7 +262,7 @@ def test_messages_with_parts_are_sent_rather_than_their_token_ids() -> None:
     assert prompt(record, column="input_ids") == {"prompt": [3, 1]}
 
 
-def test_messages_and_conversations_may_be_mixed_and_must_agree_in_one_row() -> None:
+def test_messages_and_conversations_of_a_row_must_agree() -> None:
     said = [{"from": "human", "value": "2+2?"}]
     for empty in (None, []):
         assert (
@@ -273,21 +273,19 @@ def test_messages_and_conversations_may_be_mixed_and_must_agree_in_one_row() -> 
     assert prompt({"messages": [USER], "conversations": said}) == chat(USER)
     with pytest.raises(
         RowError,
-        match=(
-            "conversations is not the same as messages; leave one of them out with --ignore-column"
-        ),
+        match=("conversations differs from messages; drop one of them with --ignore-column"),
     ):
         prompt({"messages": [USER, ANSWER], "conversations": said})
-    with pytest.raises(RowError, match="input_ids is not the same as token_ids"):
+    with pytest.raises(RowError, match="input_ids differs from token_ids"):
         prompt({"token_ids": [1], "input_ids": [2]})
 
 
-def test_a_system_prompt_comes_first_unless_it_is_there() -> None:
+def test_system_prompt_is_prepended_unless_present() -> None:
     assert prompt({"messages": [SYSTEM, USER], "system": "Be brief."}) == chat(SYSTEM, USER)
     with pytest.raises(
         RowError,
         match=(
-            "system is not the same as the system message of messages; leave it out with "
+            "system differs from the system message of messages; drop it with "
             "--ignore-column system"
         ),
     ):
@@ -307,7 +305,7 @@ def test_a_system_prompt_comes_first_unless_it_is_there() -> None:
     ]
 
 
-def test_tools_are_lists_or_json_or_functions_alone_and_no_choice_is_left_to_the_server() -> None:
+def test_tools_are_normalised_and_tool_choice_defaults_to_none() -> None:
     forms: list[Any] = [
         json.dumps(TOOLS),
         [FUNCTION],
@@ -319,11 +317,11 @@ def test_tools_are_lists_or_json_or_functions_alone_and_no_choice_is_left_to_the
         assert prompt(CHAT | {"tools": tools}) == chat(USER, **SENT_TOOLS)
     assert prompt(CHAT | {"tools": TOOLS, "functions": [FUNCTION]}) == chat(USER, **SENT_TOOLS)
     assert prompt(CHAT | {"tool_choice": "auto", "tools": []}) == chat(USER)
-    with pytest.raises(RowError, match="functions is not the same as tools"):
+    with pytest.raises(RowError, match="functions differs from tools"):
         prompt(CHAT | {"tools": TOOLS, "functions": [{"name": "other"}]})
 
 
-def test_kwargs_of_a_row_win_over_those_of_the_option_and_texts_have_none() -> None:
+def test_row_kwargs_override_the_option_and_texts_have_none() -> None:
     kwargs = {"enable_thinking": True, "date": "today"}
     sent = prompt(
         CHAT | {"chat_template_kwargs": '{"enable_thinking": false}'}, chat_template_kwargs=kwargs
@@ -333,7 +331,7 @@ def test_kwargs_of_a_row_win_over_those_of_the_option_and_texts_have_none() -> N
     assert prompt({"prompt": "a"}, chat_template_kwargs=kwargs) == {"prompt": "a"}
 
 
-def test_rendered_texts_get_no_special_tokens_on_demand() -> None:
+def test_rendered_texts_get_no_special_tokens_with_the_option() -> None:
     assert prompt({"prompt": "<s>a"}, add_special_tokens=False) == {
         "prompt": "<s>a",
         "add_special_tokens": False,
@@ -351,7 +349,7 @@ def test_rendered_texts_get_no_special_tokens_on_demand() -> None:
     [
         (
             IDS | {"attention_mask": [1, 0, 1, 0, 0]},
-            r"attention_mask is \[1, 0, 1, 0, 0\]; give 1 for each token id, and 0 for padding",
+            r"attention_mask is \[1, 0, 1, 0, 0\]; give 1 for each token id, and 0 only for padding",
         ),
         (IDS | {"attention_mask": [1, 1]}, r"attention_mask is \[1, 1\]"),
         (IDS | {"attention_mask": [0] * 5}, "attention_mask is "),
@@ -390,16 +388,16 @@ def test_rendered_texts_get_no_special_tokens_on_demand() -> None:
         ({"instruction": "a", "history": ["bc"]}, r"history is \['bc'\]; give a list of pairs"),
     ],
 )
-def test_a_value_that_cannot_be_sent_is_named_with_its_column_and_a_remedy(
+def test_unsendable_value_is_reported_with_column_and_remedy(
     record: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RowError, match=f"^{message}"):
         prompt(record)
 
 
-# A grammar of rows: every text and number in them is another one, so that each can be looked for.
+# A grammar of rows. All texts and numbers in a row differ, so that each can be searched for.
 def leaves(value: Any) -> list[Any]:
-    """Return all values in lists and objects; objects that are JSON are read."""
+    """Return all values in lists and objects, including objects in JSON texts."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         value = json.loads(value)
     if isinstance(value, dict):
@@ -409,7 +407,7 @@ def leaves(value: Any) -> list[Any]:
 
 @st.composite
 def records(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a record without empty columns, of columns that are sent together."""
+    """Draw a record of columns that are sent together, without empty columns."""
     number = iter(range(10**6))
 
     def text() -> str:
@@ -505,7 +503,7 @@ ROLE_NAMES = {"human", "gpt", "observation", "bing"}
 
 
 @given(records(), st.data())
-def test_no_value_of_a_row_is_lost_and_each_is_part_of_the_identity(
+def test_every_value_of_a_row_is_sent_and_part_of_the_identity(
     record: dict[str, Any], data: st.DataObject
 ) -> None:
     options = Options("data", Path("out"))

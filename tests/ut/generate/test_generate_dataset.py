@@ -1,4 +1,4 @@
-"""All forms of a dataset give equal rows; what cannot be read is named with a remedy."""
+"""All forms of a dataset give equal rows. Unreadable data is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHATS = [
     },
 ]
 TEXTS = [{"prompt": "null"}, {"prompt": "\n b"}, {"prompt": 'ü, "12"'}]
-# Tools, whose arguments differ from row to row: Arrow has all keys in all rows.
+# The arguments of tools differ from row to row. Arrow has all keys in all rows.
 CALLS = [
     {
         "messages": [
@@ -89,7 +89,7 @@ def checked(path: object, **options: Any) -> Checked:
 
 
 def bad(path: object, **options: Any) -> list[str]:
-    """Return the rows that cannot be sent, each with its place."""
+    """Return the rows that cannot be sent, with their positions."""
     return [f"{each.where}: {each.problem}" for each in checked(path, **options).bad]
 
 
@@ -112,7 +112,7 @@ def write_csv(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def packed(path: Path) -> list[Path]:
-    """Return the same file as .gz, .zst and in two parts of each."""
+    """Return the same file as .gz and .zst, in one part and in two parts."""
     made = [path.with_name(f"{path.name}.gz"), path.with_name(f"{path.name}.zst")]
     made[0].write_bytes(gzip.compress(path.read_bytes()))
     with pa.CompressedOutputStream(str(made[1]), "zstd") as file:
@@ -187,7 +187,7 @@ def test_every_form_of_a_dataset_has_the_same_rows(kind: str, tmp_path: Path) ->
         assert found == count and len(found.identities) == len(records)
 
 
-def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
+def test_split_must_be_selected_if_there_are_several(tmp_path: Path) -> None:
     made = datasets.DatasetDict(
         {
             name: datasets.Dataset.from_list(TOKENS[:rows])
@@ -203,7 +203,7 @@ def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
         for split in (None, "dev"):
             with pytest.raises(
                 DatasetError,
-                match=f"{folder}: it has the splits train, test; name one of them with --split",
+                match=f"{folder}: the dataset has the splits train, test; choose one with --split",
             ):
                 opened(tmp_path / folder, split=split)
 
@@ -231,23 +231,21 @@ def test_a_dataset_of_a_hub_is_read_from_its_cache(
     assert len(checked("some-one/some.thing", split="train").identities) == 3
     assert len(checked("some-one/some.thing:en", split="test").identities) == 1
     assert asked == [("some-one/some.thing", None), ("some-one/some.thing", "en")]
-    # A path that is there comes first.
+    # An existing path takes precedence.
     monkeypatch.chdir(tmp_path)
     save_to_disk(tmp_path / "some-one" / "some.thing", pa.Table.from_pylist(TOKENS))
     assert len(checked("some-one/some.thing").identities) == 3
     assert len(asked) == 2
 
 
-def test_what_neither_a_path_nor_a_hub_has_is_told_both(
+def test_error_for_an_unknown_dataset_names_path_and_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*arguments: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    neither = (
-        "there is no such file or folder, and an id on a hub is OWNER/NAME or OWNER/NAME:CONFIG"
-    )
+    neither = "no such file or folder, and not the id of a dataset on a hub, which is OWNER/NAME or OWNER/NAME:CONFIG"
     for name in (
         tmp_path / "nothing",
         "nothing",
@@ -260,8 +258,8 @@ def test_what_neither_a_path_nor_a_hub_has_is_told_both(
     with pytest.raises(
         DatasetError,
         match=(
-            "some/thing: it cannot be read: Couldn't reach the Hub; give one that can be: a "
-            "file, a folder, or the id of a dataset"
+            "some/thing: cannot be read: Couldn't reach the Hub; give a readable file "
+            "or folder, or the id of a dataset"
         ),
     ):
         opened("some/thing")
@@ -279,15 +277,13 @@ def test_the_standard_input_is_read_twice(text: str, monkeypatch: pytest.MonkeyP
     assert [row.content for row in dataset.rows()] == [each["prompt"] for each in TEXTS]
 
 
-def test_a_bad_row_of_the_standard_input_is_named_by_its_line(
+def test_bad_row_of_standard_input_is_reported_with_line_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": ""}\n'))
     )
-    assert bad("-") == [
-        "standard input:2: prompt is empty; there is nothing to compute for it: leave this row out"
-    ]
+    assert bad("-") == ["standard input:2: prompt is empty; remove this row"]
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1), min_size=1))
@@ -301,9 +297,7 @@ def test_token_ids_arrive_as_they_were_written(lists: list[list[int]]) -> None:
     assert len({row.identity({}) for row in rows}) == len(set(map(tuple, lists)))
 
 
-def test_token_ids_of_tables_are_no_python_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_ids_of_tables_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of 1,000 ids is one array, not 1,000 objects."""
     import pyarrow.parquet as pq
 
@@ -319,7 +313,7 @@ def test_token_ids_of_tables_are_no_python_numbers(
     ]
 
 
-def test_a_check_counts_rows_tokens_characters_and_what_is_not_sent(tmp_path: Path) -> None:
+def test_check_counts_rows_tokens_characters_and_unsent_columns(tmp_path: Path) -> None:
     records: list[Any] = [
         *TOKENS,
         {"prompt": "abc", "score": 1},
@@ -341,7 +335,7 @@ def test_a_check_counts_rows_tokens_characters_and_what_is_not_sent(tmp_path: Pa
         BadRow(
             4,
             f"{path}:5",
-            "prompt is empty; there is nothing to compute for it: leave this row out",
+            "prompt is empty; remove this row",
         )
     ]
     assert (found.unsent, found.tokens, found.characters) == (Counter(score=2), 304, 4)
@@ -349,7 +343,7 @@ def test_a_check_counts_rows_tokens_characters_and_what_is_not_sent(tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "parquet"])
-def test_a_limit_checks_only_what_it_sends(form: str, tmp_path: Path) -> None:
+def test_rows_beyond_a_limit_are_not_checked(form: str, tmp_path: Path) -> None:
     records = [{"prompt": "a"}, {"prompt": ""}, {"prompt": "c"}, {"prompt": ""}]
     path = {
         "lines": tmp_path / "d.jsonl",
@@ -368,8 +362,8 @@ def test_a_limit_checks_only_what_it_sends(form: str, tmp_path: Path) -> None:
     assert [row.index for row in opened(path, limit=3).rows()] == [0, 2]
 
 
-def test_columns_of_tables_that_are_not_known_are_counted_and_not_read(tmp_path: Path) -> None:
-    odd = pa.array([2**55, None], pa.timestamp("ms"))  # a time that Python has no object for
+def test_unknown_columns_of_tables_are_counted_but_not_read(tmp_path: Path) -> None:
+    odd = pa.array([2**55, None], pa.timestamp("ms"))  # a time that Python cannot represent
     table = pa.table({"prompt": ["a", "b"], "made": odd})
     assert checked(_parquet(tmp_path / "d.parquet", table)).unsent == Counter(made=1)
     assert bad(tmp_path / "d.parquet", column="made")[0].startswith(
@@ -384,7 +378,7 @@ def _parquet(path: Path, table: Any) -> Path:
     return path
 
 
-def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+def test_blank_lines_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "a"}\n\n  \n{"prompt": "b"}')
     assert [(row.index, row.content) for row in opened(path).rows()] == [(0, "a"), (1, "b")]
@@ -393,10 +387,10 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "a"', "it is not JSON .*; give one JSON object per line"),
-        (b'{"prompt": "\xff"}', "it is not JSON"),
-        (b"[" * 100_000, "it is not JSON"),
-        (b"5", "it is 5; give one JSON object per line"),
+        (b'{"prompt": "a"', "the row is not JSON .*; give one JSON object per line"),
+        (b'{"prompt": "\xff"}', "the row is not JSON"),
+        (b"[" * 100_000, "the row is not JSON"),
+        (b"5", "the row is 5; give one JSON object per line"),
         (
             b'{"other": "a", "id": 4}',
             (
@@ -408,7 +402,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (b'{"input_ids": [1, -4]}', r"input_ids\[1\] is -4; token ids are whole numbers"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(
+def test_bad_line_is_reported_by_number_and_other_rows_are_read(
     line: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "d.jsonl"
@@ -418,28 +412,26 @@ def test_a_bad_line_is_named_by_file_and_number_and_costs_itself_alone(
     assert [row.index for row in opened(path).rows()] == [0, 1, 3]
 
 
-# Rows with a key twice, and the key. The last value would be sent without a word.
+# Rows with a repeated key, and the key. The last value would be sent silently.
 TWICE = [
-    ('{"prompt": "a", "id": 1, "prompt": "b"}', "it has the key 'prompt' twice"),
-    ('{"prompt": "a", "score": 1, "score": 1}', "it has the key 'score' twice"),
+    ('{"prompt": "a", "id": 1, "prompt": "b"}', "the row has the key 'prompt' twice"),
+    ('{"prompt": "a", "score": 1, "score": 1}', "the row has the key 'score' twice"),
     (
         '{"messages": [{"role": "user", "content": "a", "role": "system"}]}',
-        "it has the key 'role' twice",
+        "the row has the key 'role' twice",
     ),
     (
         '{"prompt": "a", "meta": [[{"x": {"y": 1, "y": {"z": 1, "z": 2}}}]]}',
-        "it has the key '[yz]' twice",
+        "the row has the key '[yz]' twice",
     ),
-    ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "it has the key '(prompt)?' twice"),
+    ('{"prompt": "a", "prompt": {"": 1, "": 2}}', "the row has the key '(prompt)?' twice"),
 ]
 
 
 @pytest.mark.parametrize(
     "form", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.json", "d.json.gz", "d.json.zst"]
 )
-def test_a_key_that_occurs_twice_is_named_and_costs_its_row_alone(
-    form: str, tmp_path: Path
-) -> None:
+def test_repeated_key_is_reported_and_other_rows_are_read(form: str, tmp_path: Path) -> None:
     rows = [
         '{"prompt": "first"}',
         *(row for row, _ in TWICE),
@@ -456,7 +448,7 @@ def test_a_key_that_occurs_twice_is_named_and_costs_its_row_alone(
     assert [row.content for row in opened(tmp_path / form).rows()] == ["first", "last"]
 
 
-def test_a_key_that_occurs_twice_in_json_in_a_cell_is_named_with_the_column(tmp_path: Path) -> None:
+def test_repeated_key_in_json_of_a_cell_is_reported_with_the_column(tmp_path: Path) -> None:
     record = {"messages": '[{"role": "user", "content": "a", "content": "b"}]'}
     expected = [": messages has the key 'content' twice; give each key once"]
     made = [write_jsonl(tmp_path / "d.jsonl", [record]), write_csv(tmp_path / "d.csv", [record])]
@@ -465,7 +457,7 @@ def test_a_key_that_occurs_twice_in_json_in_a_cell_is_named_with_the_column(tmp_
 
 
 @pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
-def test_a_column_of_csv_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> None:
+def test_repeated_column_of_csv_is_refused(name: str, tmp_path: Path) -> None:
     separator = {"d.csv": ",", "d.tsv": "\t"}[name]
     for header, problem in (
         (["prompt", "id", "prompt"], "'prompt'"),
@@ -479,15 +471,15 @@ def test_a_column_of_csv_that_is_there_twice_is_refused(name: str, tmp_path: Pat
         else:
             with pytest.raises(
                 DatasetError,
-                match=f"{name}: its header has the column {problem} twice; give each column once",
+                match=f"{name}: the header has the column {problem} twice; give each column once",
             ):
                 checked(tmp_path / name)
 
 
-def test_a_bad_row_of_a_list_a_table_and_csv_is_named(tmp_path: Path) -> None:
+def test_bad_row_of_list_table_or_csv_is_reported(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[{"prompt": "a"},\n 5,\n{"prompt": ""}]')
     assert [each.split(";")[0] for each in bad(tmp_path / "list.json")] == [
-        f"{tmp_path}/list.json, row 1: it is 5",
+        f"{tmp_path}/list.json, row 1: the row is 5",
         f"{tmp_path}/list.json, row 2: prompt is empty",
     ]
     (tmp_path / "d.csv").write_text('prompt,tools\n"a\nb",\n,\nc,5\nd,,e\n')
@@ -517,53 +509,53 @@ def test_a_bad_row_of_a_list_a_table_and_csv_is_named(tmp_path: Path) -> None:
         (
             "d.json",
             b'[{"prompt": "a"},\n {"prompt": "b"',
-            "it cannot be read after 1 rows: parse error: premature EOF",
+            "cannot be read after 1 rows: parse error: premature EOF",
         ),
         (
             "d.json",
             b'[{"prompt": "a"},\n {"prompt" "b"}]',
-            "it cannot be read after 1 rows: parse error: ",
+            "cannot be read after 1 rows: parse error: ",
         ),
         (
             "d.json",
             b'[{"prompt": "a"}] {"prompt": "b"}',
-            "it cannot be read after 1 rows: parse error: trailing garbage",
+            "cannot be read after 1 rows: parse error: trailing garbage",
         ),
         (
             "d.json",
             b'{\n  "prompt": "a"\n}\n',
             (
-                "its first row has several lines; write one JSON object per line, or a list of all "
-                "of them"
+                "the first row has several lines; write one JSON object per line, or one list of "
+                "all objects"
             ),
         ),
         (
             "d.json.gz",
             gzip.compress(b'{"prompt": "a"}\n' * 9, mtime=0)[:-12],
-            "it cannot be read.*: Compressed file ended",
+            "cannot be read.*: Compressed file ended",
         ),
         (
             "d.json.zst",
             pa.Codec("zstd").compress(os.urandom(9000), asbytes=True)[:-12],
-            "it cannot be read.*: Truncated compressed stream",
+            "cannot be read.*: Truncated compressed stream",
         ),
-        ("d.csv", b'prompt\n"a', "it cannot be read after 0 rows: unexpected end of data"),
-        ("d.csv", b"prompt\n\xff", "it cannot be read after 0 rows: 'utf-8' codec can't decode"),
+        ("d.csv", b'prompt\n"a', "cannot be read after 0 rows: unexpected end of data"),
+        ("d.csv", b"prompt\n\xff", "cannot be read after 0 rows: 'utf-8' codec can't decode"),
         (
             "d.arrow",
             b"this is no table of any kind",
-            "it cannot be read after 0 rows: Not an Arrow file",
+            "cannot be read after 0 rows: Not an Arrow file",
         ),
         (
             "d.parquet",
             b"this is no table of any kind",
-            "it cannot be read after 0 rows: Parquet magic bytes not found in footer",
+            "cannot be read after 0 rows: Parquet magic bytes not found in footer",
         ),
-        ("blank.jsonl", b"\n\n", "it has no rows"),
-        ("empty.json", b"[]", "it has no rows"),
+        ("blank.jsonl", b"\n\n", "the dataset has no rows"),
+        ("empty.json", b"[]", "the dataset has no rows"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_error(
+def test_unreadable_file_gives_one_error(
     name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -572,16 +564,16 @@ def test_a_file_that_cannot_be_read_is_one_error(
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_a_column_of_a_table_has_to_be_there_once(tmp_path: Path) -> None:
+def test_repeated_column_of_a_table_is_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     with pytest.raises(
         DatasetError,
-        match="d.parquet: it cannot be read after 0 rows: Multiple matches for .*prompt",
+        match="d.parquet: cannot be read after 0 rows: Multiple matches for .*prompt",
     ):
         checked(_parquet(tmp_path / "d.parquet", table))
 
 
-def test_what_datasets_keeps_of_earlier_maps_is_no_part_of_the_dataset(tmp_path: Path) -> None:
+def test_cached_maps_of_datasets_are_not_read(tmp_path: Path) -> None:
     for name, prompt in (
         ("cache-0123456789abcdef.arrow", "mapped"),
         ("train-00000.arrow", "its own"),
@@ -595,7 +587,7 @@ def test_what_datasets_keeps_of_earlier_maps_is_no_part_of_the_dataset(tmp_path:
     assert [row.content for row in opened(tmp_path).rows()] == ["its own"]
 
 
-def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
+def test_error_for_an_invalid_dataset_lists_valid_forms(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.jsonl")
     (tmp_path / "data.xml").touch()
     (tmp_path / "empty").mkdir()
@@ -605,10 +597,10 @@ def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
             ".parquet or .arrow"
         ),
         "fifo.jsonl": (
-            "it is not a regular file, and is read twice; copy it to one, or give it to --data - "
-            "as standard input"
+            "not a regular file, and the dataset is read twice; copy it to a file, or pass it as "
+            "standard input with --data -"
         ),
-        "empty": "it cannot be read: The directory at .*empty doesn't contain any data files",
+        "empty": "cannot be read: The directory at .*empty doesn't contain any data files",
     }
     for name, message in cases.items():
         with pytest.raises(DatasetError, match=f"{name}: {message}"):
@@ -625,18 +617,16 @@ def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
         ("dataset_dict.json", '{"splits": [["a"]]}'),
     ],
 )
-def test_what_datasets_would_not_have_written_is_named(
-    name: str, content: str, tmp_path: Path
-) -> None:
+def test_invalid_arrow_data_is_reported(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DatasetError, match=f"{tmp_path}: it (cannot be read|has the splits ;)"):
+    with pytest.raises(
+        DatasetError, match=f"{tmp_path}: (cannot be read|the dataset has the splits ;)"
+    ):
         opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
-def test_an_arrow_file_that_becomes_shorter_while_it_is_read_is_named(
-    tmp_path: Path, kind: str
-) -> None:
+def test_arrow_file_truncated_while_reading_is_reported(tmp_path: Path, kind: str) -> None:
     path, table = (
         tmp_path / "d.arrow",
         pa.table({"prompt": [f"{row} " + "x" * 1000 for row in range(3000)]}),
@@ -653,8 +643,8 @@ def test_an_arrow_file_that_becomes_shorter_while_it_is_read_is_named(
         list(rows)
 
 
-def test_a_message_that_nests_too_deep_to_be_sent_is_named(tmp_path: Path) -> None:
-    """The decoder's limit can be too deep for the encoder, which is called deeper in the stack."""
+def test_too_deeply_nested_message_is_reported(tmp_path: Path) -> None:
+    """The decoder accepts deeper values than the encoder, because the encoder has less stack."""
     path = tmp_path / "d.jsonl"
     for depth in (970, 978, 980, 982, 984):
         path.write_text(
@@ -672,7 +662,7 @@ def test_a_message_that_nests_too_deep_to_be_sent_is_named(tmp_path: Path) -> No
         ("pyarrow", "d.jsonl.zst", b"\x28\xb5\x2f\xfd"),
     ],
 )
-def test_without_a_package_a_dataset_says_what_to_install(
+def test_missing_package_is_reported_with_install_command(
     module: str, name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -701,8 +691,8 @@ def packed_by_gzip(path: Path) -> Path:
     return made
 
 
-def test_no_row_is_given_once_its_file_has_changed(tmp_path: Path) -> None:
-    """It would be sent under the number of a row of the content that was checked."""
+def test_no_rows_are_read_after_the_file_has_changed(tmp_path: Path) -> None:
+    """A changed row would be sent with the index of a row that was checked."""
     path = write_jsonl(tmp_path / "d.jsonl", [{"token_ids": [number]} for number in range(3000)])
     dataset = opened(path)
     dataset.check({})
@@ -712,8 +702,8 @@ def test_no_row_is_given_once_its_file_has_changed(tmp_path: Path) -> None:
     with pytest.raises(
         DatasetError,
         match=(
-            "it was changed while it was read; put back what was checked, or call again when it "
-            "is complete"
+            "the file changed while it was read; restore the checked version, or run again when "
+            "the file is complete"
         ),
     ):
         given += rows
@@ -725,7 +715,7 @@ def test_no_row_is_given_once_its_file_has_changed(tmp_path: Path) -> None:
     [write_jsonl, lambda path, records: _parquet(path, pa.Table.from_pylist(records))],
     ids=["lines", "parquet"],
 )
-def test_a_file_that_changes_between_check_and_use_is_told(
+def test_file_changed_between_check_and_use_is_reported(
     write: Callable[[Path, list[dict[str, Any]]], Path], tmp_path: Path
 ) -> None:
     path = tmp_path / ("d.jsonl" if write is write_jsonl else "d.parquet")
@@ -733,7 +723,7 @@ def test_a_file_that_changes_between_check_and_use_is_told(
     dataset = opened(path)
     dataset.check({})
     write(path, [*TOKENS, {"token_ids": [1]}])
-    with pytest.raises(DatasetError, match="it was changed while it was read"):
+    with pytest.raises(DatasetError, match="the file changed while it was read"):
         list(dataset.rows())
 
 

@@ -1,4 +1,4 @@
-"""Which server gets the next request of `hsx generate`, and how long a failed one pauses."""
+"""The choice of the server for the next request, and pauses of failed servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ascend_hsx.generate.errors import Failure, RequestError
 
 
 class Instant(DefaultSelector):
-    """Waits for no time: it passes at once."""
+    """A selector that never waits: time passes immediately."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ def balancer(count: int, proven: bool = True) -> Balancer:
 
 
 async def acquired_at_once(made: Balancer, failed_at: Endpoint | None = None) -> Endpoint | None:
-    """An endpoint, if there is one without a pause."""
+    """Return an endpoint without a pause, if there is one."""
     task = asyncio.ensure_future(made.acquire(failed_at))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -64,7 +64,7 @@ def answer(made: Balancer, endpoint: Endpoint) -> None:
 def fail(
     made: Balancer, endpoint: Endpoint, failure: Failure, retry_after: float | None = None
 ) -> bool:
-    """A request fails. True if the endpoint begins to pause."""
+    """A request fails. Return True if the endpoint begins to pause."""
     begins = made.note_failure(endpoint, RequestError("as the test wants", failure, retry_after))
     made.give_back(endpoint)
     return begins
@@ -74,7 +74,7 @@ def now() -> float:
     return round(asyncio.get_running_loop().time(), 3)
 
 
-def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
+def test_least_busy_endpoint_gets_the_next_request() -> None:
     async def scenario() -> None:
         made = balancer(3)
         for _ in range(6):
@@ -87,7 +87,7 @@ def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
     run(scenario)
 
 
-def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
+def test_row_goes_to_the_endpoint_with_its_prefix_unless_that_is_busier() -> None:
     async def scenario() -> None:
         made = balancer(2)
         near, other = made.endpoints
@@ -105,15 +105,13 @@ def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
     run(scenario)
 
 
-def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_with_one_trial() -> (
-    None
-):
+def test_pause_of_a_failing_endpoint_doubles_and_ends_with_one_trial() -> None:
     async def scenario() -> None:
         made = balancer(1)
         (endpoint,) = made.endpoints
         for _ in range(3):
             await made.acquire()
-        # All three fail for the same reason: that is one pause, not three.
+        # All three requests fail for the same reason, so there is one pause.
         assert [fail(made, endpoint, Failure.BROKEN) for _ in range(3)] == [True, False, False]
         ends = 0.0
         for pause in (1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
@@ -123,19 +121,17 @@ def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_
             assert await acquired_at_once(made) is None, "the trial is not over"
             assert fail(made, endpoint, Failure.UNREACHED)
         answer(made, await made.acquire())
-        assert await acquired_at_once(made) and await acquired_at_once(
-            made
-        )  # well again: no trial any more
+        assert await acquired_at_once(made) and await acquired_at_once(made)  # no longer on trial
         fail(made, endpoint, Failure.UNREACHED)
         assert endpoint.pause_left() == pytest.approx(1)
 
     run(scenario)
 
 
-def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(
+def test_pause_that_ends_during_the_choice_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing else would wake who waits for an endpoint, for nothing is under way."""
+    """Nothing is in flight, so nothing else would wake a waiting request."""
     pauses = [1e-6]
     monkeypatch.setattr(Endpoint, "pause_left", lambda self: pauses.pop() if pauses else 0.0)
 
@@ -146,7 +142,7 @@ def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(
     run(scenario)
 
 
-def test_others_do_the_work_while_one_pauses() -> None:
+def test_other_endpoints_are_used_during_a_pause() -> None:
     async def scenario() -> None:
         made = balancer(2)
         down, well = made.endpoints
@@ -154,19 +150,19 @@ def test_others_do_the_work_while_one_pauses() -> None:
         fail(made, down, Failure.UNREACHED)
         assert [await made.acquire() for _ in range(4)] == [well] * 4
         await asyncio.sleep(1)
-        assert await made.acquire() is down  # it has nothing under way
-        assert await made.acquire() is well  # the trial is not over
+        assert await made.acquire() is down  # it has no requests in flight
+        assert await made.acquire() is well  # the trial has not ended
 
     run(scenario)
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(
+def test_wrong_answers_pause_a_new_endpoint_immediately_and_a_proven_one_after_three(
     proven: bool,
 ) -> None:
     async def scenario() -> None:
         made = balancer(1, proven)
-        for faults in [2, 1] if proven else []:  # a good answer in between ends the row of faults
+        for faults in [2, 1] if proven else []:  # a good answer in between resets the faults
             for _ in range(faults):
                 assert not fail(made, await made.acquire(), Failure.WRONG)
             answer(made, await made.acquire())
@@ -178,7 +174,7 @@ def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_a
     run(scenario)
 
 
-def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
+def test_retry_after_is_respected() -> None:
     async def scenario() -> None:
         made = balancer(2)
         fail(made, await made.acquire(), Failure.WRONG, retry_after=50)
@@ -190,7 +186,7 @@ def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
 
 
 @pytest.mark.parametrize("failure", [None, Failure.REFUSED])
-def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(
+def test_new_endpoint_gets_one_request_at_a_time_and_waiters_are_woken(
     failure: Failure | None,
 ) -> None:
     async def scenario() -> None:
@@ -199,7 +195,7 @@ def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(
         waiting = asyncio.ensure_future(made.acquire())
         assert await acquired_at_once(made) is None and not waiting.done()
         if failure is None:
-            made.give_back(endpoint)  # the run has stopped meanwhile
+            made.give_back(endpoint)  # the run was stopped meanwhile
         else:
             fail(made, endpoint, failure)
         assert await waiting is endpoint and now() == 0
@@ -250,7 +246,7 @@ REFUSALS = [Failure.REFUSED, Failure.ABSENT]
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_has_not_published_yet(
+def test_refusals_and_late_files_count_as_answers(
     failure: Failure,
 ) -> None:
     async def scenario() -> None:
@@ -274,9 +270,7 @@ def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_ha
     st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Failure, None])), max_size=60),
     st.integers(1, 3),
 )
-def test_whatever_happens_requests_are_counted_and_none_is_lost(
-    events: list[tuple[int, Failure | None]], count: int
-) -> None:
+def test_all_requests_are_counted(events: list[tuple[int, Failure | None]], count: int) -> None:
     async def scenario() -> None:
         made = balancer(count)
         held: list[Endpoint] = []

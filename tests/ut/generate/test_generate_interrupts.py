@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant: the next run asks for no row that has its file."""
+"""After Ctrl-C at any instant, the next run requests only rows without a file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vllm_ascend_hsx.generate.generation import GRACE_S
 
 INSTANTS = depth(20, share=10)
 ROWS = 12 * INSTANTS
-LATE = 0.08  # of the answers come when the run has given up waiting for them
+LATE = 0.08  # share of the answers that come after the run has stopped waiting
 
 
 def record(row: int) -> dict[str, Any]:
-    """Token ids, a text or a chat."""
+    """Draw token ids, a text or a chat."""
     text = f"row {row} " * (1 + row % 3)
     return [
         {"token_ids": list(text.encode())},
@@ -39,11 +39,11 @@ def token_ids(row: int) -> list[int]:
 
 
 class SlowServer(DeadlyServer):
-    """Publishes files, and answers later. Interrupts its client at one stage of a request.
+    """A server that publishes files and answers later. Interrupts the client at one stage.
 
     Attributes:
         chance: decides when answers come.
-        stages_left: until the interrupt; None for no interrupt.
+        stages_left: number of stages until the interrupt; None for no interrupt.
     """
 
     chance: random.Random
@@ -67,7 +67,7 @@ class SlowServer(DeadlyServer):
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(
+def test_after_an_interrupt_finished_rows_are_not_requested_again(
     tmp_path: Path, kind: str
 ) -> None:
     chance = random.Random(seed := random.randrange(10**6))
@@ -101,7 +101,7 @@ def test_after_an_interrupt_at_any_instant_no_finished_row_is_asked_for_again(
 
 
 def finished_rows(runs: Runs) -> set[int]:
-    """Rows that have their file; each is right."""
+    """Return the rows with a file, and check each file."""
     found = contents(runs.output)
     rows = {row for row in range(ROWS) if f"hs_{row}.safetensors" in found}
     assert {name: found[name] for name in found if name != "ledger.jsonl"} == {
@@ -115,10 +115,10 @@ def logged_rows(runs: Runs) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(
+def test_requests_in_flight_may_end_after_a_signal_and_are_logged(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Two of them are answered when the signal has arrived; the third one is not."""
+    """Two of three requests are answered after the signal, the third is not."""
     runs = Runs(tmp_path)
     under_way, signalled = threading.Barrier(4), threading.Event()
 
@@ -153,9 +153,7 @@ def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(
 
 
 @pytest.mark.parametrize("behaviour", [502, "drop"])
-def test_a_signal_is_not_held_up_by_a_pause_or_a_retry(
-    tmp_path: Path, behaviour: str | int
-) -> None:
+def test_signal_interrupts_a_pause_or_a_retry_delay(tmp_path: Path, behaviour: str | int) -> None:
     runs = Runs(tmp_path)
     runs.options += ["--retry-delay", "600"]
     fails = threading.Event()

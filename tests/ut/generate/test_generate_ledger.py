@@ -1,4 +1,4 @@
-"""The ledger of `hsx generate`: what the rows of a directory were made from, and who may go on."""
+"""The ledger of `hsx generate` records the requests of a directory and excludes others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def opened(
 
 
 def closed(path: Path, **options: Any) -> Ledger:
-    """As a run that is over leaves it."""
+    """Write a ledger as a finished run leaves it."""
     ledger = opened(path, **options)
     ledger.close()
     return ledger
@@ -57,7 +57,7 @@ def logged(ledger: Ledger) -> list[int]:
     return [row for row in range(20) if ledger.is_done(row, IDENTITY)]
 
 
-def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
+def test_run_continues_from_the_ledgers_of_earlier_runs(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out"
     first = opened(path)
     first.note_server(SERVER)
@@ -101,10 +101,8 @@ def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_of_two_lines_about_a_row_in_two_ledgers_the_later_one_counts(
-    tmp_path: Path, later: int
-) -> None:
-    """As after runs that divided the rows otherwise."""
+def test_later_of_two_lines_about_a_row_counts(tmp_path: Path, later: int) -> None:
+    """The ledgers are from runs of different world sizes."""
     closed(tmp_path)
     closed(tmp_path, world_size=2, rank=1)
     for at, name in enumerate(("ledger.jsonl", "ledger-1-of-2.jsonl")):
@@ -121,7 +119,7 @@ def test_of_two_lines_about_a_row_in_two_ledgers_the_later_one_counts(
     assert all(again.is_done(row, (IDENTITY, OTHER)[later]) for row in (3, 4))
 
 
-def test_it_says_what_a_run_is_about_and_how_it_goes(tmp_path: Path) -> None:
+def test_ledger_has_rows_and_state_of_a_run(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
     ledger.note_run(20, 3)
     ledger.note_state(State.WAITING, "nobody answers")
@@ -150,28 +148,28 @@ def test_it_says_what_a_run_is_about_and_how_it_goes(tmp_path: Path) -> None:
     [
         (
             REQUEST | {"max_tokens": 8},
-            "rows of requests of another kind: max_tokens was 1, is 8 .ledger.*jsonl.",
+            "rows of other requests: max_tokens was 1, is 8 .ledger.*jsonl.",
         ),
-        (REQUEST | {"seed": 3}, "requests of another kind: seed was None, is 3"),
+        (REQUEST | {"seed": 3}, "other requests: seed was None, is 3"),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_of_something_else_are_not_mixed_with_these(
+def test_rows_of_other_requests_or_servers_are_refused(
     tmp_path: Path, other: dict[str, Any], message: str, world_size: int
 ) -> None:
     closed(tmp_path, world_size=world_size)
     before = (tmp_path / rank_file("ledger", world_size, 0)).read_bytes()
     for division in (1, 2):
-        with pytest.raises(InputError, match=f"{message}.*; name another --output"):
+        with pytest.raises(InputError, match=f"{message}.*; give another --output"):
             opened(tmp_path, other, division)
     assert (tmp_path / rank_file("ledger", world_size, 0)).read_bytes() == before
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
+def test_ranks_starting_together_do_not_mix_rows_of_different_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has looked for other ledgers before any of them was there."""
+    """Each rank has looked for other ledgers before one existed."""
     lock = ledger_module._lock
 
     def other_rank_is_faster(path: Path, fd: int, waits: bool) -> None:
@@ -180,28 +178,30 @@ def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
         lock(path, fd, waits)
 
     monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
-    with pytest.raises(InputError, match="requests of another kind: max_tokens was 2, is 1"):
+    with pytest.raises(InputError, match="other requests: max_tokens was 2, is 1"):
         opened(tmp_path, world_size=2, rank=0)
     assert os.listdir(tmp_path) == [rank_file("ledger", 2, 1)], (
         "the other rank can be started again"
     )
 
 
-def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:
+def test_files_without_a_ledger_are_refused(tmp_path: Path) -> None:
     (tmp_path / row_file(1)).touch()
     (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger":3,"req')
     with pytest.raises(
         InputError,
-        match=r"holds files of rows, and no ledger that says what they were made from; name another",
+        match=r"has files of rows but no ledger that records their requests; give another",
     ):
         opened(tmp_path)
     (tmp_path / row_file(1)).unlink()
     closed(tmp_path)
 
 
-def test_an_output_that_is_no_directory_is_named(tmp_path: Path) -> None:
+def test_output_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="--output .*file: File exists .* name a directory"):
+    with pytest.raises(
+        InputError, match="--output .*file: File exists .* give a writable directory"
+    ):
         opened(tmp_path / "file")
     with pytest.raises(InputError, match="--output .*file/below: Not a directory"):
         opened(tmp_path / "file" / "below")
@@ -211,7 +211,7 @@ def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> No
     first = opened(tmp_path)
     before = (tmp_path / "ledger.jsonl").read_bytes()
     with pytest.raises(
-        InputError, match="ledger.jsonl belongs to a run that is under way; wait for its end"
+        InputError, match="ledger.jsonl is in use by another run; wait until it has ended"
     ):
         opened(tmp_path)
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
@@ -223,18 +223,18 @@ def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> No
     ("first", "second"), [((1, 0), (2, 1)), ((2, 1), (1, 0)), ((2, 0), (3, 2))]
 )
 @pytest.mark.parametrize("is_new", [True, False])
-def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
+def test_runs_of_different_world_sizes_exclude_each_other(
     tmp_path: Path, first: tuple[int, int], second: tuple[int, int], is_new: bool
 ) -> None:
-    """The slower one would find files that it knows nothing of, and replace them."""
+    """The slower run would find unknown files and replace them."""
     if not is_new:
         closed(tmp_path, world_size=second[0], rank=second[1])
     one = opened(tmp_path, world_size=first[0], rank=first[1])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     ledger = rank_file("ledger", *first)
     message = (
-        f"{ledger} belongs to a run that is under way, of another --world-size than "
-        f"{second[0]}.*; wait for its end"
+        f"{ledger} is in use by a run of another --world-size than "
+        f"{second[0]}.*; wait until it has ended"
     )
     with pytest.raises(InputError, match=message):
         opened(tmp_path, world_size=second[0], rank=second[1])
@@ -250,10 +250,10 @@ def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
     again.close()
 
 
-def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(
+def test_at_most_one_of_two_world_sizes_starting_together_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has listed the ledgers before the other one was there."""
+    """Each run has listed the ledgers before the other ledger existed."""
     lock = ledger_module._lock
     others: list[Ledger] = []
 
@@ -264,9 +264,7 @@ def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(
         lock(path, fd, waits)
 
     monkeypatch.setattr(ledger_module, "_lock", other_division_is_faster)
-    with pytest.raises(
-        InputError, match="belongs to a run that is under way, of another --world-size than 1"
-    ):
+    with pytest.raises(InputError, match="is in use by a run of another --world-size than 1"):
         opened(tmp_path)
     assert others and os.listdir(tmp_path) == [rank_file("ledger", 2, 1)]
     others[0].close()
@@ -277,7 +275,7 @@ LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(Status)), max_siz
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.data())
-def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(
+def test_truncated_ledger_is_continued(
     tmp_path: Path, lines: list[tuple[int, Any]], data: st.DataObject
 ) -> None:
     path = tmp_path / "ledger.jsonl"
@@ -289,11 +287,11 @@ def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
-    kept = whole[:cut].count(b"\n") - 1  # lines after the first
+    kept = whole[:cut].count(b"\n") - 1  # number of lines after the first
     again = opened(tmp_path)
     again.append(19, Status.DONE, IDENTITY)
     again.close()
-    # A last line that lacks nothing but its end counts.
+    # A last line without a line break counts.
     expected = [row for row, _ in lines[: max(kept, 0)]]
     found = [line["row"] for line in map(_parsed, path.read_bytes().splitlines()) if "row" in line]
     assert found in (
@@ -311,7 +309,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return value
 
 
-def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_refused(
+def test_invalid_lines_are_ignored_and_other_files_are_refused(
     tmp_path: Path,
 ) -> None:
     ledger = opened(tmp_path)
@@ -354,15 +352,13 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
         "x" * 5000,
     ):
         path.write_text(notes)
-        with pytest.raises(
-            InputError, match="ledger.jsonl does not begin as a ledger of this version does"
-        ):
+        with pytest.raises(InputError, match="ledger.jsonl is not a ledger of version 3"):
             opened(tmp_path)
         assert path.read_text() == notes
 
 
 @given(st.integers(0, 10**12))
-def test_names_of_files_lead_back_to_their_rows(row: int) -> None:
+def test_names_of_files_map_back_to_rows(row: int) -> None:
     assert row_of_file(row_file(row)) == row
     for name in (
         f"hs_0{row}.safetensors",
@@ -374,7 +370,7 @@ def test_names_of_files_lead_back_to_their_rows(row: int) -> None:
         assert row_of_file(name) is None
 
 
-def test_a_line_that_another_thread_adds_during_a_check_does_not_end_the_run(
+def test_concurrent_line_does_not_look_like_a_truncation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, real_fstat, under_way = opened(tmp_path), os.fstat, list[int]()

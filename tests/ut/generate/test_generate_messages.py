@@ -1,4 +1,4 @@
-"""Messages of every form become those of the chat API, or are refused with their key."""
+"""Messages of every form are converted to the chat API's form, or refused with the key."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ FORMS["all roles of ShareGPT"][0][:] = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_messages_become_what_the_chat_api_takes(form: str) -> None:
+def test_messages_are_converted_to_the_form_of_the_chat_api(form: str) -> None:
     given, expected = FORMS[form]
     assert read_chat("messages", given) == expected
 
@@ -175,7 +175,7 @@ BAD_VALUES = [
     ("prompt", "", "prompt is empty"),
     ("prompt", None, "prompt is empty"),
     ("prompt", {"a": 1}, "prompt is {'a': 1}; give a text, a list of messages or token ids"),
-    ("prompt", "\ud800", "prompt cannot be sent as JSON: .*; mend it or leave this row out"),
+    ("prompt", "\ud800", "prompt cannot be sent as JSON: .*; fix it or remove this row"),
     ("messages", [], "messages is empty"),
     ("messages", "hi", "messages is not JSON .*; give a list of messages"),
     ("messages", ["hi"], r"messages\[0\] is not JSON .*; give a message such as {"),
@@ -224,7 +224,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("column", "value", "message"), BAD_VALUES)
-def test_a_value_that_cannot_be_sent_is_named_with_its_key_and_remedy(
+def test_unsendable_value_is_reported_with_key_and_remedy(
     column: str, value: Any, message: str
 ) -> None:
     with pytest.raises(RowError, match=message):
@@ -241,9 +241,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(CONTENT), VALUES)
-def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(
-    column: str, value: Any
-) -> None:
+def test_any_file_content_is_sent_or_refused_with_the_column(column: str, value: Any) -> None:
     try:
         row = row_of(column, value)
     except RowError as error:

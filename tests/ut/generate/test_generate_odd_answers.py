@@ -1,4 +1,4 @@
-"""Answers are not trusted: whatever they name or hold, the row fails and no file is touched."""
+"""Answers are not trusted: a malformed answer fails the row and touches no other file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J bad \ud800"
 
 
 class OddServer(FakeServer):
-    """Answers row 2 as the test wants.
+    """A server with an unusual answer to row 2.
 
     Attributes:
-        names: the path that the answer names.
-        stores: whether the file of the request is there all the same.
-        body: of an answer, instead of a whole one; status: of it; headers: more of them.
-        fails: what the server leaves as the reason why it has no file.
+        names: path in the answer.
+        stores: True if the file of the request exists nevertheless.
+        body: body of the answer, instead of a complete answer.
+        status: status of the answer.
+        headers: additional headers.
+        fails: reason in the error file of the server.
     """
 
     names: Callable[[OddServer, Seen], str] | None = None
@@ -85,7 +87,7 @@ ELSEWHERE: dict[str, Callable[[OddServer, Seen], str]] = {
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 @pytest.mark.parametrize("stores", [True, False])
-def test_only_the_file_of_the_request_itself_is_taken_or_removed(
+def test_only_the_file_of_the_request_is_used_or_removed(
     bench: Bench, server: OddServer, what: str, stores: bool
 ) -> None:
     touched: list[Path] = []
@@ -103,7 +105,7 @@ def test_only_the_file_of_the_request_itself_is_taken_or_removed(
     code, printed = bench.run("--max-retries", 1)
     assert all(each.read_bytes() == b"theirs" for each in touched), printed
     assert "Traceback" not in printed
-    # The answer is lost; the file of the request, if it is there, has the name that we gave it.
+    # The answer is lost. The file of the request, if it exists, has the requested name.
     assert code == (0 if stores else 1), printed
     there = {row_of_file(name) for name in os.listdir(server.storage)} - {None, 77}
     assert there == {row for row in range(6) if stores or row != 2}
@@ -111,12 +113,12 @@ def test_only_the_file_of_the_request_itself_is_taken_or_removed(
 
 
 def chat_of(server: OddServer, ids: object) -> dict[str, object]:
-    """An answer to a chat, whole but for the ids of its prompt."""
+    """Return an answer to a chat that lacks only the token ids of the prompt."""
     path = {"hidden_states_path": str(server.storage / "hs_2.safetensors")}
     return {"choices": [{"token_ids": [5]}], "prompt_token_ids": ids, "kv_transfer_params": path}
 
 
-# What the server sends: status, body, and what is said of the row.
+# Status and body of the server's answer, and the message about the row.
 BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
     "texts for ids": (
         200,
@@ -134,7 +136,7 @@ BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
         lambda server: chat_of(server, [[1], [2, 3]]),
         "the answer has no token ids",
     ),
-    "deep": (200, lambda server: b"[" * 100_000, "answers no JSON"),
+    "deep": (200, lambda server: b"[" * 100_000, "did not return JSON"),
     "deep enough to be read": (
         200,
         lambda server: b"[" * 900 + b"]" * 900,
@@ -164,9 +166,7 @@ BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_an_odd_answer_is_the_failure_of_its_row_alone(
-    bench: Bench, server: OddServer, what: str
-) -> None:
+def test_malformed_answer_fails_only_its_row(bench: Bench, server: OddServer, what: str) -> None:
     server.status, body, reason = BODIES[what]
     server.body, server.stores = body(server), False
     records = [
@@ -180,7 +180,7 @@ def test_an_odd_answer_is_the_failure_of_its_row_alone(
     assert bench.lines()[2]["status"] == "failed"
 
 
-def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(
+def test_control_characters_in_the_reason_of_a_server_are_escaped(
     bench: Bench, server: OddServer
 ) -> None:
     server.fails = ESCAPES.replace("\ud800", "")
@@ -192,10 +192,10 @@ def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(
 @pytest.mark.parametrize(
     "location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"]
 )
-def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(
+def test_invalid_redirect_fails_only_its_row(
     bench: Bench, server: OddServer, location: str
 ) -> None:
-    """A proxy may send one at the end of a session."""
+    """A proxy may redirect at the end of a session."""
     server.body, server.status, server.headers, server.stores = (
         {},
         302,
@@ -222,7 +222,7 @@ def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(
         b'{"a": 1',
     ],
 )
-def test_a_list_of_models_that_is_none_is_told(
+def test_malformed_list_of_models_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object
 ) -> None:
     send = FakeServer.send
@@ -239,11 +239,11 @@ def test_a_list_of_models_that_is_none_is_told(
     monkeypatch.setattr(FakeServer, "send", odd)
     code, printed = bench.run("--max-retries", 0)
     assert code == 2
-    assert "/v1/models answers" in printed or "answers no JSON" in printed
+    assert "unexpected response of" in printed or "did not return JSON" in printed
     assert bench.server.seen == []
 
 
-def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServer) -> None:
+def test_retry_after_is_limited(server: OddServer) -> None:
     async def ask() -> float | None:
         server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
         async with Client(Options("", Path())) as client:

@@ -1,4 +1,4 @@
-"""Rows are sent after what they begin with, each once, and few of them are kept in memory."""
+"""Each row is sent once, after its prefix, and few rows are kept in memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def blocks_of(rows: Sequence[Row], most_rows: int, most_bytes: int) -> list[list
     block_bytes=st.integers(1, 3000),
     chance=st.randoms(use_true_random=False),
 )
-def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended(
+def test_row_is_sent_once_after_the_row_with_the_longest_common_prefix(
     prompts: list[tuple[str, list[str]]], block_rows: int, block_bytes: int, chance: random.Random
 ) -> None:
     rows = [row_of(index, *prompt) for index, prompt in enumerate(prompts)]
@@ -128,7 +128,7 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
 def conversation(
     name: int, turns: int = 4, system: Sequence[int] = range(1000, 1200)
 ) -> list[list[int]]:
-    """Prompts that extend each other by 128 tokens, after a common one of 200."""
+    """Return prompts that extend each other by 128 tokens, after 200 common tokens."""
     said = [name * 7919 + at for at in range(128 * turns)]
     return [[*system, *said[: 128 * turn]] for turn in range(1, turns + 1)]
 
@@ -138,7 +138,7 @@ def token_rows(prompts: Sequence[Sequence[int]]) -> Iterator[Row]:
 
 
 def test_conversations_are_completed_before_others_begin() -> None:
-    """With as many servers' requests as 3, no more than 3 of 20 conversations are unfinished."""
+    """With 3 requests in flight, at most 3 of 20 conversations are unfinished."""
     prompts = [turn for name in range(20) for turn in conversation(name)]
     random.Random(1).shuffle(prompts)
     made = RowOrder(token_rows(prompts))
@@ -161,14 +161,14 @@ def test_conversations_are_completed_before_others_begin() -> None:
     assert set(seen.values()) == {4} and len(seen) == 20
 
 
-def test_a_prefix_shorter_than_a_block_of_the_cache_is_not_waited_for() -> None:
+def test_rows_do_not_wait_for_a_prefix_shorter_than_a_cache_block() -> None:
     for shared, waits in ((order.LEAST_TOKENS - 1, False), (order.LEAST_TOKENS, True)):
         made = RowOrder(token_rows([[*range(shared), 7000], [*range(shared), 8000]]))
         made.take()
         assert (made.take() is None) == waits
 
 
-def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
+def test_third_block_waits_while_two_blocks_have_held_rows() -> None:
     read: list[int] = []
 
     def rows() -> Iterator[Row]:
@@ -183,7 +183,7 @@ def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
     assert len(read) <= 15
 
 
-def test_the_given_order_reads_nothing_ahead() -> None:
+def test_given_order_does_not_read_ahead() -> None:
     read: list[int] = []
 
     def rows() -> Iterator[Row]:
@@ -198,7 +198,7 @@ def test_the_given_order_reads_nothing_ahead() -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_each_row_is_one_rank_s_and_neighbours_mostly_the_same_one_s(
+def test_each_row_belongs_to_one_rank_and_neighbours_mostly_to_the_same(
     rows: int, world_size: int
 ) -> None:
     ranks = [Options(*PATHS, world_size=world_size, rank=rank) for rank in range(world_size)]
@@ -225,7 +225,7 @@ def records() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 7])
-def test_every_token_is_computed_once_and_the_summary_says_what_was_reused(
+def test_common_tokens_are_computed_once_and_the_summary_counts_reuse(
     bench: Bench, concurrency: int
 ) -> None:
     bench.server.reuses = True
@@ -241,7 +241,7 @@ def test_every_token_is_computed_once_and_the_summary_says_what_was_reused(
     assert bench.server.asked == Counter(range(48)) and bench.rows == list(range(48))
 
 
-def test_in_the_given_order_rows_meet_what_they_begin_with_by_chance(bench: Bench) -> None:
+def test_given_order_reuses_fewer_tokens(bench: Bench) -> None:
     bench.server.reuses = True
     code, printed = bench.run("--order", "given", "--concurrency", 1, records=records())
     assert code == 0 and [seen.row for seen in bench.server.seen] == list(range(48))
@@ -250,7 +250,7 @@ def test_in_the_given_order_rows_meet_what_they_begin_with_by_chance(bench: Benc
     assert 0 < reused < tokens - computed and f"{reused:,} of {tokens:,} prompt tokens" in printed
 
 
-def test_rows_do_not_wait_for_one_that_failed_once(
+def test_rows_do_not_wait_for_retries_of_their_prefix(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "uniform", lambda least, most: 1.0)
@@ -259,7 +259,7 @@ def test_rows_do_not_wait_for_one_that_failed_once(
     prompts = [
         turns[0][:200],
         *turns,
-    ]  # all begin with the first, which shows that the server works: it gets no rest
+    ]  # all extend the first row, which proves the server, so it does not pause
     code, printed = bench.run(
         "--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts]
     )
@@ -283,7 +283,7 @@ def test_chats_are_sent_turn_by_turn(bench: Bench) -> None:
     assert [seen.row for seen in bench.server.seen] == [5, 4, 3, 2, 1, 0]
 
 
-def test_a_resumed_run_sends_what_is_missing_in_order(bench: Bench) -> None:
+def test_resumed_run_sends_missing_rows_in_order(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row % 3 == 0 else "ok"
     assert bench.run("--concurrency", 4, records=records())[0] == 1
     bench.server.behave = lambda seen: "ok"
@@ -294,9 +294,7 @@ def test_a_resumed_run_sends_what_is_missing_in_order(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("odd", ["many", -1, 10**9, 1.5, None, [3]])
-def test_a_number_of_reused_tokens_that_makes_no_sense_is_not_counted(
-    bench: Bench, odd: Any
-) -> None:
+def test_invalid_number_of_reused_tokens_is_ignored(bench: Bench, odd: Any) -> None:
     bench.server.reuses = odd
     code, printed = bench.run()
     assert code == 0 and "reused │ 0 of 27 prompt tokens (0%) │" in printed, printed

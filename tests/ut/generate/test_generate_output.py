@@ -1,4 +1,4 @@
-"""Files that `hsx generate` finds in its output, and outputs that several runs share."""
+"""Existing files in the output of `hsx generate`, and outputs that several runs share."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def test_a_folder_below_the_storage_directory_receives_rows(any_bench: Bench, be
     bench.check(list(range(6)))
 
 
-def test_a_directory_that_has_another_name_on_the_server_s_machine(
-    any_bench: Bench, tmp_path: Path
-) -> None:
+def test_output_may_have_another_path_on_the_server(any_bench: Bench, tmp_path: Path) -> None:
     bench = any_bench
     (tmp_path / "mounted").symlink_to(bench.output)
     maps = [
@@ -55,7 +53,7 @@ def test_a_directory_that_has_another_name_on_the_server_s_machine(
     bench.check(list(range(6)))
 
 
-def test_rows_that_somebody_removes_during_the_run_are_missing(
+def test_rows_removed_during_the_run_are_reported_missing(
     any_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = any_bench
@@ -83,7 +81,7 @@ def test_rows_that_somebody_removes_during_the_run_are_missing(
     assert bench.run("--limit", 4)[0] == 0, "row 5 is not of this run"
 
 
-def test_rows_that_cannot_be_listed_at_the_end_are_not_said_to_be_there(
+def test_run_fails_if_files_cannot_be_listed_at_the_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(output: Path) -> None:
@@ -92,15 +90,13 @@ def test_rows_that_cannot_be_listed_at_the_end_are_not_said_to_be_there(
     monkeypatch.setattr("vllm_ascend_hsx.generate.run.files_of_rows", refuse)
     code, printed = bench.run()
     assert code == 1
-    assert (
-        "whether all rows are still there could not be seen: Permission denied (EACCES)" in printed
-    )
+    assert "cannot check whether all files still exist: Permission denied (EACCES)" in printed
 
 
-def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(
+def test_replaced_ledger_does_not_adopt_rows_of_texts(
     any_bench: Bench,
 ) -> None:
-    """As after `mv a a_old; mv b a` below a server of shards, whose members keep their paths."""
+    """As after `mv a a_old; mv b a` below a server of shards. Members keep their paths."""
     bench, storage = any_bench, any_bench.output
     for folder in ("a", "b"):
         bench.output = storage / folder
@@ -124,10 +120,10 @@ def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(
 @pytest.mark.parametrize(
     "how", [shutil.move, lambda here, there: shutil.rmtree(here)], ids=["moved", "removed"]
 )
-def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
+def test_run_ends_if_the_output_is_moved_or_removed(
     any_bench: Bench, tmp_path: Path, how: Callable[[Path, Path], object], after: int
 ) -> None:
-    """Servers make the folder anew, where the rows after that would be without those before."""
+    """Servers create the folder again. Later rows would be there without the earlier rows."""
     bench, answered = any_bench, Counter[str]()
     bench.output /= "a"
 
@@ -143,7 +139,7 @@ def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_an_output_that_is_replaced_or_moved_after_the_last_row_ends_the_run(
+def test_run_fails_if_the_output_is_replaced_after_the_last_row(
     any_bench: Bench, tmp_path: Path, monkeypatch: Any, is_replaced: bool
 ) -> None:
     log, any_bench.output = ledger_module.Ledger.append, any_bench.output / "a"
@@ -165,10 +161,8 @@ def test_an_output_that_is_replaced_or_moved_after_the_last_row_ends_the_run(
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(
-    any_bench: Bench, whole: bool, last: bool
-) -> None:
-    """Later lines would begin a file that is no ledger, or go on in the middle of another line."""
+def test_run_ends_if_its_ledger_is_truncated(any_bench: Bench, whole: bool, last: bool) -> None:
+    """Later lines would begin an invalid ledger, or continue in the middle of a line."""
     bench, ledger = any_bench, any_bench.output / "ledger.jsonl"
     before: list[bytes] = []
 
@@ -181,16 +175,15 @@ def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(
     code, printed = bench.run("--concurrency", 1, *(["--limit", 4] if last else []))
     size, left = len(before[0]), 0 if whole else len(before[0]) - 20
     assert code == 1
-    assert f"{ledger} was cut off during the run, from {size} to {left} bytes" in printed
+    assert f"{ledger} was truncated during the run, from {size} to {left} bytes" in printed
     assert ledger.stat().st_size == left, "nothing was written after it"
     code, printed = bench.run()
     if whole:
         assert code == 2
         assert (
-            "holds files of rows, and no ledger that says what they were made from; name another "
-            "--output"
+            "has files of rows but no ledger that records their requests; give another --output"
         ) in printed
-        ledger.write_bytes(before[0])  # as the error says
+        ledger.write_bytes(before[0])  # the remedy in the error
         code, printed = bench.run()
     assert code == 0, printed
     bench.check(list(range(6)))
@@ -221,10 +214,10 @@ def test_a_server_without_locks_may_publish_after_its_answer(
         bench.check(list(range(6)))
 
 
-# Files that are there
+# Existing files
 
 
-def test_files_that_are_there_are_checked_and_bad_ones_made_anew(any_bench: Bench) -> None:
+def test_existing_files_are_checked_and_bad_files_generated_again(any_bench: Bench) -> None:
     bench = any_bench
     assert bench.run()[0] == 0
     whole = contents(bench.output)
@@ -235,7 +228,7 @@ def test_files_that_are_there_are_checked_and_bad_ones_made_anew(any_bench: Benc
     assert (
         code == 0
         and "hs_1.safetensors: it has changed since it was written" in printed
-        and printed.count("; it is asked for again") == 1
+        and printed.count("; requesting the row again") == 1
     )
     assert bench.server.asked == Counter({**dict.fromkeys(range(6), 1), 1: 2})
     assert contents(bench.output) == whole
@@ -245,7 +238,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: os.truncate(path, 4100), "this is not a file of hidden states: "),
     "another row's": (
         lambda path: os.replace(path.with_name("hs_3.safetensors"), path),
-        "it is of another row, or of another request",
+        "the file belongs to another row or another request",
     ),
     "an error": (
         lambda path: path.with_name(f"{path.name}.error").write_text('{"reason": "old"}'),
@@ -267,18 +260,16 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(
-    bench: Bench, name: str
-) -> None:
+def test_wrong_existing_file_is_replaced_without_validate(bench: Bench, name: str) -> None:
     change, message = BAD[name]
     assert bench.run()[0] == 0
     change(bench.output / "hs_2.safetensors")
     code, printed = bench.run()
-    assert code == 0 and message in printed and "; it is asked for again" in printed
+    assert code == 0 and message in printed and "; requesting the row again" in printed
     bench.check(list(range(6)))
 
 
-def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(
+def test_copied_rows_of_another_dataset_of_texts_are_not_adopted(
     bench: Bench,
 ) -> None:
     records, elsewhere = [{"prompt": f"text {row}"} for row in range(6)], bench.root / "elsewhere"
@@ -296,7 +287,7 @@ def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_fo
     ] == [each["prompt"] for each in records]
 
 
-def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -> None:
+def test_bad_file_is_removed_even_if_the_server_cannot_replace_it(bench: Bench) -> None:
     assert bench.run()[0] == 0
     os.truncate(bench.output / "hs_2.safetensors", 4100)
     bench.server.behave = lambda seen: 400
@@ -305,10 +296,10 @@ def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(
+def test_wrong_file_of_a_text_is_removed_however_the_run_ends(
     any_bench: Bench, proven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next run does not know the tokens of a text, and would accept any valid file."""
+    """The next run does not know the tokens of a text and would accept any valid file."""
     bench = any_bench
     records = [{"prompt": f"text {row}"} for row in range(6)]
 
@@ -318,7 +309,7 @@ def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(
 
     bench.server.behave = lambda seen: "other-tokens" if seen.row == 2 * proven else "ok"
     with monkeypatch.context() as patch:
-        patch.setattr(Generation, "_delay", end)  # before the row is asked for again
+        patch.setattr(Generation, "_delay", end)  # before the row is requested again
         assert (
             bench.run("--concurrency", 1, "--max-consecutive-errors", 9, records=records)[0]
             == 128 + signal.SIGTERM
@@ -331,21 +322,22 @@ def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(
     ] == [each["prompt"] for each in records]
 
 
-def test_a_wrong_file_that_cannot_be_removed_costs_its_row_alone(bench: Bench) -> None:
+def test_unremovable_wrong_file_fails_only_its_row(bench: Bench) -> None:
     assert bench.run("--limit", 1)[0] == 0
     (bench.output / "hs_2.safetensors").mkdir()
     bench.server.behave = lambda seen: 503 if seen.row == 2 else "ok"
     code, printed = bench.run()
     assert (
         code == 1
-        and "hs_2.safetensors is a directory, not a regular file; it cannot be removed: " in printed
+        and "hs_2.safetensors is a directory, not a regular file; the file cannot be removed: "
+        in printed
     )
     assert bench.lines()[2]["status"] == "failed" and {
         bench.lines()[row]["status"] for row in (0, 1, 3, 4, 5)
     } == {"done"}
 
 
-def test_a_lock_that_a_killed_run_did_not_remove_goes_with_the_next_one(bench: Bench) -> None:
+def test_lock_left_by_a_killed_run_is_removed_by_the_next(bench: Bench) -> None:
     assert bench.run("--limit", 2)[0] == 0
     for name in ("hs_0.safetensors.lock", "hs_5.safetensors.error"):
         (bench.output / name).write_text('{"reason": "old"}')
@@ -353,8 +345,8 @@ def test_a_lock_that_a_killed_run_did_not_remove_goes_with_the_next_one(bench: B
     bench.check([0, 1, 2])
 
 
-def test_a_row_that_another_run_makes_at_the_same_time_is_not_removed(bench: Bench) -> None:
-    """Another division into ranks has its own ledger; the server refuses a second use of a name."""
+def test_row_of_a_concurrent_run_is_not_removed(bench: Bench) -> None:
+    """A run of another world size has its own ledger. The server refuses to reuse a name."""
 
     async def do_race(exchange: Exchange) -> None:
         first = await bench.server.begin(exchange)
@@ -371,7 +363,7 @@ def test_a_row_that_another_run_makes_at_the_same_time_is_not_removed(bench: Ben
     bench.check(list(range(6)))
 
 
-def test_a_file_that_cannot_be_read_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.run()[0] == 0
     whole = contents(bench.output)
 
@@ -385,7 +377,7 @@ def test_a_file_that_cannot_be_read_stays(bench: Bench, monkeypatch: pytest.Monk
     assert contents(bench.output) == whole
 
 
-def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
+def test_existing_file_missing_in_the_ledger_gets_a_line(bench: Bench) -> None:
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
@@ -404,7 +396,7 @@ def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
     assert len(bench.server.seen) == 6
 
 
-def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None:
+def test_first_lines_of_the_ledger_have_request_run_and_server(bench: Bench) -> None:
     assert bench.run()[0] == 0
     first, run, state, second = map(
         json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:4]
@@ -424,7 +416,7 @@ def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None
     assert second.pop("time") > 0 and second == {"server": server}
 
 
-def test_a_full_disk_is_told_when_a_run_goes_on(
+def test_full_disk_is_reported_when_a_run_continues(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench.run()[0] == 0
@@ -438,12 +430,10 @@ def test_a_full_disk_is_told_when_a_run_goes_on(
     monkeypatch.setattr(ledger_module, "_write", full)
     code, printed = bench.run()
     assert code == 1
-    assert f"{ledger} cannot be written: No space left on device (ENOSPC)" in printed
+    assert f"cannot write {ledger}: No space left on device (ENOSPC)" in printed
 
 
-def test_a_lock_that_cannot_be_removed_fails_no_row(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unremovable_lock_fails_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path, **_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), os.fspath(path))
 
@@ -451,6 +441,5 @@ def test_a_lock_that_cannot_be_removed_fails_no_row(
     code, printed = bench.run(records=3)
     assert code == 0, printed
     assert (
-        "locks and errors of this run could not be removed: [Errno 37] No locks available"
-        in printed
+        "cannot remove locks and error files of this run: [Errno 37] No locks available" in printed
     )

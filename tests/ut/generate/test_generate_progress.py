@@ -1,4 +1,4 @@
-"""What `hsx generate` prints: progress, help, and names that a console cannot take."""
+"""Output of `hsx generate`: progress, help, and names that a console cannot print."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Time:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_says_how_much_is_done_how_fast_and_how_long_it_will_take(
+def test_progress_line_has_rows_rates_and_remaining_time(
     terminal: bool,
 ) -> None:
     time = Time()
@@ -43,7 +43,7 @@ def test_the_progress_says_how_much_is_done_how_fast_and_how_long_it_will_take(
     assert "http://a is left alone for 2 s" in target.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_speed_is_that_of_the_last_half_minute() -> None:
+def test_rates_cover_the_last_half_minute() -> None:
     time = Time()
     outcome = Outcome(300)
     progress = Progress(console(False), outcome, now=time)
@@ -61,7 +61,7 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
     assert "0.0 rows/s, 0 tokens/s" in progress.line()
 
 
-def test_without_a_terminal_lines_come_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_printed_periodically_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "LINE_S", 0.001)
     target = console(False)
     with Progress(target, Outcome(10)) as progress:
@@ -97,7 +97,7 @@ def test_help_names_every_option_and_the_aliases_of_speculators(
         assert option in text
 
 
-def test_names_that_the_console_would_take_for_markup_or_cannot_write_are_no_trouble(
+def test_names_with_markup_or_unprintable_characters_are_shown(
     bench: Bench,
 ) -> None:
     bench.root /= "[/x]\udcff"

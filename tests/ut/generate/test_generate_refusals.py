@@ -1,4 +1,4 @@
-"""What `hsx generate` refuses, mostly before it sends the first row, with the remedy."""
+"""Refusals of `hsx generate`, mostly before the first row is sent, with remedies."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from vllm_ascend_hsx.protocol.weights import Origin, WeightVersion
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 
-def test_an_output_that_no_request_can_name_is_refused(bench: Bench) -> None:
+def test_output_name_that_is_not_utf8_is_refused(bench: Bench) -> None:
     bench.output /= "a\udcff"
     code, printed = bench.run()
-    assert code == 2 and "its name is not UTF-8" in printed and "Traceback" not in printed
+    assert code == 2 and "the name is not UTF-8" in printed and "Traceback" not in printed
 
 
-def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench: Bench) -> None:
+def test_unreachable_server_is_reported_before_anything_is_sent(bench: Bench) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         code, printed = bench.run(endpoint=url)
     assert code == 2
     assert f"hsx generate: {url}/v1/models: [Errno 111] Connect call failed" in printed
-    assert printed.endswith("; start a server there, or name another one with --endpoint")
+    assert printed.endswith("; start a server there, or give another --endpoint")
 
 
-def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
-    """httpx reports it without a word."""
+def test_connection_reset_before_tls_is_reported(bench: Bench) -> None:
+    """httpx reports it without a message."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
 
         def reset() -> None:
-            with suppress(OSError):  # the test is over
+            with suppress(OSError):  # the test has ended
                 while True:
                     connection, _ = listener.accept()
                     connection.recv(1)  # the handshake has begun
@@ -74,7 +74,7 @@ def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
     assert code == 2 and "/v1/models: [Errno 104] Connection reset by peer" in printed, printed
 
 
-def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_remedy_helps(
+def test_untrusted_certificate_is_refused_and_the_remedy_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = tmp_path / "server.pem"
@@ -86,10 +86,10 @@ def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_re
         code, printed = bench.run()
         assert (code, server.probes) == (2, 0)
         assert (
-            f"{server.url}/v1/models: its certificate is not trusted: self-signed certificate; "
+            f"{server.url}/v1/models: the certificate is not trusted: self-signed certificate; "
             in printed
         )
-        assert "name it, or that of its authority, in SSL_CERT_FILE or SSL_CERT_DIR" in printed
+        assert "set SSL_CERT_FILE or SSL_CERT_DIR to the certificate" in printed
         assert "tried again" not in printed
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert bench.run("--limit", 1)[0] == 0
@@ -97,12 +97,12 @@ def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_re
         assert (
             code == 2
             and "Hostname mismatch" in printed
-            and "the endpoint by a name that it has" in printed
+            and "host name of the certificate in --endpoint" in printed
         )
 
 
 def self_signed(address: str) -> bytes:
-    """A certificate for an IP address, and its key."""
+    """Create a certificate for an IP address, and the key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a server of a test")])
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -128,7 +128,7 @@ def self_signed(address: str) -> bytes:
         (["--rank", "2", "--world-size", "2"], "--rank 2: give a number from 0 to 1"),
         (["--endpoint", "localhost:8000"], "--endpoint localhost:8000: give the URL of a server"),
         (["--endpoint", "http://"], "--endpoint http:: give the URL of a server"),
-        (["--endpoint", "http://a/v1,http://a"], "--endpoint: one is named twice"),
+        (["--endpoint", "http://a/v1,http://a"], "--endpoint: a URL is given twice"),
         (["--endpoint", ","], "--endpoint: give the URL of at least one server"),
         (["--map-path", "/a"], "--map-path /a: give SERVER=LOCAL"),
         (
@@ -142,26 +142,26 @@ def self_signed(address: str) -> bytes:
         (["--endpoint", "http://a/\x1b[2J"], r"--endpoint http://a/\x1b[2J: "),
         (
             ["--api-key", "k\u00e9y"],
-            "--api-key (or OPENAI_API_KEY): it has characters that no header can have",
+            "--api-key (or OPENAI_API_KEY): not allowed in an HTTP header",
         ),
         (
             ["--api-key", "key\nX-Other: 1"],
-            "--api-key (or OPENAI_API_KEY): it has characters that no header can have",
+            "--api-key (or OPENAI_API_KEY): not allowed in an HTTP header",
         ),
         (
             ["--data", "a" * 300],
-            "a'; give one that can be: a file, a folder, or the id of a dataset on a hub",
+            "a'; give a readable file or folder, or the id of a dataset on a hub",
         ),
         (
             ["--max-tokens", "4"],
             "--max-tokens: the prompt's rows do not depend on it; add --include-output",
         ),
         (["--include-output-tokens"], "--include-output: give --max-tokens"),
-        (["--data", "nothing.jsonl"], "nothing.jsonl: there is no such file or folder"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: no such file or folder"),
         (["--column", "text"], "data.jsonl:1: it has no 'text', only ['token_ids']"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_remedy(
+def test_invalid_option_is_reported_with_remedy(
     bench: Bench, arguments: list[str], message: str
 ) -> None:
     data = write_jsonl(bench.root / "data.jsonl", token_rows(2))
@@ -176,24 +176,23 @@ def test_a_wrong_option_is_named_with_its_remedy(
     assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
 
 
-def test_a_bad_row_anywhere_is_named_before_anything_is_sent(bench: Bench) -> None:
+def test_bad_row_is_reported_before_anything_is_sent(bench: Bench) -> None:
     code, printed = bench.run(records=[*token_rows(50), {"token_ids": [1, -1]}])
     assert code == 2
     assert "data.jsonl:51: token_ids[1] is -1; token ids are whole numbers from 0" in printed
     assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
 
 
-def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_folder_below(
+def test_another_dataset_is_refused_here_and_accepted_in_a_subfolder(
     bench: Bench,
 ) -> None:
     assert bench.run(records=8)[0] == 0
     others = [{"token_ids": [7, row]} for row in range(6)]
     code, printed = bench.run(records=others)
     assert (
-        code == 2
-        and "holds rows of another dataset: only 0 of its 8 finished rows are rows of" in printed
+        code == 2 and "holds rows of another dataset: only 0 of 8 finished rows are in" in printed
     )
-    assert "name another --output, such as a new folder below this one" in printed
+    assert "give another --output, such as a new folder below this one" in printed
     assert len(bench.server.seen) == 8
     bench.output /= "below/it"
     assert bench.run(records=others)[0] == 0
@@ -223,7 +222,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
-def test_another_server_than_before_is_refused_and_nothing_of_it_stays(
+def test_different_server_is_refused_and_its_files_are_removed(
     any_bench: Bench, name: str, ledger: str
 ) -> None:
     bench, (changes, message) = any_bench, OTHERS[name]
@@ -250,10 +249,8 @@ def keep_lines(bench: Bench, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_rows_that_differ_from_what_the_ledger_says_are_not_replaced(
-    bench: Bench, validate: bool
-) -> None:
-    """One changed digit in the ledger, and every file looks like one of another server."""
+def test_rows_that_differ_from_the_ledger_are_not_replaced(bench: Bench, validate: bool) -> None:
+    """With one digit changed in the ledger, all files seem to be from another server."""
     assert bench.run()[0] == 0
     ledger = bench.output / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace("[2,0,3]", "[2,0,4]"))
@@ -277,7 +274,7 @@ def test_two_servers_that_differ_are_refused(bench: Bench) -> None:
     assert len({str(tensors) for tensors in map(len, contents(bench.output).values())}) <= 2
 
 
-def test_a_server_without_extraction_or_of_another_kind_is_refused(
+def test_server_without_extraction_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeServer, "do_ok", FakeServer.do_no_params)
@@ -292,7 +289,7 @@ def test_a_server_without_extraction_or_of_another_kind_is_refused(
         and "give --endpoint the URL of a `vllm serve`" in printed
     )
     code, printed = bench.run("--model", "huge")
-    assert code == 2 and "serves tiny, and not huge; name one with --model" in printed
+    assert code == 2 and "serves tiny, not huge; give a served model's name with --model" in printed
     assert len(bench.server.seen) == asked
 
 
@@ -315,7 +312,7 @@ def test_the_key_of_the_server_is_sent(
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
         assert bench.run()[0] == 0
         bench.check(list(range(6)))
-        monkeypatch.setenv("OPENAI_API_KEY", "")  # as where a secret is not given to a job
+        monkeypatch.setenv("OPENAI_API_KEY", "")  # as in a job without the secret
         assert "answers 401" in bench.run("--limit", 2, "--output", tmp_path / "store" / "other")[1]
 
 
@@ -329,7 +326,7 @@ def test_the_key_of_the_server_is_sent(
         ("SSL_CERT_FILE", "/none.pem", "SSL_CERT_FILE: "),
     ],
 )
-def test_an_unusable_variable_of_the_environment_is_named(
+def test_unusable_environment_variable_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -339,16 +336,16 @@ def test_an_unusable_variable_of_the_environment_is_named(
     assert code == 2 and message in printed and printed.endswith("; correct or unset it"), printed
 
 
-# Paths that the server refuses, or that lead elsewhere
+# Paths that the server refuses, or that lead to another directory
 
 
-def test_a_server_that_lets_no_request_name_its_file_is_told_at_once(bench: Bench) -> None:
+def test_server_that_refuses_chosen_paths_is_reported_immediately(bench: Bench) -> None:
     bench.server.allow_path = False
     code, printed = bench.run()
     assert code == 2 and "refuses the path of a row's file: " in printed
     assert (
         "kv_connector_extra_config.allow_custom_save_path=true" in printed
-        and "`hsx serve` allows" in printed
+        and "--out of `hsx serve`" in printed
     )
     assert len(bench.server.seen) == 1
     assert contents(bench.output) == {}
@@ -357,7 +354,7 @@ def test_a_server_that_lets_no_request_name_its_file_is_told_at_once(bench: Benc
 @pytest.mark.parametrize(
     "more", [[], ["--include-output", "--max-tokens", 2], ["--world-size", 2, "--rank", 1]]
 )
-def test_another_directory_than_the_server_s_is_told_at_once_and_nothing_stays_in_it(
+def test_wrong_output_directory_is_reported_and_left_empty(
     bench: Bench, tmp_path: Path, more: list[object]
 ) -> None:
     bench.output = tmp_path / "elsewhere" / "below"
@@ -371,7 +368,7 @@ def test_another_directory_than_the_server_s_is_told_at_once_and_nothing_stays_i
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_refused_output_keeps_what_was_in_it(bench: Bench, tmp_path: Path) -> None:
+def test_refused_output_keeps_its_contents(bench: Bench, tmp_path: Path) -> None:
     bench.output = tmp_path / "elsewhere"
     bench.output.mkdir()
     (bench.output / "mine").touch()
@@ -380,10 +377,10 @@ def test_a_refused_output_keeps_what_was_in_it(bench: Bench, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("behaviour", ["ok", "hang"])
-def test_a_refused_output_keeps_its_ledger_while_another_server_may_write_there(
+def test_refused_output_keeps_its_ledger_while_files_may_appear(
     bench: Bench, tmp_path: Path, behaviour: str
 ) -> None:
-    """Without it the next run would refuse the file."""
+    """Without the ledger the next run would refuse the file."""
     asked = threading.Event()
 
     def wait(seen: Seen, stage: str) -> None:
@@ -408,24 +405,23 @@ def test_a_refused_dataset_adds_no_ledger(bench: Bench, more: list[object]) -> N
     assert contents(bench.output) == before
 
 
-def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(
-    bench: Bench, tmp_path: Path
-) -> None:
-    """The server writes, and nothing is found here."""
+def test_unshared_directory_of_the_same_path_is_reported(bench: Bench, tmp_path: Path) -> None:
+    """The server writes a file, but it does not exist on this machine."""
     bench.output = tmp_path / "mounted"
     code, printed = bench.run(
         "--map-path", f"{bench.server.storage}={bench.output}", "--concurrency", 8
     )
     assert code == 2, printed
     assert re.search(
-        r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount",
+        r"the server wrote .*/out/hs_\d.safetensors, but .*/mounted/hs_\d.safetensors does not "
+        r"exist; mount the server's storage directory here",
         printed,
     )
     assert len(bench.server.seen) <= 4
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_that_turns_rows_away_rests_while_another_one_works(
+def test_rejecting_server_pauses_while_another_works(
     bench: Bench, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeServer(bench.output) as other:
@@ -433,11 +429,11 @@ def test_a_server_that_turns_rows_away_rests_while_another_one_works(
         code, printed = bench.run("--endpoint", other.url, "--concurrency", 4, records=60)
         assert other.seen
     assert code == 0, printed
-    assert f"answers {status}" in printed and f"{other.url} is tried again in" in printed
+    assert f"answers {status}" in printed and f"next request to {other.url} in" in printed
     assert len([*bench.output.glob("*.safetensors")]) == 60
 
 
-def test_a_run_ends_if_the_only_server_wants_a_key_in_the_middle_of_it(
+def test_run_ends_if_the_only_server_starts_to_require_a_key(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""`hsx generate` killed at any instant and resumed ends with an undisturbed run's directory."""
+"""A killed and resumed `hsx generate` gives the directory of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_hsx.generate import files
 
 
 def play(runs: Runs, deaths: list[Death]) -> None:
-    """Resume after each death, then finish; each run requests an unfinished row at most once."""
+    """Resume after each death, then finish. Each run requests an unfinished row at most once."""
     with runs.server:
         for death in [*deaths, None]:
             finished, asked = runs.finished, len(runs.server.seen)
@@ -52,7 +52,7 @@ DEATHS = st.builds(
 
 @settings(max_examples=depth(32, share=10))
 @given(deaths=st.lists(DEATHS, min_size=1, max_size=3), kind=st.sampled_from(sorted(SINKS)))
-def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(
+def test_killed_and_restarted_runs_give_the_same_directory_as_an_undisturbed_run(
     deaths: list[Death], kind: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -60,9 +60,7 @@ def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_un
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(
-    kind: str, tmp_path: Path
-) -> None:
+def test_next_run_repairs_a_kill_before_any_system_call(kind: str, tmp_path: Path) -> None:
     runs = Runs(tmp_path, kind)
     with runs.server:
         assert runs.run() == 0
@@ -76,7 +74,7 @@ def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_nex
         assert max(runs.server.asked.values()) <= 2
 
 
-def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_for(
+def test_next_run_waits_for_a_file_that_a_server_is_writing(
     tmp_path: Path,
 ) -> None:
     runs = Runs(tmp_path)
@@ -84,7 +82,7 @@ def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_
 
     class Slow(DeadlyServer):
         async def do_kill(self, exchange: Exchange) -> None:
-            """The client dies, and the file is published when the next one sleeps on its lock."""
+            """The client dies. The file is published while the next client waits for the lock."""
             file = await self.begin(exchange)
             await self._kill()
 
@@ -113,7 +111,7 @@ def exchange_ids(exchange: Exchange) -> Any:
     return np.asarray(exchange.seen.stored, dtype=np.int64)
 
 
-def test_what_a_killed_run_left_is_never_taken_for_rows_of_another_dataset(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_not_adopted_for_another_dataset(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     write_jsonl(runs.data, [{"prompt": f"old {row}"} for row in range(ROWS)])
     with runs.server:
@@ -132,7 +130,7 @@ def test_what_a_killed_run_left_is_never_taken_for_rows_of_another_dataset(tmp_p
         )
 
 
-def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_path: Path) -> None:
+def test_run_ends_if_the_dataset_changes(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
 
     def at(seen: Seen, stage: str) -> None:
@@ -143,7 +141,10 @@ def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_pat
     runs.options += ["--concurrency", "1", "--order", "given"]
     with runs.server:
         assert runs.run() == 2
-        assert "it was changed while it was read; put back what was checked" in runs.log.read_text()
+        assert (
+            "the file changed while it was read; restore the checked version"
+            in runs.log.read_text()
+        )
         assert runs.finished <= {0, 1, 2}
         write_jsonl(runs.data, token_rows(ROWS))
         runs.server.at = lambda seen, stage: None
@@ -151,7 +152,7 @@ def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_pat
         runs.check_complete()
 
 
-def test_rows_that_were_read_before_the_dataset_was_written_anew_are_sent_as_they_were(
+def test_rows_read_before_a_change_of_the_dataset_are_sent_unchanged(
     tmp_path: Path,
 ) -> None:
     runs = Runs(tmp_path)
@@ -164,7 +165,7 @@ def test_rows_that_were_read_before_the_dataset_was_written_anew_are_sent_as_the
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(
+def test_signal_ends_the_run_and_keeps_finished_rows(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     runs = Runs(tmp_path)
@@ -184,8 +185,8 @@ def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(
         process.join()
         runs.server.wait_idle()
         assert process.exitcode == 128 + number
-        assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
-        finished = runs.finished  # others may have been on their way when the signal came
+        assert "interrupted; finished rows are kept; run again to continue" in runs.log.read_text()
+        finished = runs.finished  # others may have been in flight at the signal
         assert 3 not in finished
         assert runs.server.files() == [
             *(f"hs_{row}.safetensors" for row in sorted(finished)),
@@ -202,7 +203,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
 
     class Stuck(DeadlyServer):
         async def do_stuck(self, exchange: Exchange) -> None:
-            """A file that is never finished."""
+            """Begin a file and never finish it."""
             file = await self.begin(exchange)
             await self.answer(exchange, str(file.path))
 
@@ -230,11 +231,11 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         process.join()
         assert process.exitcode == 128 + signal.SIGINT
-        assert "stopping; a second signal ends the run at once" in runs.log.read_text()
+        assert "stopping; a second signal ends the run immediately" in runs.log.read_text()
         assert "interrupted" not in runs.log.read_text()
 
 
-def test_a_signal_is_not_held_up_by_a_file_that_its_server_does_not_finish(tmp_path: Path) -> None:
+def test_signal_does_not_wait_for_an_unfinished_file(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.options += ["--request-timeout", "1000"]
 
@@ -254,10 +255,10 @@ def test_a_signal_is_not_held_up_by_a_file_that_its_server_does_not_finish(tmp_p
         process = runs.start()
         process.join(60)
         assert process.exitcode == 128 + signal.SIGTERM
-        assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
+        assert "interrupted; finished rows are kept; run again to continue" in runs.log.read_text()
 
 
-def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the_next_run(
+def test_file_still_being_written_at_the_end_is_reported_and_found_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from vllm_ascend_hsx.cli import generate

@@ -33,7 +33,7 @@ from vllm_ascend_hsx.protocol.api import path_in_use
 from vllm_ascend_hsx.reader.check import check
 from vllm_ascend_hsx.reader.load import load
 
-# The command where neither torch nor vLLM is installed.
+# Runs the command as if torch and vLLM were not installed.
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "vllm", "vllm_ascend", "torch_npu"), None))
@@ -61,7 +61,7 @@ def test_every_row_gets_its_file_and_its_line(any_bench: Bench) -> None:
         }
         assert line == {"row": row, "status": "done", **facts}
     assert re.search(r"generated │ 6 │", printed) and re.search(r"tokens │ 27, ", printed)
-    # Again: there is nothing to do, and no server is needed.
+    # The second run has nothing to do and needs no server.
     probes = bench.server.probes
     code, printed = bench.run(endpoint="http://127.0.0.1:9")
     assert code == 0 and re.search(r"finished before │ 6 │", printed), printed
@@ -86,22 +86,22 @@ def test_rows_of_generated_tokens(bench: Bench) -> None:
         [3, 4, 7, 8, 9],
         [97, 98, 7, 8, 9],
     ]
-    # The same rows, asked for otherwise, are others.
+    # Rows of another kind of request are refused.
     code, printed = bench.run(records=records)
-    assert code == 2 and "requests of another kind: max_tokens was 4, is 1" in printed
+    assert code == 2 and "other requests: max_tokens was 4, is 1" in printed
 
 
 # Retries
 
 
 class Case(NamedTuple):
-    """How the server answers each request for row 2, and how the row ends.
+    """Answers to requests for row 2, and the result of the row.
 
     Attributes:
-        behaviours: of the server, the last for all further requests; other rows are answered.
-        times: how often row 2 is asked for.
-        status: of the row in the end.
-        error: in the ledger, if it failed.
+        behaviours: behaviours of the server for row 2; the last is repeated.
+        times: number of requests for row 2.
+        status: final status of the row.
+        error: error in the ledger, if the row failed.
     """
 
     behaviours: list[str | int]
@@ -111,7 +111,7 @@ class Case(NamedTuple):
     options: tuple[object, ...] = ()
 
 
-# Only row 2 is to take longer than that, however slow the disk is: so one request at a time.
+# One request at a time, so that only row 2 times out, even on a slow disk.
 PATIENT = ("--request-timeout", 3, "--concurrency", 1)
 CASES = {
     "late": Case(["late"], 1),
@@ -143,9 +143,9 @@ CASES = {
     ),
     "no-file": Case(["no-file", "ok"], 2),
     "no-file-named": Case(
-        ["no-params"], 4, "failed", "the answer names no file (kv_transfer_params are {})"
+        ["no-params"], 4, "failed", "the answer names no file (kv_transfer_params: {})"
     ),
-    "no-json": Case(["no-json"], 4, "failed", "answers no JSON: <html>a proxy's page</html>"),
+    "no-json": Case(["no-json"], 4, "failed", "did not return JSON: <html>a proxy's page</html>"),
     "not-finite": Case(["not-finite", "ok"], 2, options=("--validate",)),
     "not-finite-for-ever": Case(["not-finite"], 4, "failed", "not finite", ("--validate",)),
     "corrupt": Case(["corrupt", "ok"], 2, options=("--validate",)),
@@ -160,7 +160,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_asked_for_again_and_what_is_given_up(any_bench: Bench, name: str) -> None:
+def test_which_failures_are_retried(any_bench: Bench, name: str) -> None:
     bench, case = any_bench, CASES[name]
 
     def behave(seen: Seen) -> str | int:
@@ -178,7 +178,7 @@ def test_what_is_asked_for_again_and_what_is_given_up(any_bench: Bench, name: st
     bench.check([row for row in range(6) if row != 2 or case.status == "done"])
 
 
-def test_a_row_that_failed_is_asked_for_again_by_the_next_run_and_no_other(bench: Bench) -> None:
+def test_next_run_requests_only_failed_rows(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row in (1, 4) else "ok"
     assert bench.run()[0] == 1
     bench.server.behave = lambda seen: "ok"
@@ -188,22 +188,22 @@ def test_a_row_that_failed_is_asked_for_again_by_the_next_run_and_no_other(bench
     assert {line["status"] for line in bench.lines().values()} == {"done"}
 
 
-# When to stop
+# End of a run
 
 
-def test_so_many_errors_in_a_row_end_the_run(bench: Bench) -> None:
+def test_consecutive_errors_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 503 if seen.row >= 10 else "ok"  # type: ignore[operator]
     options = ("--max-consecutive-errors", 4, "--concurrency", 1, "--max-retries", 0)
     code, printed = bench.run(*options, records=60)
     assert code == 1
     assert "stopped: 4 errors in a row (--max-consecutive-errors), the last: " in printed
-    assert "call again to go on" in printed
+    assert "run again to continue" in printed
     assert max(bench.lines()) < 20
     assert re.search(r"not done +│ +\d\d │", printed)
     bench.check(list(range(10)), records=60)
 
 
-def test_errors_with_finished_rows_in_between_do_not(bench: Bench) -> None:
+def test_errors_with_finished_rows_in_between_do_not_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 503 if seen.row % 2 else "ok"  # type: ignore[operator]
     assert (
         bench.run(
@@ -214,7 +214,7 @@ def test_errors_with_finished_rows_in_between_do_not(bench: Bench) -> None:
     bench.check(list(range(0, 20, 2)), records=20)
 
 
-def test_refusals_of_rows_do_not_end_the_run_however_many(bench: Bench) -> None:
+def test_refused_rows_do_not_end_the_run(bench: Bench) -> None:
     bench.server.behave = lambda seen: 400 if seen.row < 10 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--max-consecutive-errors", 3, "--concurrency", 1, records=20)
     assert code == 1 and "errors in a row" not in printed
@@ -224,7 +224,7 @@ def test_refusals_of_rows_do_not_end_the_run_however_many(bench: Bench) -> None:
     bench.check(list(range(10, 20)), records=20)
 
 
-def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) -> None:
+def test_permanently_dead_server_ends_the_run(bench: Bench) -> None:
     def die(seen: Seen, stage: str) -> None:
         if seen.row == 3 and stage == "asked":
             bench.server._loop.call_soon_threadsafe(bench.server._server.close)
@@ -233,15 +233,12 @@ def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) ->
     bench.server.behave = lambda seen: "drop" if seen.row >= 3 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--concurrency", 1, "--max-consecutive-errors", 3, records=40)
     assert code == 1
-    assert (
-        "is tried again in" in printed
-        and "every server fails; 2 more errors end the run" in printed
-    )
+    assert "next request to" in printed and "all servers fail; 2 more errors end the run" in printed
     assert "stopped: 3 errors in a row" in printed
     bench.check([0, 1, 2], records=40)
 
 
-def test_quantised_rows_are_rows_too(bench: Bench, tmp_path: Path) -> None:
+def test_quantised_rows_are_accepted(bench: Bench, tmp_path: Path) -> None:
     with FakeServer(tmp_path / "second", quantization="fp8") as other:
         bench.output = other.storage
         assert bench.run("--validate", endpoint=other.url)[0] == 0
@@ -266,7 +263,7 @@ def test_ranks_divide_the_rows(bench: Bench) -> None:
         assert sorted(line["row"] for line in lines) == rows
         assert f"rows │ {len(rows)} │" in printed and "not done │ 0 │" in printed
     assert bench.server.asked == Counter(range(70))
-    # One run alone finds everything done, and logs no row again.
+    # A run of one rank finds all rows done and logs none again.
     assert bench.run(records=70)[0] == 0
     assert len(bench.server.seen) == 70
     assert not bench.lines()
@@ -280,19 +277,19 @@ def test_a_limit_can_be_raised_later(bench: Bench) -> None:
     assert bench.server.asked == Counter(range(6))
 
 
-def test_many_are_under_way_at_a_time_and_no_more_than_wanted(bench: Bench) -> None:
-    # The first one to come is answered at once: until then the server gets one at a time.
+def test_concurrency_limits_requests_in_flight(bench: Bench) -> None:
+    # The first request is answered immediately. Until then the server gets one at a time.
     bench.server.behave = lambda seen: (
         "after-next" if seen.row % 4 and len(bench.server.seen) > 1 else "ok"
     )
     assert (
         bench.run("--concurrency", 4, records=41)[0] == 0
-    )  # with less than 4 at a time no answer would ever come
+    )  # with fewer than 4 in flight there would be no answer
     assert bench.server.most_at_once == 4
     bench.check(list(range(41)), records=41)
 
 
-def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> None:
+def test_path_in_use_by_another_request_is_retried(bench: Bench) -> None:
     async def do_in_use(exchange: Exchange) -> None:
         problem = path_in_use(str(bench.server.path(exchange.seen)))
         await bench.server.answer(
@@ -312,10 +309,10 @@ def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> 
     [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
     ids=["text", "chat"],
 )
-def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken(
+def test_file_of_another_request_is_never_used_for_a_text(
     any_bench: Bench, record: dict[str, Any]
 ) -> None:
-    """A killed run's server may still write rows of another dataset under this name."""
+    """The server of a killed run may still write rows of another dataset under this name."""
     bench = any_bench
 
     async def do_other_publishes(exchange: Exchange) -> None:
@@ -346,7 +343,7 @@ def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken
     [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}],
     ids=["text", "chat"],
 )
-def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(
+def test_file_of_a_text_is_used_without_an_answer_if_this_run_requested_it(
     any_bench: Bench, record: dict[str, Any]
 ) -> None:
     any_bench.server.behave = lambda seen: "drop-complete"
@@ -354,7 +351,7 @@ def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(
     assert any_bench.server.asked == Counter({0: 1})
 
 
-def test_the_documented_command_does_what_it_says(bench: Bench, tmp_path: Path) -> None:
+def test_documented_command_works(bench: Bench, tmp_path: Path) -> None:
     (shown,) = blocks("generate.md", "generate")
     with FakeServer(bench.output) as second:
         data = write_jsonl(

@@ -1,4 +1,4 @@
-"""`hsx generate` shares rows between servers; a bad one costs time and no row."""
+"""`hsx generate` shares rows between servers. A bad server costs time but no row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from generate_harness import FakeServer
 from test_generate_refusals import other_layers
 
 
-def test_several_servers_share_the_rows_and_a_dead_one_loses_none(
+def test_several_servers_share_rows_and_a_dead_server_loses_none(
     bench: Bench, tmp_path: Path
 ) -> None:
     with FakeServer(bench.output) as second, socket.socket() as nobody:
@@ -27,7 +27,7 @@ def test_several_servers_share_the_rows_and_a_dead_one_loses_none(
         assert code == 0
         assert (
             f"{dead}/v1/models: [Errno 111] Connect call failed" in printed
-            and f"; {dead} is tried again in" in printed
+            and f"; next request to {dead} in" in printed
         )
         both = bench.server.asked + second.asked
         assert both == Counter(range(150))
@@ -36,7 +36,7 @@ def test_several_servers_share_the_rows_and_a_dead_one_loses_none(
     bench.check(list(range(150)), records=150)
 
 
-def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
+def test_server_that_starts_later_gets_rows(bench: Bench) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,7 +58,7 @@ def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
     bench.check(list(range(400)), records=400)
 
 
-def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Bench) -> None:
+def test_row_that_fails_is_next_sent_to_a_good_server(bench: Bench) -> None:
     with ExitStack() as servers:
         bad = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(5)]
         code, printed = bench.run(
@@ -70,7 +70,7 @@ def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Benc
 
 
 @pytest.mark.parametrize("bad", [4, 10])
-def test_one_row_at_a_time_finds_the_one_server_that_works(bench: Bench, bad: int) -> None:
+def test_concurrency_of_one_finds_the_only_working_server(bench: Bench, bad: int) -> None:
     with ExitStack() as servers:
         bench.server.behave = lambda seen: 502
         others = [
@@ -84,7 +84,7 @@ def test_one_row_at_a_time_finds_the_one_server_that_works(bench: Bench, bad: in
     bench.check([0, 1], records=2)
 
 
-def test_a_trial_of_a_server_costs_no_row_its_attempts(bench: Bench) -> None:
+def test_trials_of_servers_do_not_use_up_attempts(bench: Bench) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -106,7 +106,7 @@ def test_a_trial_of_a_server_costs_no_row_its_attempts(bench: Bench) -> None:
     bench.check(list(range(400)), records=400)
 
 
-def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
+def test_run_ends_if_all_servers_fail(bench: Bench) -> None:
     with FakeServer(bench.output) as second:
         for server in (bench.server, second):
             server.behave = lambda seen: 502 if seen.row >= 10 else "ok"  # type: ignore[operator]
@@ -120,10 +120,10 @@ def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("stage", "behaviour"), [("written", "ok"), ("asked", 502)])
-def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(
+def test_output_replaced_by_another_run_is_not_touched(
     bench: Bench, stage: str, behaviour: str | int
 ) -> None:
-    """As where a suspended run goes on: its directory was rotated, and another run has ended."""
+    """A suspended run continues after its directory was replaced by that of another run."""
     storage = bench.output
     bench.output = storage / "b"
     assert bench.run(records=[{"token_ids": [7, 7, row]} for row in range(6)])[0] == 0
@@ -144,68 +144,63 @@ def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(
 
 
 def states(bench: Bench) -> list[str]:
-    """Of the runs, in order."""
+    """Return the states of the runs, in order."""
     lines = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines())
     return [line["state"] for line in lines if "state" in line]
 
 
 @pytest.mark.parametrize("behaviour", ["drop", 502])
-def test_a_run_says_once_that_it_waits_for_its_only_server_and_goes_on(
-    bench: Bench, behaviour: str | int
-) -> None:
+def test_waiting_for_the_only_server_is_reported_once(bench: Bench, behaviour: str | int) -> None:
     bench.server.behave = lambda seen: behaviour if 10 <= len(bench.server.seen) < 18 else "ok"
-    # One at a time: a good answer to a request sent before the first failure ends the pauses.
+    # One request at a time: an earlier request that succeeds would end the pauses.
     code, printed = bench.run(
         "--max-consecutive-errors", 40, "--max-retries", 30, "--concurrency", 1, records=60
     )
     assert code == 0, printed
-    assert printed.count(f"; {bench.server.url} is tried again in 0 s") == 1, printed
+    assert printed.count(f"; next request to {bench.server.url} in 0 s") == 1, printed
     assert (
-        printed.count("every server fails; 39 more errors end the run (--max-consecutive-errors)")
+        printed.count("all servers fail; 39 more errors end the run (--max-consecutive-errors)")
         == 1
     ), printed
     assert states(bench) == ["running", "waiting", "running", "finished"]
     bench.check(list(range(60)), records=60)
 
 
-def test_a_run_that_gives_up_says_before_how_many_errors_are_left(bench: Bench) -> None:
+def test_remaining_errors_are_reported_before_the_run_gives_up(bench: Bench) -> None:
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
     code, printed = bench.run(
         "--max-consecutive-errors", 3, "--max-retries", 30, "--concurrency", 1
     )
     assert code == 1 and len(bench.server.seen) == 6, printed
     assert (
-        printed.count("every server fails; 2 more errors end the run (--max-consecutive-errors)")
-        == 1
+        printed.count("all servers fail; 2 more errors end the run (--max-consecutive-errors)") == 1
     ), printed
     assert "stopped: 3 errors in a row (--max-consecutive-errors), the last: " in printed
     assert states(bench) == ["running", "waiting", "stopped"]
 
 
-def test_a_run_whose_first_error_ends_it_says_nothing_of_further_ones(bench: Bench) -> None:
+def test_run_ended_by_the_first_error_reports_no_remaining_errors(bench: Bench) -> None:
     bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
     code, printed = bench.run("--max-consecutive-errors", 1, "--concurrency", 1)
     assert (
-        code == 1
-        and "every server fails" not in printed
-        and "stopped: 1 errors in a row" in printed
+        code == 1 and "all servers fail" not in printed and "stopped: 1 errors in a row" in printed
     ), printed
     assert states(bench) == ["running", "stopped"]
 
 
-def test_while_one_server_works_the_run_does_not_wait(bench: Bench) -> None:
+def test_run_does_not_wait_while_one_server_works(bench: Bench) -> None:
     with FakeServer(bench.output) as second:
         second.behave = lambda seen: "ok" if len(second.seen) < 3 else "drop"
         code, printed = bench.run("--endpoint", second.url, records=60)
-    assert code == 0 and printed.count(f"{second.url} is tried again in") == 1, printed
-    assert "every server fails" not in printed and states(bench) == ["running", "finished"]
+    assert code == 0 and printed.count(f"next request to {second.url} in") == 1, printed
+    assert "all servers fail" not in printed and states(bench) == ["running", "finished"]
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "tiny")])
-def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(
+def test_restarted_server_with_another_model_is_reported_immediately(
     bench: Bench, model: tuple[str, ...]
 ) -> None:
-    """It answers 404 to the name that the run learnt at its first request."""
+    """The server answers 404 to the name that it had at the first request."""
     server = bench.server
 
     def behave(seen: Seen) -> str | int:
@@ -223,19 +218,19 @@ def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(
     server.behave, server.do_other = behave, do_other  # type: ignore[attr-defined]
     code, printed = bench.run(*model, records=60)
     reason = (
-        f"{server.url} serves other, and not tiny"
+        f"{server.url} serves other, not tiny"
         if model
         else "holds rows of another server: model was tiny, is other"
     )
     assert code == 2 and reason in printed, printed
-    assert "tried again in" not in printed and len(server.seen) <= 26
+    assert "next request to" not in printed and len(server.seen) <= 26
     assert set(bench.rows) <= set(range(23)), "no row of the other model is kept"
     server.model, server.behave = "tiny", lambda seen: "ok"
     assert bench.run(*model, records=60)[0] == 0
     bench.check(list(range(60)), records=60)
 
 
-def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_on(
+def test_restarted_server_with_a_renamed_model_continues(
     bench: Bench,
 ) -> None:
     server = bench.server
@@ -247,24 +242,24 @@ def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_o
 
     server.behave = behave
     code, printed = bench.run(records=60)
-    assert code == 0 and "tried again in" not in printed, printed
+    assert code == 0 and "next request to" not in printed, printed
     bench.check(list(range(60)), records=60)
 
 
-def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(
+def test_output_through_a_link_is_reported_with_the_reason_of_the_server(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Servers follow no link out of their storage."""
+    """Servers do not follow links out of their storage."""
     (tmp_path / "elsewhere").mkdir()
     (bench.output / "link").symlink_to(tmp_path / "elsewhere")
     bench.output /= "link"
     code, printed = bench.run("--concurrency", 8, records=60)
     assert (code, len(bench.server.seen)) == (2, 4), printed
     problem = "a folder in its path cannot be opened: Not a directory (ENOTDIR)"
-    remedy = "mend its storage, or name a folder in it, and no link, with --output"
+    remedy = "fix the server's storage, or set --output to a folder in it, not to a link"
     assert (
         f"{bench.server.url}: the server could not store the hidden states: {problem}; {remedy}"
         in printed
     ), printed
-    assert printed.count("is tried again in") == 1 and "every server fails" in printed
+    assert printed.count("next request to") == 1 and "all servers fail" in printed
     assert contents(bench.output) == {}

@@ -1,4 +1,4 @@
-"""Rows are shown as tokens with their loss mask before anything is stored."""
+"""Rows are shown as tokens with the loss mask before the run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_ascend_hsx.generate.client import Client
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.show import second_bos
 
-DIFFERENTLY = "is rendered differently where the conversation ends: its loss is not shown"
+DIFFERENTLY = "renders differently at the end of a conversation, so its loss is not shown"
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 }
 
 
-def test_the_first_run_shows_one_row_and_the_next_none(bench: Bench) -> None:
+def test_only_the_first_run_shows_a_row(bench: Bench) -> None:
     bench.output /= "new"
     code, printed = bench.run(records=[CHAT, {"prompt": "x"}])
     assert code == 0 and "row 0: 24 tokens, " in printed and "row 1: " not in printed, printed
@@ -32,18 +32,18 @@ def test_tokens_of_the_assistant_are_between_marks(bench: Bench) -> None:
         "--show", 3, records=[CHAT, {"prompt": "a text"}, {"token_ids": list(b"ids\x1b[2J")}]
     )
     assert code == 0, printed
-    # The fake server renders an assistant's message as <assistant> and its text.
+    # The fake server renders an assistant's message as <assistant> and the text.
     assert "row 0: 24 tokens, 3 of them with a loss <user>Why?<assistant>[[So.]]" in printed
     assert "row 1: 6 tokens, 0 of them with a loss a text" in printed
     assert r"row 2: 7 tokens, 0 of them with a loss ids\x1b[2J" in printed
 
 
-def test_a_long_row_is_shown_by_its_beginning_and_its_end(bench: Bench) -> None:
+def test_long_row_is_shown_without_its_middle(bench: Bench) -> None:
     _, printed = bench.run("--show", 1, records=[{"prompt": "a" * 3000 + "z" * 3000}])
     assert f"{'a' * 1000} ... {'z' * 1000}" in printed and "a" * 1001 not in printed
 
 
-def test_a_turn_that_is_rendered_otherwise_within_the_conversation_is_named(
+def test_turn_that_renders_differently_is_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     render = bench.server.render
@@ -55,10 +55,10 @@ def test_a_turn_that_is_rendered_otherwise_within_the_conversation_is_named(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_conversation_whose_beginning_the_server_refuses_is_shown_without_that_loss(
+def test_conversation_with_a_refused_prefix_is_shown_without_that_loss(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """A template may want a question of the user before any answer."""
+    """A template may require a message of the user before an answer."""
     chat = {
         "messages": [
             {"role": "system", "content": "s"},
@@ -77,7 +77,7 @@ def test_a_conversation_whose_beginning_the_server_refuses_is_shown_without_that
     assert "<system>s<assistant>a<user>Why?<assistant>[[So.]]" in printed
 
 
-def test_a_message_that_is_to_be_continued_is_shown_as_it_is_rendered(bench: Bench) -> None:
+def test_continued_final_message_is_shown_open(bench: Bench) -> None:
     code, printed = bench.run("--show", 1, records=[CHAT | {"continue_final_message": True}])
     assert code == 0 and "<user>Why?<assistant>[[So.]]" in printed, printed
     assert [
@@ -88,12 +88,12 @@ def test_a_message_that_is_to_be_continued_is_shown_as_it_is_rendered(bench: Ben
 
 
 @pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, {"other": 1}), (200, [])])
-def test_a_server_that_renders_nothing_is_reported_and_the_run_goes_on(
+def test_server_that_cannot_render_is_reported_and_the_run_continues(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, object]
 ) -> None:
     monkeypatch.setattr(bench.server, "render", lambda ids: answer)
     code, printed = bench.run("--show", 1, records=[CHAT])
-    assert code == 0 and "rows cannot be shown: " in printed, printed
+    assert code == 0 and "cannot show rows: " in printed, printed
 
 
 def test_a_second_bos_token_is_reported_once_with_the_option(
@@ -105,7 +105,7 @@ def test_a_second_bos_token_is_reported_once_with_the_option(
     records = [{"prompt": f"xtext {row}"} for row in range(4)]
     _, printed = bench.run(records=records)
     assert (
-        printed.count("texts that begin with x get a second one; ") == 1
+        printed.count("texts that begin with x get a second x; ") == 1
         and "add --no-special-tokens" in printed
     )
     assert all("add_special_tokens" not in seen.body for seen in bench.server.seen)
@@ -121,7 +121,7 @@ def test_a_second_bos_token_is_reported_once_with_the_option(
         ("b", b"xx", False),
     ],
 )
-def test_only_a_text_that_has_its_bos_already_is_noted(
+def test_only_texts_with_a_bos_token_are_reported(
     bench: Bench, text: str, ids: bytes, is_noted: bool
 ) -> None:
     async def note() -> str:

@@ -1,4 +1,4 @@
-"""What `hsx generate --dry-run` says of a run, and the warning before the storage is full."""
+"""Estimates of `hsx generate --dry-run`, and the warning about free space."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 
 class Rows:
-    """A dataset of rows that are in memory."""
+    """A dataset in memory."""
 
     def __init__(self, *contents: Any) -> None:
         self.all = [Row(index, content) for index, content in enumerate(contents)]
@@ -49,7 +49,7 @@ class Rows:
         return (row for row in self.all if wanted(row.index))
 
     def checked(self, bad: int = 0) -> Checked:
-        """As Dataset.check returns it, with `bad` rows more."""
+        """Return the result of Dataset.check, with `bad` additional rows."""
         identities = array("Q", [int(identity(row)[:16], 16) for row in self.all] + [0] * bad)
         tokens = sum(len(row.token_ids or ()) for row in self.all)
         characters = sum(len(str(row.content)) for row in self.all if row.token_ids is None)
@@ -95,7 +95,7 @@ def done(
 
 
 def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str, str]:
-    """The lines of --dry-run."""
+    """Return the lines of --dry-run."""
     said = StringIO()
     given = Options("data", output, **{"endpoints": (NOBODY,), **options})
     show_sizes(Console(file=said, width=200), sizes_of(given, dataset, dataset.checked(bad)))  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def shown(output: Path, dataset: Rows, bad: int = 0, **options: Any) -> dict[str
 
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the free bytes of all file systems."""
+    """Set the free bytes of all file systems."""
 
     def set_free(num_bytes: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(num_bytes))
@@ -117,7 +117,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def renderer(
     answer: Callable[[dict[str, Any]], Any],
 ) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """A server that renders prompts. Yields its URL, and a list of paths and bodies."""
+    """Run a server that renders prompts. Yield the URL, and a list of paths and bodies."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -148,15 +148,15 @@ def renderer(
 # Rows and tokens
 
 
-def test_tokens_of_token_ids_are_exact_and_a_new_directory_stays_unmade(tmp_path: Path) -> None:
+def test_dry_run_counts_token_ids_exactly_and_creates_no_directory(tmp_path: Path) -> None:
     lines = shown(tmp_path / "new" / "rows", Rows(ids(3), ids(4)), bad=1)
-    assert lines["rows"] == "2, of which 0 are there"
-    assert lines["tokens"] == "7 (of all token ids)"
+    assert lines["rows"] == "2, 0 of them finished"
+    assert lines["tokens"] == "7 (exact: from token ids)"
     assert lines["free space"] == "1.0 GB"
     assert not (tmp_path / "new").exists()
 
 
-def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_content(
+def test_rows_count_as_finished_by_last_line_and_current_content(
     tmp_path: Path,
 ) -> None:
     dataset = Rows(*(ids(1 + each) for each in range(8)))
@@ -176,32 +176,33 @@ def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_con
         of_another_content,
         outside,
     )
-    assert shown(tmp_path, dataset, bad=2)["rows"] == "8, of which 2 are there"
+    assert shown(tmp_path, dataset, bad=2)["rows"] == "8, 2 of them finished"
 
 
-def test_a_row_may_be_there_by_any_ranks_ledger(tmp_path: Path) -> None:
+def test_rows_finished_by_any_rank_count(tmp_path: Path) -> None:
     dataset = Rows(*(ids(1 + each) for each in range(20)))
     write_ledger(tmp_path, run(), done(dataset.all[0], 1, 10), rank=0, world_size=2)
     write_ledger(tmp_path, run(), done(dataset.all[17], 18, 180), rank=1, world_size=2)
-    assert shown(tmp_path, dataset)["rows"] == "20, of which 2 are there"
+    assert shown(tmp_path, dataset)["rows"] == "20, 2 of them finished"
 
 
-def test_tokens_of_texts_are_estimated_from_the_files_of_a_ledger(tmp_path: Path) -> None:
+def test_tokens_of_texts_are_estimated_from_ledger_files(tmp_path: Path) -> None:
     dataset = Rows(*["some text"] * 10)
     write_ledger(tmp_path, run(), done(dataset.all[0], 4, 400), done(dataset.all[1], 6, 600))
     assert (
-        shown(tmp_path, dataset)["tokens"] == "50 (estimate: 5 a row, as in the 2 files of ledgers)"
+        shown(tmp_path, dataset)["tokens"]
+        == "50 (estimate: 5 per row, from 2 files of the ledgers)"
     )
 
 
-def test_tokens_of_texts_are_estimated_as_a_server_renders_some(tmp_path: Path) -> None:
+def test_tokens_of_texts_are_estimated_from_a_rendered_sample(tmp_path: Path) -> None:
     texts = [f"{'x' * (at % 7)} {at}" for at in range(5 * SAMPLE)]
     dataset = Rows(*texts, ids(1000))
     with renderer(lambda body: [{"token_ids": [1] * (2 * len(body["prompt"]))}]) as (url, seen):
         lines = shown(tmp_path, dataset, endpoints=(url,))
     assert (
         lines["tokens"]
-        == f"{2 * sum(map(len, texts)) + 1000:,} (estimate: as a server renders some of the texts)"
+        == f"{2 * sum(map(len, texts)) + 1000:,} (estimate: from a sample of texts, rendered by a server)"
     )
     assert {path for path, _ in seen} == {"/v1/completions/render"} and 1 < len(seen) <= SAMPLE
 
@@ -214,75 +215,74 @@ def test_a_chat_is_rendered_as_it_would_be_sent(tmp_path: Path) -> None:
     assert path == "/v1/chat/completions/render" and body | dataset.all[0].prompt() == body
 
 
-def test_rows_that_a_server_does_not_render_are_left_out_of_the_estimate(tmp_path: Path) -> None:
+def test_rows_that_fail_to_render_are_left_out_of_the_estimate(tmp_path: Path) -> None:
     dataset = Rows("x" * 10, "y" * 990)
     with renderer(
         lambda body: [{"token_ids": [1] * 5}] if body["prompt"].startswith("x") else REFUSED
     ) as (url, _):
         assert shown(tmp_path, dataset, endpoints=(url,))["tokens"].startswith(
-            "500 (estimate: as a server"
+            "500 (estimate: from a sample of texts"
         )
 
 
 @pytest.mark.parametrize("answer", [REFUSED, {}, [], [[]], {"token_ids": 3}, "text", None], ids=str)
-def test_without_a_server_that_renders_four_characters_are_a_token(
+def test_estimate_without_a_rendering_server_is_four_characters_per_token(
     answer: Any, tmp_path: Path
 ) -> None:
-    told = "10 (estimate: a token for 4 characters, as no server renders the texts)"
+    told = "10 (estimate: 4 characters per token, because no server rendered texts)"
     assert shown(tmp_path, Rows("x" * 40))["tokens"] == told
     with renderer(lambda body: answer) as (url, _):
         assert shown(tmp_path, Rows("x" * 40), endpoints=(url,))["tokens"] == told
 
 
-def test_generated_tokens_come_on_top_as_an_upper_bound_until_a_ledger_tells_them(
+def test_generated_tokens_are_an_upper_bound_until_a_ledger_has_files(
     tmp_path: Path,
 ) -> None:
     dataset = Rows(ids(3), ids(4))
     wanted = {"include_output": True, "max_tokens": 100}
-    told = "207 (of all token ids; at most, with --max-tokens generated tokens for each row)"
+    told = "207 (exact: from token ids; upper bound, with --max-tokens generated tokens per row)"
     assert shown(tmp_path, dataset, **wanted)["tokens"] == told
     write_ledger(tmp_path, run(), done(dataset.all[0], 13, 130))
     assert (
         shown(tmp_path, dataset, **wanted)["tokens"]
-        == "26 (estimate: 13 a row, as in the 1 files of ledgers)"
+        == "26 (estimate: 13 per row, from 1 files of the ledgers)"
     )
 
 
 # Bytes and time
 
 
-def test_bytes_of_a_token_are_those_of_the_files_that_are_there(tmp_path: Path) -> None:
+def test_bytes_per_token_come_from_existing_files(tmp_path: Path) -> None:
     dataset = Rows(ids(30), ids(30), ids(30))
     write_ledger(tmp_path, run(), done(dataset.all[0], 30, 60_000))
     assert (
-        shown(tmp_path, dataset, bytes_per_token=7)["size of the rows to come"]
-        == "120.0 kB, 2,000 bytes a token"
+        shown(tmp_path, dataset, bytes_per_token=7)["size of remaining rows"]
+        == "120.0 kB, 2,000 bytes per token"
     )
 
 
-def test_bytes_of_a_token_may_be_given_and_are_unknown_otherwise(tmp_path: Path) -> None:
+def test_bytes_per_token_can_be_given_and_are_unknown_otherwise(tmp_path: Path) -> None:
     dataset = Rows(ids(10))
     assert (
-        shown(tmp_path, dataset, bytes_per_token=24_576)["size of the rows to come"]
-        == "245.8 kB, 24,576 bytes a token"
+        shown(tmp_path, dataset, bytes_per_token=24_576)["size of remaining rows"]
+        == "245.8 kB, 24,576 bytes per token"
     )
-    assert shown(tmp_path, dataset)["size of the rows to come"] == "unknown; give --bytes-per-token"
+    assert shown(tmp_path, dataset)["size of remaining rows"] == "unknown; give --bytes-per-token"
 
 
-@pytest.mark.parametrize(("left", "told"), [(10_000, "10.0 kB"), (9_999, "10.0 kB, too little")])
-def test_too_little_free_space_is_said(
+@pytest.mark.parametrize(("left", "told"), [(10_000, "10.0 kB"), (9_999, "10.0 kB, not enough")])
+def test_lack_of_free_space_is_reported(
     left: int, told: str, free: Callable[[int], None], tmp_path: Path
 ) -> None:
     free(left)
     assert shown(tmp_path, Rows(ids(10)), bytes_per_token=1000)["free space"] == told
 
 
-def test_time_is_that_of_the_given_rate_or_of_the_last_run_of_all_ranks(tmp_path: Path) -> None:
+def test_time_uses_the_given_rate_or_that_of_the_last_run(tmp_path: Path) -> None:
     dataset = Rows(*[ids(36_000)] * 40)
-    assert shown(tmp_path, dataset)["time for the rows to come"] == "unknown; give --rate"
+    assert shown(tmp_path, dataset)["time for remaining rows"] == "unknown; give --rate"
     assert (
-        shown(tmp_path, dataset, rate=400.0)["time for the rows to come"]
-        == "1:00:00 at 400 tokens/s"
+        shown(tmp_path, dataset, rate=400.0)["time for remaining rows"] == "1:00:00 at 400 tokens/s"
     )
     early = done(dataset.all[0], 36_000, 36, time=500.0)
     write_ledger(
@@ -300,7 +300,7 @@ def test_time_is_that_of_the_given_rate_or_of_the_last_run_of_all_ranks(tmp_path
     write_ledger(
         tmp_path, run(0.0), done(dataset.all[20], 36_000, 36, time=1.0)
     )  # of an earlier run, by one rank
-    assert shown(tmp_path, dataset)["time for the rows to come"] == "0:40:00 at 540 tokens/s"
+    assert shown(tmp_path, dataset)["time for remaining rows"] == "0:40:00 at 540 tokens/s"
 
 
 # The warning of a run
@@ -321,7 +321,7 @@ def outcome(done: int, left: int, failed: int = 0) -> Outcome:
         (outcome(0, 0), 1, False),
     ],
 )
-def test_a_run_warns_when_rows_to_come_exceed_the_free_space(
+def test_run_warns_if_remaining_rows_exceed_the_free_space(
     so_far: Outcome, world_size: int, is_told: bool, free: Callable[[int], None], tmp_path: Path
 ) -> None:
     free(1_000_000)
@@ -329,11 +329,12 @@ def test_a_run_warns_when_rows_to_come_exceed_the_free_space(
     assert (problem is not None) == is_told
     if problem is not None:
         assert (
-            f"rows to come take about 1.0 MB, and {tmp_path} has 1.0 MB free; make room" in problem
+            f"remaining rows need about 1.0 MB, but {tmp_path} has 1.0 MB free; free some space"
+            in problem
         )
 
 
-def test_storage_that_cannot_be_asked_is_no_reason_to_warn(
+def test_unreadable_free_space_gives_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
@@ -343,7 +344,7 @@ def test_storage_that_cannot_be_asked_is_no_reason_to_warn(
     assert space_problem(Options("data", tmp_path), outcome(SAMPLE, 10**9)) is None
 
 
-def test_free_space_is_that_of_the_nearest_directory_that_exists(
+def test_free_space_is_read_from_the_nearest_existing_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
@@ -362,7 +363,7 @@ def test_free_space_is_that_of_the_nearest_directory_that_exists(
     assert asked == [tmp_path, tmp_path, Path()]
 
 
-def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
+def test_documented_command_is_accepted() -> None:
     (command,) = blocks("generate.md", "dry-run")
     words = shlex.split(command)
     options = generate.parse_arguments(words[2:])

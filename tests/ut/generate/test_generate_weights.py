@@ -1,4 +1,4 @@
-"""`hsx generate` keeps rows of different weights apart: a checkpoint may change under its name."""
+"""`hsx generate` does not mix rows of different weights: a checkpoint may be replaced."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FORMAT = RowFormat((2, 0, 3), 8, "BF16", "tiny")
 
 
 def serving(bench: Bench, weights: str, sink: str = "files") -> FakeServer:
-    """Another server of the same storage, model, layers and shape."""
+    """Return another server of the same storage, model, layers and shape."""
     return FakeServer(bench.output, weights=weights, make_sink=SINKS[sink])
 
 
 def run_with(
     bench: Bench, weights: str, *arguments: object, sink: str = "files", fails: int | None = None
 ) -> tuple[int, str, int]:
-    """(exit code, what was printed, requests)."""
+    """Run, and return exit code, output and number of requests."""
     with serving(bench, weights, sink) as server:
         server.behave = lambda seen: 400 if seen.row == fails else "ok"
         code, printed = bench.run("--validate", *arguments, endpoint=server.url)
@@ -55,7 +55,7 @@ def noted(bench: Bench) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
-def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(
+def test_first_row_of_a_replaced_checkpoint_is_refused_and_removed(
     bench: Bench, sink: str, ledger: str
 ) -> None:
     assert run_with(bench, OLD, sink=sink, fails=3)[0] == 1
@@ -64,13 +64,13 @@ def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(
     code, printed, requests = run_with(bench, NEW, sink=sink)
     assert (code, requests) == (2, 1), printed
     assert f"{bench.output} holds rows of another server: weights was {OLD}, is {NEW}; " in printed
-    assert "name another --output, such as a new folder below this one" in printed
+    assert "give another --output, such as a new folder below this one" in printed
     bench.check([0, 1, 2, 4, 5])
     assert run_with(bench, OLD, sink=sink)[0] == 0
     bench.check(list(range(6)))
 
 
-def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
+def test_restarted_server_with_the_same_weights_continues(bench: Bench) -> None:
     assert run_with(bench, OLD, fails=3)[0] == 1
     code, _, requests = run_with(bench, OLD)
     assert (code, requests) == (0, 1)
@@ -78,7 +78,7 @@ def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(
+def test_mixed_weights_of_finished_rows_are_refused_before_anything_is_sent(
     bench: Bench, validate: bool
 ) -> None:
     assert run_with(bench, OLD)[0] == 0
@@ -88,7 +88,7 @@ def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(
     assert (code, len(bench.server.seen)) == (2, 0), printed
     path = bench.output / "hs_5.safetensors"
     assert (
-        f"{path} is a row of another server than " in printed
+        f"{path} is from another server than " in printed
         and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
     )
     assert tensors_of(path) == right(token_rows(6)[5]["token_ids"])
@@ -102,7 +102,7 @@ def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(
         ((Adapter("a", OLD), Adapter("a", NEW)), f"weights was {OLD}+{OLD}, is {OLD}+{NEW}"),
     ],
 )
-def test_rows_of_an_adapter_are_not_mixed_with_others(
+def test_rows_of_an_adapter_are_not_mixed_with_rows_of_the_base_model(
     bench: Bench, adapters: tuple[Adapter, Adapter], difference: str
 ) -> None:
     def as_noted(line: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def replace_row(
     adapter: Adapter = NO_ADAPTER,
     content: str | None = None,
 ) -> None:
-    """As a server with that sink writes it, asked for the row's token ids or text."""
+    """Write a file as a server with that sink does for the row's token ids or text."""
     import numpy as np
     from generate_files import expected_rows
 
@@ -187,10 +187,10 @@ def weights_in(bench: Bench, row: int) -> str | None:
     ],
     ids=["weights", "layers"],
 )
-def test_a_server_that_comes_back_as_another_ends_the_run(
+def test_restarted_server_with_other_weights_ends_the_run(
     bench: Bench, changes: dict[str, Any], difference: str
 ) -> None:
-    """It is known by then, so requests that it answers wrongly in other ways are repeated."""
+    """The server is proven, so other failures would be retried."""
     with serving(bench, OLD) as server:
 
         async def do_other(exchange: Exchange) -> None:
@@ -206,9 +206,7 @@ def test_a_server_that_comes_back_as_another_ends_the_run(
 
 
 @pytest.mark.parametrize(("first", "second"), [("", OLD), (OLD, "")])
-def test_weights_that_are_not_told_are_those_of_another_server(
-    bench: Bench, first: str, second: str
-) -> None:
+def test_unknown_weights_count_as_another_server(bench: Bench, first: str, second: str) -> None:
     assert run_with(bench, first, "--limit", 3)[0] == 0
     told = [weights or None for weights in (first, second)]
     assert [each["weights"] for each in noted(bench)] == told[:1]
@@ -220,7 +218,7 @@ def test_weights_that_are_not_told_are_those_of_another_server(
 
 
 @pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (None, NEW)])
-def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(
+def test_ledgers_of_ranks_with_different_weights_are_refused(
     tmp_path: Path, first: str | None, second: str
 ) -> None:
     for rank, weights in enumerate((first, second)):
@@ -240,7 +238,7 @@ def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(
         with pytest.raises(
             InputError,
             match=(
-                f"0 holds rows of two servers: weights was {first}, is {second}.*name another "
+                f"0 holds rows of two servers: weights was {first}, is {second}.*give another "
                 "--output"
             ),
         ):
@@ -255,7 +253,7 @@ def leave(
     sink: str = "files",
     texts: str = "",
 ) -> None:
-    """Rows that a server wrote after its run had ended."""
+    """The server wrote the rows after the run had ended."""
     with SINKS[sink](bench.output, replace(FORMAT, model=model), FileOptions()) as other:
         for row in rows:
             replace_row(bench, row, other, weights, content=texts[row] if texts else None)
@@ -267,12 +265,12 @@ def leave(
     ids=["weights", "layers"],
 )
 @pytest.mark.parametrize("sink", SINKS)
-def test_rows_in_flight_when_a_server_is_refused_do_not_stay(
+def test_rows_in_flight_at_a_refused_server_are_removed(
     bench: Bench, sink: str, changes: dict[str, Any]
 ) -> None:
-    """The server publishes them, and their answers never come. Two were done once, and lost.
+    """The server publishes the rows but never answers. Two of them were done once, and lost.
 
-    One that is in flight has the right weights, and stays.
+    One row in flight has the right weights and is kept.
     """
     with serving(bench, OLD, sink) as server:
         code, printed = bench.run("--limit", 10, endpoint=server.url, records=40)
@@ -324,19 +322,19 @@ def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(
     assert (code, sorted(server.asked)) == (0, [3, 5]), printed
     for row in (3, 5):
         problem = (
-            f"hs_{row}.safetensors: it is of another server: weights was {OLD}, is {NEW}; it is "
-            "asked for again"
+            f"hs_{row}.safetensors: the file is from another server: weights was {OLD}, is {NEW}; "
+            "requesting the row again"
         )
         assert printed.count(problem) == 1, printed
     assert {weights_in(bench, row) for row in range(6)} == {OLD}
 
 
-def test_rows_of_the_right_weights_that_no_ledger_names_are_kept(bench: Bench) -> None:
+def test_unlogged_rows_of_the_right_weights_are_kept(bench: Bench) -> None:
     assert run_with(bench, OLD, fails=3)[0] == 1
     leave(bench, 3, weights=OLD)
     keep_lines(bench, lambda line: line.get("row") != 5)
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (0, 0) and "asked for again" not in printed
+    assert (code, requests) == (0, 0) and "requesting the row again" not in printed
     bench.check(list(range(6)))
 
 
@@ -349,37 +347,43 @@ def test_other_ranks_rows_are_neither_checked_nor_removed(
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
     assert weights_in(bench, 3) == NEW
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
-    assert (code, requests) == (0, 3) and "hs_3.safetensors: it is of another server" in printed
+    assert (code, requests) == (
+        0,
+        3,
+    ) and "hs_3.safetensors: the file is from another server" in printed
 
 
-def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(
+def test_wrong_row_finished_by_another_rank_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert run_with(bench, OLD)[0] == 0
     leave(bench, 3)
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
-    assert (code, requests) == (2, 0) and "is a row of another server than " in printed
+    assert (code, requests) == (2, 0) and "is from another server than " in printed
     assert weights_in(bench, 3) == NEW
 
 
-def test_a_file_of_another_model_that_no_ledger_names_is_generated_again(bench: Bench) -> None:
+def test_unlogged_file_of_another_model_is_generated_again(bench: Bench) -> None:
     assert run_with(bench, OLD, fails=3)[0] == 1
     leave(bench, 3, weights=OLD, model="other")
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (
-        0,
-        1,
-    ) and "it is of another server: model was tiny, is other; it is asked for again" in printed, (
-        printed
-    )
+    assert (
+        (code, requests)
+        == (
+            0,
+            1,
+        )
+        and "the file is from another server: model was tiny, is other; requesting the row again"
+        in printed
+    ), printed
     bench.check(list(range(6)))
 
 
-def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_server(
+def test_first_unlogged_file_decides_the_server(
     bench: Bench,
 ) -> None:
-    """The run that asked for them was killed before it noted anything."""
+    """The run that requested the files was killed before it logged anything."""
     assert run_with(bench, OLD)[0] == 0
     keep_lines(bench, lambda line: "ledger" in line)
     leave(bench, 5)
@@ -390,7 +394,7 @@ def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_serve
     bench.check(list(range(6)))
 
 
-def test_a_file_that_is_wrong_does_not_decide_the_server(bench: Bench) -> None:
+def test_wrong_file_does_not_decide_the_server(bench: Bench) -> None:
     assert run_with(bench, OLD)[0] == 0
     keep_lines(bench, lambda line: "ledger" in line)
     leave(bench, 0)

@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes are machines of their own: namespaces of this one, with a switch."""
+"""A Ray cluster of emulated machines: network namespaces connected by a switch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pyroute2 import IPRoute, NetlinkError, netns
 ROOT = Path(__file__).parents[3]
 NETWORK = "10.79.0"
 PORT = 6379
-SERVER = "http://127.0.0.1:8000"  # each machine has its own
+SERVER = "http://127.0.0.1:8000"  # of each machine
 _NAMESPACES = ("--net", "--ipc", "--uts", "--mount", "--pid")
-# A node that is switched off says nothing: Ray takes it for dead after some of these.
+# A node that is switched off sends nothing. Ray declares it dead after some missed checks.
 _HEALTH = {
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
 }
-# The cluster's own, whatever the user's home directory has.
+# Independent of the user's home directory.
 _TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
 
 
@@ -36,9 +36,9 @@ class Node:
     """One machine.
 
     Attributes:
-        name: of the host.
-        address: in the cluster's network.
-        init: process whose end ends all others of the machine.
+        name: host name.
+        address: address in the cluster's network.
+        init: process of the machine; if it ends, all others end.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Node:
     init: int
 
     def start(self, words: Sequence[str | Path], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command there, with its output in `log`."""
+        """Start a command on the machine, with output to `log`."""
         command = [
             "nsenter",
             f"--target={self.init}",
@@ -61,18 +61,18 @@ class Node:
             return subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
 
     def switch_off(self) -> None:
-        """End all its processes at once; its network goes with them."""
+        """Kill all processes of the machine. The network disappears with them."""
         os.kill(self.init, 9)
 
 
 class Cluster:
-    """Machines, the first of which is the head.
+    """The machines of a cluster. The first is the head.
 
     Args:
-        stack: ends what was started.
-        storage: that all machines see.
-        work: for logs.
-        temporary: directory that each machine has for itself.
+        stack: stops everything at the end.
+        storage: directory that all machines see.
+        work: directory for logs.
+        temporary: directory that is private to each machine.
     """
 
     def __init__(self, stack: ExitStack, storage: Path, work: Path, temporary: Path) -> None:
@@ -92,7 +92,7 @@ class Cluster:
         return f"{self.head.address}:{PORT}"
 
     def add(self, *ray_options: str) -> Node:
-        """Add a machine with a server of its own, and have it join."""
+        """Add a machine with a server, and let it join the cluster."""
         number = len(self.nodes) + 1
         node = self._boot(f"node{number}", f"{NETWORK}.{number}")
         self.nodes.append(node)
@@ -129,7 +129,7 @@ class Cluster:
             "--temp-dir",
             str(self._temporary),
         ]
-        said = self._work / f"{node.name}.ray"  # no pipe: what it starts would hold it open
+        said = self._work / f"{node.name}.ray"  # not a pipe: child processes would keep it open
         assert (
             node.start([*ray, *(first if number == 1 else ["--address", self.address])], said).wait(
                 timeout=120
@@ -139,7 +139,7 @@ class Cluster:
         return node
 
     def log(self, node: Node) -> Path:
-        """The rows that a machine's server was asked for."""
+        """Return the rows requested from a machine's server."""
         return self._work / f"{node.name}.asked"
 
     def asked(self, node: Node) -> list[int]:
@@ -147,7 +147,7 @@ class Cluster:
         return [int(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _boot(self, name: str, address: str) -> Node:
-        """Boot a machine and plug its cable into the switch, which is in the first one."""
+        """Start a machine and connect it to the switch in the first machine."""
         mounts = " && ".join(
             f"mount -t tmpfs tmpfs {each}" for each in ("/dev/shm", self._temporary)
         )
@@ -202,20 +202,20 @@ class Cluster:
 
 @contextmanager
 def ray_cluster(storage: Path, work: Path) -> Iterator[Cluster]:
-    """A cluster without nodes; skips the test where there can be none."""
+    """Return a cluster without nodes. Skip the test where namespaces are not allowed."""
     pytest.importorskip(
         "ray", reason="needs Ray, which `make test-all` installs (requirements/test-all.txt)"
     )
     if os.geteuid() != 0:
         pytest.skip("machines are network namespaces, which root alone makes")
-    # Short: it holds sockets, whose names have at most 107 characters.
+    # Short, because names of sockets have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="hsx-ray-") as temporary, ExitStack() as stack:
         yield Cluster(stack, storage, work, Path(temporary))
 
 
 @contextmanager
 def _network(pid: int) -> Iterator[None]:
-    """Sockets that this thread makes are the machine's."""
+    """Use the machine's network namespace for new sockets of this thread."""
     with open("/proc/thread-self/ns/net") as own:
         netns.setns(f"/proc/{pid}/ns/net", flags=0)
         try:

@@ -1,4 +1,4 @@
-"""The examples are right by what checks their kind; ruff and mypy read the recipe for Ray Data."""
+"""The examples pass the checkers of their kind. ruff and mypy check the recipe for Ray Data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SBATCH = EXAMPLES / "generate.sbatch"
 JOB = EXAMPLES / "generate-job.yaml"
 RECIPE = EXAMPLES / "ray_data.py"
 
-# `srun` with two tasks, `hsx` and `curl` that tell how they were called.
+# `srun` with two tasks, and `hsx` and `curl` that record their arguments.
 STUBS = {
     "srun": """
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -35,13 +35,13 @@ if [ "$1" = serve ]; then trap 'echo ended >> "$CALLS"; exit 0' TERM; touch "$RE
 }
 
 
-def test_every_example_is_checked_here() -> None:
+def test_every_example_is_tested() -> None:
     assert sorted(path.name for path in EXAMPLES.iterdir()) == sorted(
         path.name for path in (SBATCH, JOB, RECIPE)
     )
 
 
-def test_shellcheck_finds_nothing_in_the_batch_script() -> None:
+def test_batch_script_passes_shellcheck() -> None:
     whole = SBATCH.read_text()
     on_a_node = "#!/bin/bash\n" + whole.partition("bash -c '")[2].partition("' generate")[0]
     for script in (whole, on_a_node):
@@ -80,8 +80,8 @@ def test_the_batch_script_serves_and_generates_on_each_node_and_ends_its_servers
     assert subprocess.run(["bash", SBATCH], capture_output=True, check=False).returncode == 2
 
 
-@pytest.mark.long  # its schemas are large: see requirements/test-all.txt
-def test_the_job_is_right_by_the_schemas_of_kubernetes() -> None:
+@pytest.mark.long  # the schemas are large: see requirements/test-all.txt
+def test_job_matches_the_schemas_of_kubernetes() -> None:
     validator = pytest.importorskip(
         "kubernetes_validate",
         reason="needs requirements/test-all.txt, which `make test-all` installs",
@@ -94,7 +94,7 @@ def test_the_job_is_right_by_the_schemas_of_kubernetes() -> None:
         validator.validate(resources[0], "1.37", strict=True)
 
 
-def test_the_job_is_an_indexed_one_whose_ranks_are_as_many_as_its_completions(
+def test_job_is_indexed_with_as_many_ranks_as_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, servers = yaml.safe_load_all(JOB.read_text())
@@ -138,7 +138,7 @@ def test_the_job_is_an_indexed_one_whose_ranks_are_as_many_as_its_completions(
 
 
 @pytest.mark.long  # Ray is large: see requirements/test-all.txt
-def test_the_recipe_reads_every_row_on_a_cluster(tmp_path: Path) -> None:
+def test_recipe_reads_every_row_on_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip(
         "ray", reason="needs requirements/test-all.txt, which `make test-all` installs"
     )

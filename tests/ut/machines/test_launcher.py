@@ -1,4 +1,4 @@
-"""Rank and world size of `hsx generate` are those of its launcher, unless they are given."""
+"""Rank and world size of `hsx generate` come from a launcher unless they are given."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACES: dict[str, tuple[Mapping[str, str], int | None, int | None, Place]] = {
 @pytest.mark.parametrize(
     ("environment", "world_size", "rank", "place"), PLACES.values(), ids=PLACES
 )
-def test_the_place_of_a_run(
+def test_rank_and_world_size_come_from_options_or_launcher(
     environment: Mapping[str, str], world_size: int | None, rank: int | None, place: Place
 ) -> None:
     assert place_of(world_size, rank, environment) == place
@@ -70,13 +70,13 @@ REFUSED: dict[str, tuple[Mapping[str, str], int | None, int | None, str]] = {
         INDEXED,
         None,
         None,
-        "JOB_COMPLETION_INDEX='3' is the rank of this process, and WORLD_SIZE does not say",
+        "JOB_COMPLETION_INDEX='3' is the rank of this process, but WORLD_SIZE is not set",
     ),
     "rank-alone": (
         {"RANK": "1"},
         None,
         None,
-        "RANK='1' is the rank of this process, and WORLD_SIZE does not say of how many. Give",
+        "RANK='1' is the rank of this process, but WORLD_SIZE is not set. Give",
     ),
     "no-number": (
         {**TORCHRUN, "RANK": "x"},
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Mapping[str, str], int | None, int | None, str]] = {
         STEP,
         2,
         None,
-        "SLURM_PROCID=3 is not below the world size, 2. Start as many processes",
+        "SLURM_PROCID=3 is not below the world size, 2. Start --world-size processes",
     ),
     "a-given-rank-too-high": (STEP, None, 8, "--rank=8 is not below the world size, 8."),
 }
@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Mapping[str, str], int | None, int | None, str]] = {
 @pytest.mark.parametrize(
     ("environment", "world_size", "rank", "problem"), REFUSED.values(), ids=REFUSED
 )
-def test_what_makes_no_place_is_refused(
+def test_invalid_rank_or_world_size_is_refused(
     environment: Mapping[str, str], world_size: int | None, rank: int | None, problem: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
@@ -119,7 +119,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.delenv(name, raising=False)
 
 
-def test_a_run_says_its_rank_before_anything_else_and_does_its_rows(
+def test_run_reports_its_rank_first_and_does_its_rows(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}.items():
@@ -135,9 +135,7 @@ def test_a_run_says_its_rank_before_anything_else_and_does_its_rows(
     assert (bench.output / "ledger-1-of-2.jsonl").exists()
 
 
-def test_contradicting_launchers_end_a_run_before_it_begins(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contradicting_launchers_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**STEP, **TORCHRUN, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     code, printed = bench.run()

@@ -1,4 +1,4 @@
-"""`hsx generate --ray` on three machines, one of which is switched off: every row, and once."""
+"""`hsx generate --ray` does each row once on three machines, even if one is switched off."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def command(cluster: Cluster, root: Path, *more: str) -> list[str | Path]:
 
 
 def wait_for_rows(cluster: Cluster, count: int) -> None:
-    """Wait until the servers were asked for `count` rows."""
+    """Wait until `count` rows were requested."""
     deadline = time.monotonic() + 300
     while sum(len(cluster.asked(node)) for node in cluster.nodes) < count:
         assert time.monotonic() < deadline
-        time.sleep(0.02)  # the servers are other processes
+        time.sleep(0.02)  # servers are separate processes
 
 
-def test_a_machine_that_dies_costs_no_row_and_does_none_twice(
+def test_dead_machine_loses_no_row_and_repeats_none(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     rows = pytestconfig.getoption("--ray-rows") or 1500
@@ -85,7 +85,7 @@ def test_a_machine_that_dies_costs_no_row_and_does_none_twice(
     )
 
 
-def test_a_machine_that_joins_is_used_and_one_without_the_label_is_not(tmp_path: Path) -> None:
+def test_joining_machine_is_used_only_with_the_label(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.jsonl", records := token_rows(1500))
     (tmp_path / "out").mkdir()
     with ray_cluster(tmp_path / "out", tmp_path) as cluster:

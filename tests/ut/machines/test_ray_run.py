@@ -1,4 +1,4 @@
-"""`hsx generate --ray`: each rank's rows are done, however its tasks end."""
+"""`hsx generate --ray` does the rows of each rank, however tasks end."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> InlineRay:
 
 
 def rows_logged(bench: Bench) -> Counter[int]:
-    """Lines about rows in all ledgers."""
+    """Return the lines about rows in all ledgers."""
     return Counter(
         line["row"] for path in bench.output.glob("ledger-*.jsonl") for line in ledger_lines(path)
     )
 
 
 def check(bench: Bench, records: int) -> None:
-    """All rows are there, each right."""
+    """Check that all rows have the right files."""
     wanted = {
         f"hs_{row}.safetensors": right(each["token_ids"])
         for row, each in enumerate(token_rows(records))
@@ -70,13 +70,13 @@ def test_every_row_is_done_once_and_has_one_line(bench: Bench, ray: InlineRay) -
     assert len(ray.asked) == 5 and all(
         each["max_retries"] == 10 and each["scheduling_strategy"] == "SPREAD" for each in ray.asked
     )
-    # Again: all files are found, and the ledgers have no more lines.
+    # The second run finds all files and adds no lines.
     code, printed = bench.run(*RAY, records=100)
     assert code == 0 and re.search("finished before │ 100 │", printed), printed
     assert rows_logged(bench) == Counter(range(100)) == bench.server.asked
 
 
-def test_a_task_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept(
+def test_task_of_a_lost_node_is_repeated_and_its_files_are_kept(
     bench: Bench, ray: InlineRay
 ) -> None:
     ray.lose = lambda task, attempt: task == 3 and attempt < 2
@@ -86,20 +86,20 @@ def test_a_task_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept
     assert bench.server.asked == rows_logged(bench) == Counter(range(100))
 
 
-def test_a_task_that_is_lost_for_ever_ends_the_run_and_what_is_done_is_kept(
+def test_permanently_lost_task_ends_the_run_and_keeps_finished_rows(
     bench: Bench, ray: InlineRay
 ) -> None:
     ray.lose = lambda task, attempt: task == 3
     code, printed = bench.run(*RAY, records=100)
     assert (
-        code == 1 and "stopped: Ray: the node of the task died; what is done is kept" in printed
+        code == 1 and "stopped: Ray: the node of the task died; finished rows are kept" in printed
     ), printed
     ray.lose = lambda task, attempt: False
     assert bench.run(*RAY, records=100)[0] == 0
     check(bench, 100)
 
 
-def test_rows_are_found_by_runs_of_other_numbers_of_tasks_and_without_a_cluster(
+def test_rows_are_found_with_other_numbers_of_tasks_and_without_a_cluster(
     bench: Bench, ray: InlineRay
 ) -> None:
     records = [{"prompt": f"text {row}"} for row in range(40)]
@@ -116,7 +116,7 @@ def test_a_changed_dataset_keeps_the_files_of_rows_that_moved(bench: Bench, ray:
     assert code == 0 and list(bench.server.asked) == [99], printed
 
 
-def test_files_that_cannot_be_renamed_end_the_run_with_one_line(
+def test_unrenamable_files_end_the_run_with_one_line(
     bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(here: Path, there: Path) -> None:
@@ -128,10 +128,7 @@ def test_files_that_cannot_be_renamed_end_the_run_with_one_line(
     code, printed = bench.run(*RAY, records=records[1:])
     assert (
         code == 1
-        and (
-            f"stopped: files in {bench.output} could not be renamed or removed: Read-only file "
-            "system"
-        )
+        and f"stopped: cannot rename or remove files in {bench.output}: Read-only file system"
         in printed
     ), printed
 
@@ -144,7 +141,7 @@ def test_a_wrong_file_is_replaced(bench: Bench, ray: InlineRay) -> None:
     check(bench, 30)
 
 
-def test_failed_rows_are_counted_and_the_rest_goes_on(bench: Bench, ray: InlineRay) -> None:
+def test_failed_rows_are_counted_and_other_rows_are_done(bench: Bench, ray: InlineRay) -> None:
     bench.server.behave = lambda seen: 400 if seen.row in (3, 50) else "ok"
     code, printed = bench.run(*RAY, records=60)
     assert (
@@ -153,7 +150,7 @@ def test_failed_rows_are_counted_and_the_rest_goes_on(bench: Bench, ray: InlineR
     assert bench.rows == [row for row in range(60) if row not in (3, 50)]
 
 
-def test_a_task_on_a_node_whose_server_fails_is_done_again(bench: Bench, ray: InlineRay) -> None:
+def test_task_with_a_failing_server_is_repeated_elsewhere(bench: Bench, ray: InlineRay) -> None:
     def behave(seen: Any) -> str | int:
         return 502 if seen.row == 40 and seen.time <= 2 else "ok"
 
@@ -163,9 +160,7 @@ def test_a_task_on_a_node_whose_server_fails_is_done_again(bench: Bench, ray: In
     check(bench, 60)
 
 
-def test_a_task_whose_servers_fail_everywhere_ends_the_run_with_their_problem(
-    bench: Bench, ray: InlineRay
-) -> None:
+def test_task_whose_servers_fail_everywhere_ends_the_run(bench: Bench, ray: InlineRay) -> None:
     bench.server.behave = lambda seen: 502 if seen.row >= 40 else "ok"
     code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
     assert (
@@ -175,7 +170,7 @@ def test_a_task_whose_servers_fail_everywhere_ends_the_run_with_their_problem(
     assert bench.rows[:16] == list(range(16)), "finished rows are kept"
 
 
-def test_servers_that_cannot_be_used_are_named_by_the_first_task_without_retries(
+def test_unusable_servers_are_reported_by_the_first_task_without_retries(
     bench: Bench, ray: InlineRay
 ) -> None:
     bench.server.behave = lambda seen: 502
@@ -187,7 +182,7 @@ def test_servers_that_cannot_be_used_are_named_by_the_first_task_without_retries
     assert len(bench.server.seen) == 1
 
 
-def test_an_error_of_a_node_is_told_without_its_traceback(
+def test_error_of_a_node_is_reported_without_traceback(
     bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -199,8 +194,8 @@ def test_an_error_of_a_node_is_told_without_its_traceback(
     assert (
         code == 1
         and (
-            "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; what is done "
-            "is kept"
+            "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; finished rows "
+            "are kept"
         )
         in printed
     ), printed
@@ -218,7 +213,7 @@ def test_a_node_that_does_not_see_the_storage_ends_the_run(
     bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert bench.run(*RAY)[0] == 0
-    # On the node: a disk of its own, with rows of the same dataset.
+    # The node has another disk, with rows of the same dataset.
     (on_node := tmp_path / "on_node").mkdir()
     with FakeServer(on_node) as server:
         assert bench.run("--output", on_node, endpoint=server.url)[0] == 0
@@ -237,7 +232,7 @@ def test_a_node_that_does_not_see_the_storage_ends_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_and_the_next_one_goes_on(
+def test_signal_ends_the_run_and_the_next_run_continues(
     bench: Bench, ray: InlineRay, number: signal.Signals
 ) -> None:
     handlers = signal.getsignal(number)
@@ -249,7 +244,8 @@ def test_a_signal_ends_the_run_and_the_next_one_goes_on(
     bench.server.at = at
     code, printed = bench.run(*RAY, records=100)
     assert (
-        code == 128 + number and "interrupted; what is done is kept: call again to go on" in printed
+        code == 128 + number
+        and "interrupted; finished rows are kept; run again to continue" in printed
     ), printed
     assert bench.rows[:16] == list(range(16)) and len(bench.rows) < 100 and not ray.connected
     assert signal.getsignal(number) == handlers
@@ -286,26 +282,28 @@ def test_a_list_of_servers_is_read_before_each_task(
         bench.server.at = second.at = at
         code, printed = bench.run(*RAY, records=100, endpoint=f"@{listed}")
         assert (
-            code == 0 and second.seen and printed.count("servers that it listed last are used") == 1
+            code == 0
+            and second.seen
+            and printed.count("the servers listed before are still used") == 1
         ), printed
         assert bench.server.asked + second.asked == Counter(range(100))
 
 
-def test_an_address_that_leads_nowhere_is_refused_at_once(bench: Bench, ray: InlineRay) -> None:
+def test_unreachable_address_is_refused_immediately(bench: Bench, ray: InlineRay) -> None:
     code, printed = bench.run("--ray", "127.0.0.1:1")
     assert (
         code == 2
-        and "--ray 127.0.0.1:1: [Errno 111] Connection refused; start this command on a node"
+        and "--ray 127.0.0.1:1: [Errno 111] Connection refused; run this command on a node"
         in printed
     ), printed
     ray.refuse = ConnectionError("no running cluster")
     code, printed = bench.run("--ray", "auto")
-    assert (
-        code == 2 and "--ray auto: no running cluster; start this command on a node" in printed
-    ), printed
+    assert code == 2 and "--ray auto: no running cluster; run this command on a node" in printed, (
+        printed
+    )
 
 
-def test_without_ray_it_is_told_what_to_install(
+def test_missing_ray_is_reported_with_install_command(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -317,7 +315,7 @@ def test_without_ray_it_is_told_what_to_install(
     ), printed
 
 
-def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
+def test_documented_command_is_accepted() -> None:
     (command,) = blocks("generate.md", "ray")
     options = parse_arguments(shlex.split(command)[2:])
     assert options.ray == RayCluster("auto", ("storage", "here"), 64)
@@ -327,9 +325,9 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--ray-label", "a=b"], "name it with --ray"),
-        (["--ray-tasks", "3"], "name it with --ray"),
-        (["--ray", ""], "--ray: it is empty"),
+        (["--ray-label", "a=b"], "give it with --ray"),
+        (["--ray-tasks", "3"], "give it with --ray"),
+        (["--ray", ""], "--ray: the value is empty"),
         (["--ray", "auto", "--ray-label", "a"], "--ray-label a: give KEY=VALUE"),
         (["--ray", "auto", "--ray-label", "=b"], "--ray-label =b: give KEY=VALUE"),
         (
@@ -338,14 +336,12 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
         ),
     ],
 )
-def test_options_of_a_cluster_that_make_no_sense_are_refused(
-    words: list[str], problem: str
-) -> None:
+def test_invalid_cluster_options_are_refused(words: list[str], problem: str) -> None:
     with pytest.raises(InputError, match=re.escape(problem)):
         parse_arguments(["--data", "d", "--output", "o", *words])
 
 
-def test_a_cluster_does_all_rows_wherever_its_run_was_started(
+def test_launcher_variables_are_ignored_with_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():

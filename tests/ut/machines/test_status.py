@@ -1,4 +1,4 @@
-"""`hsx status`: state and progress of the last run, whatever else is in the directory."""
+"""`hsx status` shows state and progress of the last run, whatever else is in the directory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def counts(progress: Progress) -> tuple[int, ...]:
     )
 
 
-# What counts
+# Counts
 
 COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
     "begun": ([begin()], (40, 0, 0, 0, 0, 40)),
@@ -109,7 +109,7 @@ COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("lines", "counted"), COUNTED.values(), ids=COUNTED)
-def test_rows_count_by_their_last_line_and_by_the_run_that_wrote_it(
+def test_rows_count_by_last_line_and_its_run(
     lines: list[Line | str], counted: tuple[int, ...], tmp_path: Path
 ) -> None:
     write(tmp_path, "ledger.jsonl", header(), *lines)
@@ -131,7 +131,7 @@ RATES: dict[str, tuple[list[Line], float]] = {
 
 
 @pytest.mark.parametrize(("lines", "rate"), RATES.values(), ids=RATES)
-def test_the_rate_is_of_rows_made_in_the_last_minute(
+def test_rate_covers_rows_made_in_the_last_minute(
     lines: list[Line], rate: float, tmp_path: Path
 ) -> None:
     write(tmp_path, "ledger.jsonl", header(), *lines)
@@ -139,7 +139,7 @@ def test_the_rate_is_of_rows_made_in_the_last_minute(
     assert run.rows_per_s == run.ranks[0].rows_per_s == pytest.approx(rate)
 
 
-def test_all_ranks_count_and_a_rank_without_a_ledger_remains(tmp_path: Path) -> None:
+def test_rows_of_a_rank_without_a_ledger_remain(tmp_path: Path) -> None:
     write(
         tmp_path,
         "ledger-0-of-3.jsonl",
@@ -165,7 +165,7 @@ def test_all_ranks_count_and_a_rank_without_a_ledger_remains(tmp_path: Path) -> 
     ]
 
 
-def test_ledgers_of_another_number_of_ranks_are_of_an_earlier_run(tmp_path: Path) -> None:
+def test_ledgers_of_another_world_size_are_from_an_earlier_run(tmp_path: Path) -> None:
     write(
         tmp_path,
         "ledger-0-of-2.jsonl",
@@ -211,16 +211,16 @@ STATES: dict[str, tuple[list[Line], float, str, str]] = {
         [begin(), state("running")],
         720,
         "stopped",
-        "no sign of life for 0:12:00",
+        "no update for 0:12:00",
     ),
     "dead-while-it-waited": (
         [begin(), state("waiting", "x")],
         61,
         "stopped",
-        "no sign of life for 0:01:01",
+        "no update for 0:01:01",
     ),
     "a-clock-that-is-ahead": ([begin(), state("running")], -720, "running", ""),
-    "killed-before-it-began": ([], 720, "stopped", "no sign of life for 0:12:00"),
+    "killed-before-it-began": ([], 720, "stopped", "no update for 0:12:00"),
     "a-reason-without-end": ([begin(), state("stopped", "x" * 10_000)], 0, "stopped", "x" * 300),
 }
 
@@ -234,7 +234,7 @@ def test_a_run_is_running_waiting_stopped_or_finished(
     assert (run.state, run.ranks[0].state, run.ranks[0].reason) == (name, name, reason)
 
 
-def test_the_state_of_a_run_of_several_ranks_says_how_many(tmp_path: Path) -> None:
+def test_state_of_several_ranks_counts_them(tmp_path: Path) -> None:
     write(tmp_path, "ledger-0-of-4.jsonl", header(0, 4), begin())
     write(tmp_path, "ledger-1-of-4.jsonl", header(1, 4), begin(), state("waiting", "x"))
     write(tmp_path, "ledger-3-of-4.jsonl", header(3, 4), begin())
@@ -242,7 +242,7 @@ def test_the_state_of_a_run_of_several_ranks_says_how_many(tmp_path: Path) -> No
     assert run.state == "2 running, 1 waiting, 1 not begun"
 
 
-# What is no ledger
+# Invalid ledgers
 
 NO_LEDGERS: dict[str, str] = {
     "empty-object": "{}\n",
@@ -257,32 +257,32 @@ NO_LEDGERS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("content", NO_LEDGERS.values(), ids=NO_LEDGERS)
-def test_what_is_no_ledger_costs_itself_alone(content: str, tmp_path: Path) -> None:
+def test_invalid_ledger_is_reported_and_others_are_read(content: str, tmp_path: Path) -> None:
     (tmp_path / "ledger-0-of-2.jsonl").write_text(content)
     write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), begin(), row(16))
     (run,), (told,) = read(tmp_path)
     assert run.done == 1
     assert told == {
         "path": str(tmp_path / "ledger-0-of-2.jsonl"),
-        "problem": f"its first line is not that of a ledger of version {VERSION}",
+        "problem": f"the first line is not the header of a ledger of version {VERSION}",
     }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_regular_file_costs_itself_alone(kind: str, tmp_path: Path) -> None:
+def test_special_file_is_reported_and_other_ledgers_are_read(kind: str, tmp_path: Path) -> None:
     plant_no_file(tmp_path / "ledger-0-of-2.jsonl", kind)
     write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), begin(), row(16))
     (run,), problems = read(tmp_path)
     assert run.done == 1 and len(problems) == 1
 
 
-def test_runs_without_end_are_read_promptly(tmp_path: Path) -> None:
+def test_huge_row_numbers_are_read_promptly(tmp_path: Path) -> None:
     write(tmp_path, "ledger.jsonl", header(), *([begin(1 << 28), row((1 << 28) - 1)] * 2000))
     (run,), _ = read(tmp_path)
     assert (run.rows, run.done) == (1 << 28, 1)
 
 
-def test_a_locked_ledger_is_read_and_its_lock_left_alone(
+def test_locked_ledger_is_read_without_touching_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "ledger.jsonl", header(), begin(), row(1))
@@ -292,7 +292,7 @@ def test_a_locked_ledger_is_read_and_its_lock_left_alone(
         assert read(tmp_path)[0][0].done == 1
 
 
-def test_a_ledger_whose_run_was_killed_in_its_first_line_says_nothing(tmp_path: Path) -> None:
+def test_ledger_with_an_incomplete_first_line_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text(f'{{"ledger":{VERSION},"requ')
     assert read(tmp_path) == ([], [])
 
@@ -300,7 +300,7 @@ def test_a_ledger_whose_run_was_killed_in_its_first_line_says_nothing(tmp_path: 
 # The command
 
 
-def test_the_command_shows_ranks_sums_reasons_and_problems(
+def test_command_shows_ranks_totals_reasons_and_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(
@@ -341,10 +341,10 @@ def test_the_command_shows_ranks_sums_reasons_and_problems(
         found["runs"][0]["ranks"][0]["done"],
         found["runs"][0]["ranks"][0]["state"],
     ) == (10, 10, "stopped")
-    assert f"hsx status: {tmp_path}/none: it cannot be read: No such file" in errors
+    assert f"hsx status: {tmp_path}/none: cannot be read: No such file" in errors
 
 
-def test_the_command_says_when_the_rows_will_be_there(
+def test_command_shows_the_remaining_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.time()
@@ -361,18 +361,18 @@ def test_the_command_says_when_the_rows_will_be_there(
     assert " rows/s, ETA 0:00:2" in capsys.readouterr().out
 
 
-def test_a_directory_without_a_ledger_is_named_with_the_remedy(
+def test_directory_without_a_ledger_is_reported_with_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", str(tmp_path)]) == 2
     (problem,) = capsys.readouterr().err.splitlines()
     assert problem == (
-        f"hsx status: {tmp_path}: it has no ledger; name a directory that was --output of "
+        f"hsx status: {tmp_path}: no ledger there; give a directory that was --output of "
         "`hsx generate`"
     )
 
 
-def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
+def test_documented_command_is_accepted() -> None:
     (command,) = blocks("generate.md", "status")
     words = shlex.split(command)
     assert words[:2] == ["hsx", "status"] and parse_arguments(words[2:]).directories == [
@@ -380,7 +380,7 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
     ]
 
 
-def test_a_run_under_way_is_seen(bench: Bench) -> None:
+def test_running_run_is_shown(bench: Bench) -> None:
     seen: list[Progress] = []
 
     def look(request: Seen, stage: str) -> None:
@@ -390,7 +390,7 @@ def test_a_run_under_way_is_seen(bench: Bench) -> None:
     bench.server.at = look
     code, printed = bench.run("--limit", 18, records=20)
     assert code == 0, printed
-    # Another request may end before this one is answered.
+    # Another request may end earlier.
     assert seen[0].state == "running" and 13 <= seen[0].made <= 16 and seen[0].rows == 18
     (run,), _ = read_status([bench.output], time.time())
     assert run.state == "finished" and counts(run) == (18, 18, 18, 0, 0, 0) and run.rows_per_s > 0

@@ -263,6 +263,6 @@ def test_file_larger_than_memory_fails_alone(
     assert inspect.main([str(tmp_path)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "1 good (1 of them name no checksum), 1 bad" in printed
-        and "it cannot be read: not enough memory" in printed
+        "1 good (1 of them without checksum), 1 bad" in printed
+        and "cannot be read: not enough memory" in printed
     )

@@ -65,7 +65,7 @@ def test_invalid_ledger_lines_are_skipped(tmp_path: Path) -> None:
         assert len(ledger.finished.marks) == 3
     for line in ODD_LINES:
         path.write_bytes(line.encode() + b"\n" + whole)
-        with pytest.raises(InputError, match="does not begin as a ledger"):
+        with pytest.raises(InputError, match="is not a ledger of version"):
             open_ledger(tmp_path, request)
 
 

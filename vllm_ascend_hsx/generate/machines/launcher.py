@@ -1,4 +1,4 @@
-"""Rank and world size of a run: as given, or as the launcher of its process says."""
+"""Rank and world size of a run, from options or from the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from vllm_ascend_hsx.generate.options import BOUNDS
 from vllm_ascend_hsx.protocol.errors import UserError
 
-_REMEDY = "Give --world-size and --rank, or unset what does not count."
+_REMEDY = "Give --world-size and --rank, or unset the wrong variable."
 
 
 class Launcher(NamedTuple):
-    """A launcher, by the variables that it sets for each process.
+    """Environment variables that a launcher sets for each process.
 
     Attributes:
-        rank: variable with the number of the process; without it the launcher does not count.
-        world_size: variables with the number of processes. The first that is set counts.
-        marker: variable without which the others do not count.
+        rank: variable with the rank of the process. If it is not set, the launcher is ignored.
+        world_size: variables with the number of processes. The first that is set is used.
+        marker: if this variable is not set, the launcher is ignored.
     """
 
     rank: str
@@ -26,22 +26,20 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = (
-    # sbatch and salloc set the others, too, for a script that runs once. A step may have fewer
-    # tasks than its job, such as the one of salloc's shell.
+    # sbatch and salloc set the other variables, too, for a script that runs once. A step may have
+    # fewer tasks than the job, for example salloc's shell.
     Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), marker="SLURM_STEP_ID"),
-    Launcher(
-        "JOB_COMPLETION_INDEX", ("WORLD_SIZE",)
-    ),  # Kubernetes itself tells no process the size
+    Launcher("JOB_COMPLETION_INDEX", ("WORLD_SIZE",)),  # Kubernetes does not set a size
     Launcher("RANK", ("WORLD_SIZE",)),
 )
 
 
 class Place(NamedTuple):
-    """A run's place among those that share a dataset.
+    """Rank and world size of a run.
 
     Attributes:
-        world_size, rank: as the options of these names.
-        source: the variables that they are from; "" if there is none.
+        world_size, rank: values of the options.
+        source: variables that have set them; "" if none.
     """
 
     world_size: int = 1
@@ -50,14 +48,14 @@ class Place(NamedTuple):
 
 
 def place_of(world_size: int | None, rank: int | None, environment: Mapping[str, str]) -> Place:
-    """Return a run's place.
+    """Return rank and world size of a run.
 
     Args:
-        world_size, rank: as given; None to ask the environment.
-        environment: of the process.
+        world_size, rank: values of the options; None to use the environment.
+        environment: environment of the process.
 
     Raises:
-        UserError: the variables make no place, or two launchers contradict each other.
+        UserError: the variables are incomplete, invalid or contradictory.
     """
     ours = [
         each
@@ -78,11 +76,7 @@ def place_of(world_size: int | None, rank: int | None, environment: Mapping[str,
             raise UserError(
                 ours[0].rank,
                 environment[ours[0].rank],
-                (
-                    f"is the rank of this process, and {ours[0].world_size[-1]} does not say of "
-                    "how "
-                    "many"
-                ),
+                f"is the rank of this process, but {ours[0].world_size[-1]} is not set",
                 "Give the number of processes with --world-size.",
             )
         world_size = _agreed("world_size", names, environment)
@@ -93,16 +87,16 @@ def place_of(world_size: int | None, rank: int | None, environment: Mapping[str,
             sources[0] if sources[0] == ours[0].rank else "--rank",
             place.rank,
             f"is not below the world size, {place.world_size}",
-            "Start as many processes as --world-size says, or give --rank, too.",
+            "Start --world-size processes, or give --rank, too.",
         )
     return place
 
 
 def _agreed(option: str, names: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Return the number that all variables of these names have.
+    """Return the common value of some variables.
 
     Raises:
-        UserError: one is no number within the option's bounds, or two contradict each other.
+        UserError: a value is outside of the option's bounds, or two values differ.
     """
     least, most = BOUNDS[option]
     for name in names:

@@ -1,7 +1,7 @@
-"""Do the rows of a run on a Ray cluster: a task for each rank, placed and repeated by Ray.
+"""Do the rows of a run on a Ray cluster, with one task per rank. Ray places and repeats tasks.
 
-A task is a run with a ledger of its own, as on any machine. So a task goes on where a lost one has
-ended. This process checks the dataset, gives out the ranks and sums up their results.
+Each task is a run with a ledger, so a repeated task continues where the lost task has stopped. This
+process checks the dataset, submits the ranks and adds up the results.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from vllm_ascend_hsx.generate.resume import resume
 from vllm_ascend_hsx.generate.run import Plan, do_here
 from vllm_ascend_hsx.protocol.files import open_regular
 
-# How often Ray repeats a task that was lost with its node, or that failed there.
+# Ray repeats a task this many times if it fails or the node is lost.
 RETRIES = 10
-# Tasks under way on each node, so that one goes on while another ends. They share --concurrency.
+# Concurrent tasks per node, so that one works while another ends. They share --concurrency.
 TASKS_PER_NODE = 2
-POLL_S = 1.0  # until a node that has joined gets tasks
+POLL_S = 1.0  # interval at which new nodes are found
 CONNECT_S = 10.0
 _COUNTS = (
     "before",
@@ -55,9 +55,9 @@ class RankResult(NamedTuple):
     """The result of a task.
 
     Attributes:
-        outcome: of the rank's run.
+        outcome: outcome of the rank's run.
         messages: lines for the user.
-        refusal: why the run must end; "" if it need not.
+        refusal: reason to end the whole run; "" if there is none.
     """
 
     outcome: Outcome
@@ -66,15 +66,15 @@ class RankResult(NamedTuple):
 
 
 def do_rank(options: Options, checked: Checked, begin: bytes) -> RankResult:
-    """Do one rank's rows on a node; the function of a task.
+    """Do one rank's rows on a node. This is the function of a task.
 
     Args:
-        options: of the rank.
-        checked: the dataset.
-        begin: of the ledger that the run has made. It shows that a node sees the same storage.
+        options: options of the rank.
+        checked: result of the dataset's check.
+        begin: first line of the run's ledger, to verify that the node has the same storage.
 
     Raises:
-        RunError, OSError: the run cannot go on here.
+        RunError, OSError: the run cannot continue on this node.
     """
     messages = io.StringIO()
     outcome = Outcome(0)
@@ -97,16 +97,16 @@ def do_rank(options: Options, checked: Checked, begin: bytes) -> RankResult:
 
 
 def _require_same_storage(output: Path, begin: bytes) -> None:
-    """Raise InputError if this machine has another output directory than the run."""
+    """Raise InputError if the output directory of this machine is not that of the run."""
     path = output / rank_file("ledger", 1, 0)
-    problem = "it has another one of that name"
+    problem = "it has another file of that name"
     try:
         with open(open_regular(path), "rb") as file:
             if file.read(len(begin)) == begin:
                 return
     except OSError as error:
         problem = error.strerror or str(error)
-    remedy = "mount the storage there, or name the nodes that have it with --ray-label KEY=VALUE"
+    remedy = "mount the storage there, or select the nodes that have it with --ray-label KEY=VALUE"
     raise InputError(f"{socket.gethostname()} does not see the run's {path} ({problem}); {remedy}")
 
 
@@ -114,11 +114,11 @@ class RayRun:
     """One run on a cluster.
 
     Args:
-        plan: of the run; its options have `ray`.
-        begin: of the ledger that the run has made.
+        plan: the run, with `options.ray`.
+        begin: first line of the run's ledger.
 
     Attributes:
-        outcome: of the run.
+        outcome: outcome of the run.
     """
 
     def __init__(self, plan: Plan, begin: bytes) -> None:
@@ -141,30 +141,28 @@ class RayRun:
         self._progress = Progress(plan.console, self.outcome)
         self._results = 0
         self._endpoints: dict[str, Endpoint] = {}
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def run(self) -> None:
-        """Do all rows. The outcome says what stopped the run."""
+        """Do all rows. `outcome.stopped_by` has the reason of an early end."""
         with _connected(self._cluster), _interrupts(self.outcome), self._progress:
             started = time.monotonic()
             try:
                 self._do()
-            except (
-                RayTaskError
-            ) as error:  # its text is a traceback, even where it is a RunError, too
+            except RayTaskError as error:  # a subclass of the cause's class, so before RunError
                 self.outcome.stopped_by = _cause_of(error.cause)
             except (InputError, RunError) as error:
                 self.outcome.stopped_by = error
             except RayError as error:
                 self.outcome.stopped_by = RunError(
-                    f"Ray: {error}; what is done is kept: call again to go on"
+                    f"Ray: {error}; finished rows are kept; run again to continue"
                 )
             finally:
                 self.outcome.seconds = time.monotonic() - started
 
     def _do(self) -> None:
         checked = ray.put(self._plan.checked)
-        # A task of a few rows runs alone: the others must have the same server.
+        # A first task of a few rows runs alone and records the server for all others.
         left: list[tuple[int, int | None]] = [
             (0, RANK_ROWS),
             *((rank, self._options.limit) for rank in range(self._ranks)),
@@ -181,17 +179,17 @@ class RayRun:
                 self._end(ray.get(done))
 
     def _submit(self, options: Options, checked: Any) -> Any:
-        """Have Ray do a rank, again if its node dies, or if nothing works there."""
+        """Submit a rank to Ray, with retries on other nodes."""
         placed: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
         if self._cluster.label is not None:
             placed["label_selector"] = dict([self._cluster.label])
-        # Problems of the first task are reported at once: it is a trial of the servers.
+        # The first task is a trial of the servers, so its problems are reported immediately.
         retried = [RunError, OSError] if self._results else False
         task = ray.remote(do_rank).options(max_retries=RETRIES, retry_exceptions=retried, **placed)
         return task.remote(options, checked, self._begin)
 
     def _room(self) -> int:
-        """Return how many tasks may be under way."""
+        """Return the maximum number of concurrent tasks."""
         nodes = sum(_can_work(node, self._cluster.label) for node in ray.nodes())
         if not nodes:
             self._say(
@@ -200,26 +198,25 @@ class RayRun:
         return max(1, TASKS_PER_NODE * nodes) if self._results else 1
 
     def _current_options(self) -> Options:
-        """Return the options with the servers that are listed now."""
+        """Return the options with the currently listed servers."""
         if self._options.endpoint_file is not None:
             try:
                 self._options = replace(
                     self._options, endpoints=read_endpoints(self._options.endpoint_file)
                 )
             except InputError as error:
-                self._say(f"{error}; until then the servers that it listed last are used")
+                self._say(f"{error}; the servers listed before are still used")
         return self._options
 
     def _end(self, result: RankResult) -> None:
-        """Count the rows of a rank. Raises InputError: the run must end."""
+        """Add the result of a rank. Raises InputError: the run must end."""
         for text in result.messages:
             self._say(text)
         if result.refusal:
             raise InputError(result.refusal)
         outcome = result.outcome
-        if (
-            not self._results
-        ):  # the task that has the rest of its rank finds its rows, and repeats the failed ones
+        if not self._results:
+            # The task with the rest of the rank counts these rows again, and repeats failed ones.
             outcome = replace(outcome, before=-outcome.done, failed=0, failures=[])
         self._results += 1
         for name in _COUNTS:
@@ -235,13 +232,13 @@ class RayRun:
 
     def _say(self, text: str) -> None:
         """Print a line, once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self._progress.say(text)
 
 
 def do_on_ray(plan: Plan) -> Outcome:
-    """Do the rows on the cluster that the options name. Raises InputError."""
+    """Do the rows on the cluster of the options. Raises InputError."""
     options = plan.options
     ledger = open_ledger(options.output, options.request)
     try:
@@ -257,11 +254,11 @@ def do_on_ray(plan: Plan) -> Outcome:
 
 
 def _cause_of(cause: BaseException) -> RunError:
-    """Return the error that ends the run after an error of a task."""
+    """Return the error that ends the run after a task has failed."""
     if isinstance(cause, RunError):
         return cause
     text = str(cause) if isinstance(cause, OSError) else f"{type(cause).__name__}: {cause}"
-    return RunError(f"a node of the cluster: {text}; what is done is kept: call again to go on")
+    return RunError(f"a node of the cluster: {text}; finished rows are kept; run again to continue")
 
 
 def _can_work(node: dict[str, Any], label: tuple[str, str] | None) -> bool:
@@ -276,11 +273,11 @@ def _can_work(node: dict[str, Any], label: tuple[str, str] | None) -> bool:
 def _connected(cluster: RayCluster) -> Iterator[None]:
     """Connect this process to the cluster. Raises InputError."""
     remedy = (
-        "start this command on a node of a cluster that runs, and give the address of its head, "
-        "such as head:6379, or auto"
+        "run this command on a node of a running cluster, and give the address of the head, such "
+        "as head:6379, or auto"
     )
     host, colon, port = cluster.address.rpartition(":")
-    if colon and "/" not in host and port.isdecimal():  # Ray itself would try for minutes
+    if colon and "/" not in host and port.isdecimal():  # Ray would retry for minutes
         try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except (OSError, OverflowError) as error:
@@ -292,12 +289,12 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()  # ends tasks that are under way
+        ray.shutdown()  # also ends running tasks
 
 
 @contextmanager
 def _interrupts(outcome: Outcome) -> Iterator[None]:
-    """Have SIGINT and SIGTERM stop the run."""
+    """Stop the run on SIGINT and SIGTERM."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         outcome.stopped_by = outcome.stopped_by or Interrupted(number)
