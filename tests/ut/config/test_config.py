@@ -29,7 +29,7 @@ def test_defaults_need_only_the_directory() -> None:
     [
         ({}, "shared_storage_path", None, "directory of the files"),
         ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
-        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory of the files"),
+        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory for the files"),
         (
             GOOD | {"num_writer_thread": 8},
             "num_writer_thread",
@@ -40,7 +40,7 @@ def test_defaults_need_only_the_directory() -> None:
             GOOD | {"file_mode": 640},
             "file_mode",
             "640",
-            "is a number; write the octal digits as a text, such as '0640'",
+            "is a number; write the octal digits as a string, such as '0640'",
         ),
         (
             GOOD | {"file_mode": "7777"},
@@ -51,7 +51,7 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"zzz": 1}, "zzz", "1", "The options are: shared_storage_path"),
         (GOOD | {"num_writer_threads": "8"}, "num_writer_threads", "'8'", "Threads per worker"),
         (GOOD | {"num_writer_threads": 0}, "num_writer_threads", "0", "greater than or equal to 1"),
-        (GOOD | {"staging_slots": 1.5}, "staging_slots", "1.5", "Device buffers"),
+        (GOOD | {"staging_slots": 1.5}, "staging_slots", "1.5", "Number of device buffers"),
         (GOOD | {"use_synchronization_lock": "no"}, "use_synchronization_lock", "'no'", "flock"),
         (GOOD | {"pinned_ring_bytes": "32MB"}, "pinned_ring_bytes", "'32MB'", "KiB, MiB or GiB"),
         (GOOD | {"pinned_ring_bytes": "٣GiB"}, "pinned_ring_bytes", "'٣GiB'", "KiB, MiB or GiB"),
@@ -59,13 +59,13 @@ def test_defaults_need_only_the_directory() -> None:
             {"shared_storage_path": "/a\0b"},
             "shared_storage_path",
             r"'/a\x00b'",
-            "Directory of the files",
+            "Directory for the files",
         ),
         (
             {"shared_storage_path": "/\ud800"},
             "shared_storage_path",
             r"'/\ud800'",
-            "Directory of the files",
+            "Directory for the files",
         ),
         (GOOD | {"\ud800": 1}, r"\ud800", "1", "The options are: shared_storage_path"),
         (GOOD | {"a\nb": 1}, r"a\nb", "1", "The options are: shared_storage_path"),
@@ -119,7 +119,7 @@ MASTER = {"master_server_address": "store:50051"}
         (
             {"sink": "mooncake"},
             (
-                "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set "
+                "kv_connector_extra_config.mooncake=None is missing, but sink is 'mooncake'. Set "
                 "it "
                 "to {"
             ),
@@ -141,7 +141,7 @@ MASTER = {"master_server_address": "store:50051"}
         (
             GOOD | {"extract": "sample"},
             (
-                "sample_rate=None is missing, and extract is 'sample'. Set it to the share of "
+                "sample_rate=None is missing, but extract is 'sample'. Set it to the share of "
                 "requests to"
             ),
         ),
@@ -149,7 +149,7 @@ MASTER = {"master_server_address": "store:50051"}
             GOOD | {"sample_rate": 0.5},
             (
                 "sample_rate=0.5 has no effect, because extract is 'all'. Set extract to 'sample', "
-                "or leave it out."
+                "or leave sample_rate out."
             ),
         ),
         (
@@ -159,15 +159,15 @@ MASTER = {"master_server_address": "store:50051"}
         (
             GOOD | {"sink": "shard", "directory_budget_bytes": "1GiB"},
             (
-                "directory_budget_bytes=1073741824 cannot be kept with sink 'shard': a shard takes "
-                "its space until the whole tar file"
+                "directory_budget_bytes=1073741824 is not supported with sink 'shard': a shard "
+                "holds its space until the whole tar file"
             ),
         ),
         (
             {"sink": "mooncake", "mooncake": MASTER, "directory_budget_bytes": 1},
             (
-                "directory_budget_bytes=1 cannot be kept with sink 'mooncake': the store has no "
-                "directory"
+                "directory_budget_bytes=1 is not supported with sink 'mooncake': the store has "
+                "no directory"
             ),
         ),
         (

@@ -100,22 +100,22 @@ def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
-            "has no layer ids (it has none of eagle_aux_hidden_state_layer_ids, ",
+            "has no layer ids (none of the keys eagle_aux_hidden_state_layer_ids, ",
         ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
-            "Give ids, or eagle3 for the default layers.",
+            "Give layer ids, or eagle3 for the default layers.",
         ),
         (
             {"dflash_config": {"target_layer_ids": "1,2"}},
-            "has no list of integers as dflash_config.target_layer_ids",
+            "has no list of integers under dflash_config.target_layer_ids",
         ),
-        ({"target_layer_ids": [1, True]}, "has no list of integers as target_layer_ids"),
+        ({"target_layer_ids": [1, True]}, "has no list of integers under target_layer_ids"),
         (
             {"target_layer_ids": [1, 36]},
             "selects 2,37,36 of 36 layers, so it has id 37, which the target does not have",
         ),
-        ([1], "is not an object"),
+        ([1], "is not a JSON object"),
     ],
 )
 def test_a_draft_without_usable_ids_is_refused_by_option_and_path(
@@ -128,7 +128,7 @@ def test_a_draft_without_usable_ids_is_refused_by_option_and_path(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "has no config.json that can be read"), ("{", "is not JSON")]
+    ("content", "words"), [(None, "has no readable config.json"), ("{", "is not JSON")]
 )
 def test_a_draft_without_a_config_is_refused(
     content: str | None, words: str, tmp_path: Path

@@ -120,7 +120,7 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
         ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
         (
             {"storage_timeout_s": 241},
-            r"storage_timeout_s=241 cannot be used.*timeouts, the first of which is 300 seconds",
+            r"storage_timeout_s=241 cannot be used.*timeouts of the server\. The shortest of these is 300 seconds",
         ),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
@@ -254,7 +254,7 @@ def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path:
     config.model_config.get_hidden_size = lambda: 60
     with pytest.raises(
         UserError,
-        match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180",
+        match=r"quantization='fp8' needs rows of a multiple of 8 elements, but 3 layers of 60 make 180",
     ):
         read_settings(config)
 
