@@ -1,9 +1,9 @@
-"""The option directory_budget_bytes: bytes of files in the storage directory, and room for more.
+"""The option directory_budget_bytes: limit the total size of files in the storage directory.
 
-The scheduler's side admits requests, and each rank counts the files that it has written. A
-request is promised room for the largest file that it can have, and the file is counted when it is
-published. So all files together, those that are being written too, never exceed the budget. Only
-consumers remove files. When an engine has no room, the ranks look for names that are gone.
+The scheduler side reserves space for each request, and each rank counts the files that it has
+published. A reservation has the largest size that the file can have. It ends when the rank counts
+the file. So published and unfinished files together never exceed the budget. Only consumers remove
+files. When an engine has no space left, the ranks check which files are gone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Room:
 
 
 class DirectoryBudget:
-    """The bytes that the files of one data-parallel rank may have. For the scheduler's thread.
+    """Reserve space for the files of one data-parallel rank. For the scheduler's thread only.
 
     Args:
         num_bytes: value of the option.
@@ -148,9 +148,7 @@ class DirectoryBudget:
                 "prompt or a smaller max_tokens"
             )
         if any(state.looked < self.look for state in ranks):
-            return (
-                f"{problem}, and the storage does not answer whether consumers have removed files"
-            )
+            return f"{problem}, and the storage does not answer the check for removed files"
         return f"{problem} ({OPTION} is {self._num_bytes}); {_REMEDY}"
 
     def _stored(self, ranks: Sequence[RankState]) -> int:
@@ -193,7 +191,7 @@ class StoredFiles:
                 DIRECTORY,
                 directory,
                 problem,
-                "Let the server read its folders, or leave the budget out.",
+                "Let the server read its folders, or leave directory_budget_bytes out.",
             ) from error
         found.num_bytes = -(-sum(parts) // share.of)
         return found
@@ -224,7 +222,7 @@ class StoredFiles:
 def _is_gone(path: str) -> bool:
     try:
         os.lstat(path)
-    except OSError as error:  # of a storage that fails, nothing is known
+    except OSError as error:  # other errors do not show that the file is gone
         return error.errno in _GONE
     return False
 

@@ -39,7 +39,7 @@ from vllm_ascend_hsx.sinks.base import REFUSED
 from vllm_ascend_hsx.sinks.destination import Destination
 
 _NOT_ENDED = (
-    "an earlier request of this id or name has not ended, because the storage does not answer"
+    "an earlier request with this id or name has not ended, because the storage does not answer"
 )
 
 
@@ -62,7 +62,7 @@ class _Request:
 
 
 class ExtractionScheduler:
-    """State of all extracted requests, from arrival to end.
+    """Keep the state of all extracted requests, from arrival to end.
 
     Args:
         destination: destination of the rows.
@@ -124,7 +124,7 @@ class ExtractionScheduler:
         self._params = replace(self._params, has_others=True)
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether to extract the request. If so, make it compute all rows it cannot reuse.
+        """Decide whether to extract a request. If so, limit how much of the prefix cache it reads.
 
         Args:
             request: vllm.v1.request.Request that has just entered the waiting queue.
@@ -197,8 +197,8 @@ class ExtractionScheduler:
             return "prompt_embeds have no token ids to store; send token ids or text"
         if others := {item.modality for item in request.mm_features} - {"image"}:
             return (
-                f"a prompt with {' and '.join(sorted(others))} is not extracted; of media, only "
-                "images are supported"
+                f"a prompt with {' and '.join(sorted(others))} is not extracted; images are the "
+                "only supported media"
             )
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
@@ -469,7 +469,7 @@ def _keeping(
         end: the end without rows.
         request: vllm.v1.request.Request.
         state: the request's state.
-        computation: how the rows were computed.
+        computation: the weights that computed the rows.
     """
     generated = np.asarray(
         request.output_token_ids[:] if state.include_output else [], dtype=np.int64

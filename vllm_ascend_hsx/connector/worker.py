@@ -39,17 +39,17 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 logger = logging.getLogger(__name__)
 
-NAME_IN_USE = "another request of this name has not ended, because the storage is slow"
+NAME_IN_USE = "another request with this name has not ended, because the storage is slow"
 
 _MAX_REASONS = 10_000  # most reasons of refused requests that wait for unresponsive storage
 _JOB_BYTES = 1 << 20  # bytes that a write job collects, to outweigh the hand-over
 
 
 class ExtractionWorker:
-    """Extraction on one rank.
+    """Extract the requests of one rank.
 
-    The main thread stages rows and passes slots on, an opener opens files, the lander copies rows
-    to the host, and writers write and finish files. Threads exchange work through queues. Only the
+    The main thread stages rows and passes slots on. An opener opens files. The lander copies rows
+    to the host. Writers write and finish files. Threads exchange work through queues. Only the
     main thread and the lander use the device.
 
     Args:
@@ -91,7 +91,7 @@ class ExtractionWorker:
         self._owned: dict[str, Extraction] = {}
         self._weights: dict[int, str] = {}  # weights of adapters in the last step
         self._opening: list[Extraction] = []
-        # Runs jobs that may wait for storage and that nothing waits for.
+        # Runs jobs that may wait for storage. No other thread waits for these jobs.
         self._background = ThreadPool(1, "hsx-background")
         self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
@@ -168,7 +168,7 @@ class ExtractionWorker:
     def _start(self, start: RequestStart) -> Extraction | None:
         """Return the request with a file to open, or None if the request was refused."""
         if start.request_id in self._owned:
-            self._refuse(start, "another request of this id is under way", REFUSED)
+            self._refuse(start, "another request with this id is running", REFUSED)
             return None
         if self._watch.is_unresponsive:
             self._refuse(start, *self._watch.failure)
@@ -205,7 +205,7 @@ class ExtractionWorker:
             return
         if self._background.pending >= _MAX_REASONS:
             logger.error(
-                "%s%s will not be there: %d others wait for the storage",
+                "%s%s is not written: %d other reasons already wait for the storage",
                 start.path,
                 ERROR_SUFFIX,
                 _MAX_REASONS,
@@ -345,12 +345,12 @@ class ExtractionWorker:
         if self._progress.backlog and self._failure.reason is None and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
             logger.warning(
-                "the server stops when %d bytes of rows are in their files%s",
+                "the server stops after writing %d bytes of rows%s",
                 self._progress.backlog,
                 limit,
             )
         self._failure.vllm_ends_worker()
-        why = "it was interrupted while it wrote"
+        why = "interrupted while writing"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
             # earlier, the lander would wait forever for memory that nobody releases.
@@ -362,9 +362,9 @@ class ExtractionWorker:
                 and self._writers.join(left())
                 and self._background.close(left())
             ):
-                why = "they were not complete"
+                why = "the requests were not complete"
             elif self._lander.waits_for_device:
-                why = f"the device did not complete the copies of their rows within {timeout:g} s"
+                why = f"the device did not complete the copies of rows within {timeout:g} s"
             else:
                 why = (
                     f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
@@ -382,13 +382,13 @@ class ExtractionWorker:
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
             logger.error(
-                "stopping without the files of %d requests, %s: %s", len(unfinished), why, names
+                "stopping without the files of %d requests (%s): %s", len(unfinished), why, names
             )
         self._background.close(0)
         self._opener.submit(partial(self._end_files, not_ended))
         if not self._opener.close(timeout):
             logger.error(
-                "the storage does not answer: some of these files may have no reason in their place"
+                "the storage does not answer: some of these requests may have no error file"
             )
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:

@@ -347,7 +347,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     scheduler.on_worker_report(WorkerReport({"r": None}, {start.owner: RankState(started=1)}))
     assert scheduler.on_finished(second) == {
         "hidden_states_error": (
-            "an earlier request of this id or name has not ended, because the storage does not "
+            "an earlier request with this id or name has not ended, because the storage does not "
             "answer"
         )
     }

@@ -164,9 +164,7 @@ def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits
     assert served.asks(request) == "waits"
     served.clock.now += 5.1
     assert served.asks(request) == "refused"
-    assert "and the storage does not answer whether consumers have removed files" in served.error(
-        request
-    )
+    assert "and the storage does not answer the check for removed files" in served.error(request)
     assert served.asks(later) == "waits"
     served.report()
     assert served.asks(later) == "starts"

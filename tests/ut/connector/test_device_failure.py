@@ -161,7 +161,7 @@ def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(
         engine.worker.close(0.2)
     engine.worker._lander.abandon()
     (line,) = caplog.messages
-    assert "the device did not complete the copies of their rows within 0.2 s" in line
+    assert "the device did not complete the copies of rows within 0.2 s" in line
     assert reasons(engine) == {"a": SERVER_STOPPED}
 
 

@@ -101,13 +101,12 @@ def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
         engine.worker.close(60)
     finally:
         worker_module.logger.removeFilter(answer_then)
-    assert said == [
-        ("the server stops when 512 bytes of rows are in their files, in at most 60 s", [])
-    ]
+    assert said == [("the server stops after writing 512 bytes of rows, in at most 60 s", [])]
     assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
     engine.assert_file_is_right("complete", 9)
     assert reasons(engine) == {"half": SERVER_STOPPED}
-    assert "stopping without the files of 1 requests, they were not complete: half" in caplog.text
+    stopped = "stopping without the files of 1 requests (the requests were not complete): half"
+    assert stopped in caplog.text
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
@@ -123,8 +122,8 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert locks_that_are_held(engine) == []
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert line == (
-        "stopping without the files of 2 requests, the storage did not take 512 bytes within "
-        "0.2 s: complete, half"
+        "stopping without the files of 2 requests (the storage did not take 512 bytes within "
+        "0.2 s): complete, half"
     )
     waiting = threads(engine)
     assert waiting, "the storage is silent"

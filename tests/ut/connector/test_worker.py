@@ -146,7 +146,7 @@ def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(
     weights[3] = "of another adapter"
     engine.step(HsxConnectorMetadata(), [("b", 4, 4)] if complete else [("a", 4, 4), ("b", 4, 4)])
     engine.close()
-    reason = "its adapter 'a' was loaded again, with other weights, before its last row"
+    reason = "adapter 'a' was reloaded with other weights before the last row of this request"
     assert engine.outcomes == {"a": reason if when == "before its last row" else None, "b": None}
 
 
@@ -255,7 +255,7 @@ def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alon
 ) -> None:
     engine.step(started(engine.start("b", 9)), [("b", 0, 5)])
     engine.step(started(engine.start("b", 7)), [])
-    assert engine.outcomes["b"] == "another request of this id is under way"
+    assert engine.outcomes["b"] == "another request with this id is running"
     engine.step(HsxConnectorMetadata(), [("b", 5, 4)])
     engine.close()
     engine.assert_file_is_right("b", 9)

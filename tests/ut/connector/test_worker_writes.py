@@ -125,7 +125,7 @@ def test_a_row_that_is_not_finite_fails_its_file_and_is_named(
     engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
     engine.close()
     assert engine.outcomes == {
-        "a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored",
+        "a": "the row of token position 5 is not finite in layer 0 of 2 stored layers",
         "b": None,
     }
     assert failures(engine) == {"not_finite": 1}

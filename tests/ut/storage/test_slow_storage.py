@@ -118,7 +118,7 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
         engine.step(started(engine.start(name, 3)), [])
     assert engine.worker._background.pending == 3
     assert caplog.text.count(SILENT) >= 9
-    dropped = caplog.text.count(".safetensors.error will not be there: 3 others wait")
+    dropped = caplog.text.count(".safetensors.error is not written: 3 other reasons")
     assert dropped == 6
     answer(engine, storage)
     engine.close()
@@ -166,9 +166,9 @@ def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(
 
 
 TOO_SLOW = (
-    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
+    "storage is too slow for the rows of this request, and slow_storage is 'fail': use faster "
     "storage, raise pinned_ring_bytes, "
-    "or set it to 'wait'"
+    "or set slow_storage to 'wait'"
 )
 
 
