@@ -91,7 +91,7 @@ def of_transformers(rope: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("ascends_embeddings")
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_upstream_frequencies_differ_where_the_caveat_says_and_by_as_much(
+def test_upstream_frequencies_differ_by_as_much_as_the_caveat_says(
     rope: dict[str, Any],
 ) -> None:
     """If one without the key `truncate` fails, a release may be mended: look at caveats.py."""
@@ -117,7 +117,7 @@ def override_of(caveat: Caveat) -> dict[str, Any]:
     return found
 
 
-def test_the_published_override_of_qwen3_changes_a_frequency_by_almost_five_percent() -> None:
+def test_published_override_of_qwen3_changes_a_frequency_by_almost_five_percent() -> None:
     (caveat,) = caveats_of(
         {"head_dim": HEAD, "rope_parameters": QWEN3}, {"head_dim": HEAD, "rope_parameters": QWEN3}
     )
@@ -195,14 +195,14 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize(("config", "override"), FORMS.values(), ids=FORMS)
-def test_any_form_of_config_is_read_and_its_override_is_whole(
+def test_override_keeps_all_parameters_of_any_form_of_config(
     config: dict[str, Any], override: dict[str, Any] | None
 ) -> None:
     found = caveats_of(config, {**config, **config.get("text_config", {})})
     assert [override_of(each) for each in found] == ([] if override is None else [override])
 
 
-def test_upstream_the_modules_that_round_by_themselves_are_known() -> None:
+def test_upstream_modules_with_another_rounding_are_known() -> None:
     """Of the sources. Another module needs a look: is its YaRN that of vllm-ascend?"""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
@@ -257,7 +257,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int | None, bool]] = {
 
 
 @pytest.mark.parametrize(("config", "max_tokens", "wider"), WINDOWS.values(), ids=WINDOWS)
-def test_a_window_is_named_if_a_token_can_leave_it(
+def test_window_is_reported_if_sequences_can_be_longer(
     config: dict[str, Any], max_tokens: int | None, wider: bool
 ) -> None:
     found = caveats_of(config, config, None, max_tokens)
@@ -271,7 +271,7 @@ def test_a_window_is_named_if_a_token_can_leave_it(
         )
 
 
-def test_upstream_gives_the_window_to_cann_as_it_is_for_every_target() -> None:
+def test_upstream_passes_the_unchanged_window_to_cann() -> None:
     """Of the sources. When this fails, a release may be mended; test_rows_of_caveats.py tells."""
     spec = importlib.util.find_spec("vllm_ascend")
     assert spec is not None and spec.origin is not None
@@ -296,7 +296,7 @@ BOTH = {
 }
 
 
-def test_doctor_serve_and_server_say_the_same(
+def test_doctor_serve_and_server_report_the_same_caveats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BOTH))
@@ -351,7 +351,7 @@ def test_doctor_serve_and_server_say_the_same(
         (BOTH, "[]", ["YaRN", "sliding window"]),
     ],
 )
-def test_serve_knows_what_is_overridden(
+def test_serve_applies_overrides_before_reporting_caveats(
     tmp_path: Path, whole: dict[str, Any], overrides: Any, names: list[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(whole))

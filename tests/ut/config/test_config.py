@@ -85,7 +85,7 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"pinned_ring_bytes": -1}, "pinned_ring_bytes", "-1", "Pinned host memory"),
     ],
 )
-def test_a_bad_option_is_refused_with_its_name_value_and_remedy(
+def test_bad_option_is_refused_with_name_value_and_remedy(
     given_options: dict[str, Any], option: str, value: str, remedy: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
@@ -203,7 +203,7 @@ MASTER = {"master_server_address": "store:50051"}
         ),
     ],
 )
-def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(
+def test_sink_without_a_required_option_is_refused_with_the_remedy(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
@@ -222,7 +222,7 @@ def test_a_mooncake_store_needs_no_directory() -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)]
 )
-def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None:
+def test_sizes_are_bytes_or_have_a_unit(text: object, size: int) -> None:
     assert HsxConfig.parse(GOOD | {"pinned_ring_bytes": text}).pinned_ring_bytes == size
 
 
@@ -246,7 +246,7 @@ def test_unusable_layer_ids_are_refused(layer_ids: object, problem: str) -> None
 
 
 @given(st.permutations(range(9)))
-def test_the_order_of_layer_ids_is_the_users(layer_ids: list[int]) -> None:
+def test_layer_ids_keep_the_order_of_the_user(layer_ids: list[int]) -> None:
     assert validate_layer_ids(layer_ids, 8) == tuple(layer_ids)
 
 
@@ -282,7 +282,7 @@ def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
     )
 
 
-def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() -> None:
+def test_layer_order_maps_ascending_layers_to_the_order_of_the_user() -> None:
     target = read_target(vllm_config((34, 2, 36)))
     assert target.layer_ids == (34, 2, 36)
     # The target collects 2, 34, 36; the first layer of a row, 34, is the second of these.
@@ -299,7 +299,7 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
         ({"decode_context_parallel_size": 2}, "order of the rows"),
     ],
 )
-def test_settings_that_cannot_be_right_are_refused_with_the_reason(
+def test_unsupported_settings_are_refused_with_the_reason(
     change: dict[str, Any], reason: str
 ) -> None:
     ((option, value),) = change.items()
@@ -309,10 +309,10 @@ def test_settings_that_cannot_be_right_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", None])
-def test_a_role_that_loads_is_refused(role: str | None) -> None:
+def test_consumer_role_is_refused(role: str | None) -> None:
     with pytest.raises(UserError, match=r'Set "kv_role": "kv_producer"'):
         require_producer(role)
 
 
-def test_the_producer_role_is_taken() -> None:
+def test_producer_role_is_accepted() -> None:
     require_producer("kv_producer")

@@ -54,7 +54,7 @@ def draft(directory: Path, config: object) -> str:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_gets_the_layers_that_it_reads_and_the_last_one(name: str, tmp_path: Path) -> None:
+def test_draft_selects_its_layers_and_the_last_layer(name: str, tmp_path: Path) -> None:
     config, expected = DRAFTS[name]
     assert layers_of_draft(draft(tmp_path, config), LAYERS) == expected
     assert (
@@ -74,7 +74,7 @@ def given_by_vllm(config: dict[str, Any], function: Callable[[Any], Any]) -> set
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" not in name])
-def test_the_layers_are_those_that_vllm_gives_the_draft(name: str) -> None:
+def test_layers_match_the_layers_that_vllm_gives_to_the_draft(name: str) -> None:
     config, expected = DRAFTS[name]
     read = GPUModelRunner._get_eagle3_aux_layers_from_config
     assert given_by_vllm(
@@ -84,14 +84,14 @@ def test_the_layers_are_those_that_vllm_gives_the_draft(name: str) -> None:
 
 @only_with(">=0.30", "vLLM knows DSpark since 0.30")
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" in name])
-def test_the_layers_are_those_that_vllm_gives_a_draft_of_dspark(name: str) -> None:
+def test_layers_match_the_layers_that_vllm_gives_to_a_dspark_draft(name: str) -> None:
     config, expected = DRAFTS[name]
     assert given_by_vllm(config, eagle3_utils.get_eagle3_aux_layers_from_config) | {LAYERS} == set(
         expected
     )
 
 
-def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_ids_of_speculators_need_no_offset(tmp_path: Path) -> None:
     assert layers_of_draft(draft(tmp_path, OF_SPECULATORS), LAYERS) == (2, 10, 18, LAYERS)
 
 

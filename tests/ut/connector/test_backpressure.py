@@ -21,7 +21,7 @@ from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
 
-def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones_do_not() -> None:
+def test_new_requests_wait_while_the_ring_is_full_and_started_requests_do_not() -> None:
     scheduler, running, waiting = (
         make_scheduler(num_ranks=1),
         make_request("running"),
@@ -39,7 +39,7 @@ def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones
     assert not scheduler.must_wait(waiting)
 
 
-def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
+def test_admitted_request_counts_before_the_worker_reports_it() -> None:
     scheduler = make_scheduler(num_ranks=1)
     requests = [make_request(f"r{index}", 5, arrival_time=index) for index in range(5)]
     for request in requests:
@@ -59,7 +59,7 @@ def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
     ]  # it has been overtaken by nobody
 
 
-def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> None:
+def test_admitted_request_that_is_not_scheduled_adds_no_debt() -> None:
     """vLLM asks first and may then find no room in the KV cache."""
     scheduler, large, small = make_scheduler(), make_request("large", 10), make_request("small", 1)
     for request in (large, small):
@@ -88,7 +88,7 @@ def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> Non
         pytest.param({"write_rate": 100.0}, True, id="how fast prompts come is not known"),
     ],
 )
-def test_what_storage_writes_while_rows_come_needs_no_memory(
+def test_rows_written_during_the_prompt_need_no_memory(
     rates: dict[str, float], waits: bool
 ) -> None:
     scheduler = make_scheduler(num_ranks=1)
@@ -100,7 +100,7 @@ def test_what_storage_writes_while_rows_come_needs_no_memory(
     assert scheduler.must_wait(asking) == waits
 
 
-def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
+def test_generated_rows_count_at_the_step_rate() -> None:
     """A hundred steps a second make 100 rows of 64 bytes, for each request."""
     rates = {"prompt_rate": 1e6, "step_rate": 100.0}
     for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
@@ -118,9 +118,7 @@ def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
         assert scheduler.must_wait(asking) == waits
 
 
-def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_not_overtaken() -> (
-    None
-):
+def test_request_larger_than_the_ring_starts_when_half_is_free_and_is_not_overtaken() -> None:
     scheduler = make_scheduler(num_ranks=1)
     first, large, small = (
         make_request("first", 5),
@@ -143,7 +141,7 @@ def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_no
     ]
 
 
-def test_an_urgent_request_is_let_through_first() -> None:
+def test_request_with_higher_priority_is_admitted_first() -> None:
     scheduler = make_scheduler(num_ranks=1)
     patient, urgent = make_request("patient", priority=1), make_request("urgent", arrival_time=9.0)
     for request in (patient, urgent):
@@ -157,7 +155,7 @@ def test_an_urgent_request_is_let_through_first() -> None:
     assert not scheduler.must_wait(patient)
 
 
-def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() -> None:
+def test_paused_rank_holds_requests_and_unresponsive_rank_refuses_them() -> None:
     scheduler, request = make_scheduler(num_ranks=1), make_request("r")
     scheduler.on_new_request(request)
     paused, full = {"backlog": 1, "paused": True}, {"backlog": 2000}
@@ -175,7 +173,7 @@ def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() 
         schedule(scheduler)
 
 
-def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(
+def test_held_requests_are_logged_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 100.0
@@ -198,7 +196,7 @@ def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(
 
 
 @pytest.mark.parametrize("end", ["admitted", "aborted"])
-def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: str) -> None:
+def test_stats_count_held_requests_until_they_start_or_end(end: str) -> None:
     scheduler, running, waiting = (
         make_scheduler(num_ranks=1),
         make_request("running"),
@@ -233,7 +231,7 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
 @pytest.mark.parametrize(
     "name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"]
 )
-def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(
+def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
     name: str | None,
 ) -> None:
     """An idle engine asks no worker, so a file can be complete long before the scheduler knows."""
@@ -261,7 +259,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
-def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
+def test_request_that_ends_while_waiting_for_a_file_does_not_release_the_next_request() -> None:
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -284,9 +282,7 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
-def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> (
-    None
-):
+def test_chosen_name_belongs_to_the_first_prompt_and_sample_on_any_rank() -> None:
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -326,7 +322,9 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
 
 
 @pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["id", "name"])
-def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: str | None) -> None:
+def test_id_or_name_in_use_by_an_unresponsive_rank_is_generated_without_extraction(
+    name: str | None,
+) -> None:
     """The rank could not tell two requests of one id apart."""
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True
@@ -355,7 +353,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     assert [load.unfinished for load in scheduler._loads] == [0, 0]
 
 
-def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:
+def test_unresponsive_rank_gets_no_request_while_another_rank_responds() -> None:
     scheduler = make_scheduler()
     report(scheduler, rank=0, backlog=1, paused=True, unresponsive=True)
     for request in (make_request(f"r{index}", 1, arrival_time=index) for index in range(3)):
@@ -365,7 +363,7 @@ def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_anot
         assert start.owner == 1
 
 
-def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> None:
+def test_unresponsive_rank_refuses_requests_only_if_all_ranks_are_unresponsive() -> None:
     """Its load falls with each request that it refuses."""
     scheduler = make_scheduler()
     requests = [make_request(f"r{index}", 1, arrival_time=index) for index in range(6)]
@@ -384,7 +382,7 @@ def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> Non
     assert owners(requests[5:]) == [1]
 
 
-def test_while_a_rank_rests_no_other_one_starts_a_request_and_all_are_told_of_a_stuck_one() -> None:
+def test_paused_rank_stops_admission_on_all_ranks_and_all_learn_of_an_unresponsive_rank() -> None:
     """They share the storage: the next step would wait for the same silence."""
     scheduler, request = make_scheduler(num_ranks=2), make_request("one")
     scheduler.on_new_request(request)

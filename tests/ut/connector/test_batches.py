@@ -107,7 +107,7 @@ def test_the_last_row_of_a_prompt_is_written_at_once(
     engine.assert_file_is_right("a", 3)
 
 
-def test_rows_that_are_computed_again_are_written_after_their_batch(
+def test_recomputed_rows_are_written_after_their_batch(
     engine: Engine, writes: list[tuple[str, int, int]]
 ) -> None:
     engine.values = {("a", position): -1.0 for position in range(5)}
@@ -123,7 +123,7 @@ def test_rows_that_are_computed_again_are_written_after_their_batch(
     engine.assert_file_is_right("a", 5)
 
 
-def test_collected_rows_are_not_work_of_the_storage(engine: Engine) -> None:
+def test_collected_rows_do_not_count_as_waiting_for_storage(engine: Engine) -> None:
     engine.step(started(engine.start("a", 1, include_output=True)), [])
     decode(engine, "a", 0, 2)
     settle(engine)
@@ -162,7 +162,7 @@ def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(
         engine.assert_file_is_right(name, 3)
 
 
-def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
+def test_batches_are_written_when_the_ring_is_full(
     make_engine: Callable[..., Engine], writes: list[tuple[str, int, int]]
 ) -> None:
     engine = make_engine(ring_rows=16)
@@ -181,7 +181,7 @@ def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
 
 
 @pytest.mark.parametrize("end", ["aborted", "failed", "server stops"])
-def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(
+def test_failed_request_leaves_no_rows_in_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
@@ -214,7 +214,7 @@ def test_a_row_of_a_batch_that_is_not_finite_fails_its_file(
 
 @settings(max_examples=60)
 @given(ring_rows=st.integers(6, 40), data=st.data())
-def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
+def test_files_are_right_after_any_decodes_preemptions_and_aborts(
     tmp_path_factory: pytest.TempPathFactory, ring_rows: int, data: st.DataObject
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)

@@ -74,7 +74,7 @@ class Served:
         return str(self.scheduler.on_finished(request)["hidden_states_error"])
 
 
-def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> None:
+def test_request_without_space_waits_for_a_check_and_is_then_not_extracted() -> None:
     served = Served(files=1.9)
     first, second, third = (make_request(name) for name in ("first", "second", "third"))
     assert served.asks(first) == "starts"
@@ -96,7 +96,7 @@ def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> 
     assert (stats.failures, stats.counter("failed")) == ({"directory_full": 1}, 1)
 
 
-def test_a_request_that_skips_the_prefix_cache_itself_still_does_without_room() -> None:
+def test_request_without_space_keeps_its_own_setting_to_skip_the_prefix_cache() -> None:
     served, request = Served(files=1), make_request("a", skip_reading_prefix_cache=True)
     served.report(stored=1)
     assert served.asks(request) == "waits"
@@ -105,7 +105,7 @@ def test_a_request_that_skips_the_prefix_cache_itself_still_does_without_room() 
     assert request.skip_reading_prefix_cache is True
 
 
-def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() -> None:
+def test_file_larger_than_the_budget_is_refused_immediately_with_another_remedy() -> None:
     served, request = Served(files=0.5), make_request("a")
     assert served.asks(request) == "refused"
     assert "; raise kv_connector_extra_config.directory_budget_bytes, which is" in served.error(
@@ -114,7 +114,7 @@ def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() 
 
 
 @pytest.mark.parametrize("ended", ["aborted in the queue", "failed", "discarded", "removed"])
-def test_room_is_free_again_when_a_request_has_no_file(ended: str) -> None:
+def test_space_of_a_request_without_a_file_is_freed(ended: str) -> None:
     served, first, second = Served(files=1), make_request("first"), make_request("second")
     if ended == "aborted in the queue":
         served.scheduler.on_new_request(first)
@@ -132,7 +132,7 @@ def test_room_is_free_again_when_a_request_has_no_file(ended: str) -> None:
     assert served.asks(second) == "starts"
 
 
-def test_each_data_parallel_rank_has_its_share_for_all_of_its_ranks() -> None:
+def test_tensor_parallel_ranks_share_the_budget_of_a_data_parallel_rank() -> None:
     served = Served(files=4, num_engines=2, num_ranks=2)
     first, second, third = (make_request(name) for name in "abc")
     served.states[1] = RankState(looked=1, stored=SIZE)
@@ -153,9 +153,7 @@ def test_each_data_parallel_rank_has_its_share_for_all_of_its_ranks() -> None:
     assert served.asks(third) == "starts"
 
 
-def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits_for_them_forever() -> (
-    None
-):
+def test_requests_wait_for_a_limited_time_until_ranks_report_earlier_files() -> None:
     served = Served(files=9)
     served.scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, 1, 1 << 20, budget=served.budget
@@ -170,7 +168,7 @@ def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits
     assert served.asks(later) == "starts"
 
 
-def test_a_look_is_made_at_most_once_per_second_however_many_requests_come() -> None:
+def test_files_are_checked_at_most_once_per_second() -> None:
     served = Served(files=1)
     served.report(stored=1)
     for number in range(100):
@@ -182,7 +180,7 @@ def test_a_look_is_made_at_most_once_per_second_however_many_requests_come() -> 
     assert served.look() == 3
 
 
-def test_rows_of_generated_tokens_have_room_as_max_tokens_until_their_number_is_known() -> None:
+def test_space_for_generated_rows_is_reserved_by_max_tokens_until_the_end() -> None:
     served = Served(files=6, include_output=True)
     first, second = (
         make_request("first", output_token_ids=list(range(11)), max_tokens=201),
@@ -201,7 +199,7 @@ def test_rows_of_generated_tokens_have_room_as_max_tokens_until_their_number_is_
 # What ranks count
 
 
-def test_a_later_file_of_the_same_name_is_not_forgotten_by_an_earlier_look() -> None:
+def test_later_file_of_the_same_name_stays_counted_after_an_earlier_check() -> None:
     files = StoredFiles()
     files.add("/nowhere/a", 10)
     seen = files.all()
@@ -213,9 +211,7 @@ def test_a_later_file_of_the_same_name_is_not_forgotten_by_an_earlier_look() -> 
     assert files.num_bytes == 0
 
 
-def test_a_storage_that_fails_does_not_free_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_storage_frees_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         raise OSError(errno.EIO, "broken", path)
 
@@ -227,7 +223,7 @@ def test_a_storage_that_fails_does_not_free_room(
 
 @settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, 1000), max_size=12), ranks=st.integers(1, 5), data=st.data())
-def test_all_ranks_together_count_each_earlier_file_once(
+def test_each_earlier_file_is_counted_by_one_rank(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], ranks: int, data: Any
 ) -> None:
     directory = tmp_path_factory.mktemp("earlier")
@@ -291,7 +287,7 @@ def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path
     assert news() == (0, 3, 0)
 
 
-def test_the_number_of_engines_is_that_of_the_server_also_where_each_is_alone() -> None:
+def test_number_of_engines_is_remembered_for_targets_without_experts() -> None:
     parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=0)
     remember_engines(parallel)
     parallel.data_parallel_size, parallel.data_parallel_index = (

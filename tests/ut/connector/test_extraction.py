@@ -231,7 +231,7 @@ def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> 
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stops: bool) -> None:
+def test_failure_reason_does_not_wait_for_a_hanging_write(writers: ThreadPool, stops: bool) -> None:
     life = Life(writers).open()
     life.file.may_write.clear()
     writer = in_thread(lambda: life.write(0, 8))
@@ -247,7 +247,7 @@ def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stop
     life.check(SERVER_STOPPED, "too slow")
 
 
-def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(
+def test_give_up_does_not_affect_a_file_that_is_being_published(
     writers: ThreadPool,
 ) -> None:
     life = Life(writers).open()
@@ -264,7 +264,7 @@ def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(
+def test_request_that_failed_before_opening_publishes_the_reason(
     writers: ThreadPool, stops: bool
 ) -> None:
     life = Life(writers)
@@ -274,7 +274,7 @@ def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(
     assert life.decided == ([] if stops else ["too slow"])
 
 
-def test_a_fault_that_is_no_sink_error_fails_its_file(
+def test_unexpected_exception_fails_its_file(
     writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(writers).open()
@@ -288,7 +288,7 @@ def test_a_fault_that_is_no_sink_error_fails_its_file(
     assert life.decided == ["RuntimeError: a mistake"]
 
 
-def test_file_ends_once_and_is_closed_behind_its_last_write(
+def test_file_ends_once_and_is_closed_after_its_last_write(
     writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = set()

@@ -301,7 +301,7 @@ def _files(directory: Path) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_day_of_live_traffic_keeps_its_budget_and_each_sampled_file_is_right(
+def test_day_of_live_traffic_stays_within_the_budget_and_sampled_files_are_right(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "storage"

@@ -138,7 +138,7 @@ EXPECTED = {
 }
 
 
-def test_each_engine_has_its_own_series_which_are_there_at_zero_from_the_start() -> None:
+def test_series_of_each_engine_start_at_zero() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry)
     zero = {
@@ -150,7 +150,7 @@ def test_each_engine_has_its_own_series_which_are_there_at_zero_from_the_start()
     assert values(registry, 0) == zero
 
 
-def test_counters_add_up_over_steps_and_gauges_are_those_of_the_last_that_says_any() -> None:
+def test_counters_add_up_and_gauges_keep_the_last_value() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry)
     for stats in (held(), busy(0), busy(0)):
@@ -214,9 +214,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("query", "legend"), queries())
-def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(
-    query: str, legend: str
-) -> None:
+def test_dashboard_queries_use_existing_series_and_labels(query: str, legend: str) -> None:
     ((name, matchers, interval),) = SERIES.findall(query)
     labels = labels_of_samples()[name]
     grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query)))
@@ -244,7 +242,7 @@ def test_the_dashboard_shows_every_series() -> None:
     assert shown == set(listed)
 
 
-def test_the_dashboard_has_the_parts_of_grafana_s_model() -> None:
+def test_dashboard_follows_grafanas_model() -> None:
     """Of the classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", *LABELS]
@@ -288,7 +286,7 @@ nanoseconds = st.one_of(
 
 
 @given(st.lists(st.lists(nanoseconds, max_size=20), max_size=4))
-def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
+def test_histograms_equal_histograms_of_single_observations(steps: list[list[int]]) -> None:
     registry, reference = (
         CollectorRegistry(),
         Histogram("reference", "", buckets=BUCKETS, registry=None),
@@ -365,7 +363,7 @@ def test_stats_of_ranks_and_scheduler_arrive(silent_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("shared_process", [False, True], ids=["own process", "shared process"])
-def test_in_multi_connector_stats_arrive_too(
+def test_stats_arrive_through_multi_connector(
     shared_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
@@ -432,7 +430,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, RayMetric]]:
     RayMetric.made.clear()
 
 
-def test_rays_metric_classes_take_the_same(ray: dict[str, RayMetric]) -> None:
+def test_rays_metric_classes_accept_the_stats(ray: dict[str, RayMetric]) -> None:
     wrappers = ray_wrappers.RayKVConnectorProm
     types = {
         Gauge: wrappers._gauge_cls,

@@ -61,7 +61,7 @@ def _common(one: list[int], two: list[int]) -> int:
     return next((n for n in range(min(len(one), len(two)), 0, -1) if one[:n] == two[:n]), 0)
 
 
-def test_a_request_larger_than_the_bound_displaces_no_other() -> None:
+def test_request_larger_than_the_limit_displaces_no_other() -> None:
     index = PrefixIndex(max_files=3, max_bytes=10, row_bytes=1)
     index.publish(Source(1, 0, hashes([0]), 10))
     index.publish(Source(2, 0, hashes([0, 0]), 11))
@@ -136,7 +136,7 @@ class Engine:
         self.scheduler.on_worker_report(WorkerReport({}, {rank: RankState(**state)}))
 
 
-def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> None:
+def test_request_reuses_whole_blocks_of_a_published_request() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     assert (first.prefix, first.keeps_source) == (None, True)
@@ -172,7 +172,7 @@ def test_a_request_is_owned_by_the_rank_that_has_the_file() -> None:
 
 
 @pytest.mark.parametrize("cached", range(4))
-def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> None:
+def test_request_reuses_at_most_the_cached_tokens(cached: int) -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.add("second", "abc")
@@ -180,7 +180,7 @@ def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> 
     assert engine.start("second", cached).prefix == expected
 
 
-def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
+def test_source_is_dropped_after_a_failed_request() -> None:
     engine = Engine()
     source = engine.serve("source", "ab")
     for request_id in ("failed", "failed too"):
@@ -193,7 +193,7 @@ def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
     assert engine.released == [source.number]
 
 
-def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -> None:
+def test_rank_that_needs_space_releases_only_its_own_files() -> None:
     engine = Engine()
     first = engine.serve("first", "ab")
     engine.rank(first.owner, unresponsive=True, started=1)  # so that another rank owns the next one
@@ -206,7 +206,7 @@ def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -
     assert engine.start("the other again").prefix == Prefix(other.number, 2 * BLOCK)
 
 
-def test_what_is_cached_without_rows_is_computed() -> None:
+def test_cached_tokens_without_rows_are_computed() -> None:
     engine = Engine()
     engine.add("unpublished", "abc")
     engine.start("unpublished")
@@ -229,7 +229,7 @@ def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is
     assert engine.released == [engine.started["two"].number]
 
 
-def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
+def test_rows_of_an_unresponsive_rank_are_computed_by_another_rank() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.rank(first.owner, unresponsive=True, started=1)
@@ -238,7 +238,7 @@ def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
     assert (second.prefix, second.owner) == (None, 1 - first.owner)
 
 
-def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
+def test_copied_rows_do_not_count_as_debt() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.rank(first.owner, started=1)
@@ -247,7 +247,7 @@ def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
     assert engine.scheduler._loads[first.owner].coming == ROW_BYTES
 
 
-def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
+def test_preempted_request_keeps_its_reused_rows() -> None:
     engine = Engine()
     engine.serve("first", "ab")
     engine.add("second", "abc")
@@ -261,7 +261,7 @@ def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
     )  # it needs no more rows
 
 
-def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
+def test_no_earlier_row_is_reused_after_a_cache_reset() -> None:
     engine = Engine()
     engine.serve("before", "ab")
     engine.add("running", "abc")
@@ -281,7 +281,7 @@ def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
     assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
 
 
-def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty(
+def test_possible_weight_change_disables_reuse_until_the_prefix_cache_is_empty(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rows would be of the earlier weights, and so would the keys and values that others read."""
@@ -292,7 +292,7 @@ def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_
     engine.start("running")
     for _ in range(2):
         engine.scheduler.weights_may_change()
-    assert caplog.text.count("compute all of their rows until the prefix cache is reset") == 1
+    assert caplog.text.count("compute all rows until the prefix cache is reset") == 1
     assert engine.tries("running") == 0
     for name in ("after", "again"):
         engine.add(name, "abc")
@@ -308,7 +308,7 @@ def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_
     assert engine.start("second").prefix == Prefix(first.number, 3 * BLOCK)
 
 
-def test_rows_of_generated_tokens_are_at_hand_once_they_are_published() -> None:
+def test_rows_of_generated_tokens_are_reusable_once_published() -> None:
     engine = Engine()
     request = engine.add("first", "a", kv_transfer_params={"include_output_tokens": True})
     engine.start("first")
@@ -341,7 +341,7 @@ RATES = {
         (1, {**RATES, "backlog": 1000 * ROW_BYTES}, False),  # the file takes another second
     ],
 )
-def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_them(
+def test_request_waits_for_rows_that_will_be_published_sooner(
     left: int, state: dict[str, Any], waits: bool
 ) -> None:
     engine = Engine()
@@ -369,7 +369,7 @@ def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
     assert engine.tries("second") == 0
 
 
-def test_a_request_that_fails_keeps_nobody_waiting() -> None:
+def test_failed_request_releases_requests_that_wait_for_its_rows() -> None:
     engine = Engine()
     twin = engine.add("twin", "abc")
     engine.start("twin")

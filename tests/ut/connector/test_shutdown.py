@@ -84,7 +84,7 @@ def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
     )
 
 
-def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
+def test_close_writes_all_computed_rows(
     engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     compute(engine)
@@ -110,7 +110,7 @@ def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
-def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and_no_thread_outlives_the_silence(
+def test_close_ends_after_its_timeout_and_threads_end_once_storage_responds(
     engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(os.listdir("/proc/self/fd")) - {"0"}
@@ -139,7 +139,7 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 
 
-def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
+def test_hanging_publication_does_not_delay_reasons_of_other_requests(
     engine: Engine, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publishing, go_on = threading.Event(), threading.Event()
@@ -168,7 +168,7 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
-def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
+def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
     engine: Engine, storage: threading.Event
 ) -> None:
     """KeyboardInterrupt in a user's process; SystemExit in vllm-ascend's static-kernel handler."""
@@ -239,7 +239,7 @@ def connector(note: Callable[[float], None]) -> AscendHiddenStatesConnector:
     return made
 
 
-def test_a_connector_closes_its_worker_once_and_gives_it_the_time_of_the_option() -> None:
+def test_connector_closes_its_worker_once_with_drain_timeout() -> None:
     calls: list[float] = []
     one = connector(calls.append)
     one.shutdown()
@@ -247,7 +247,7 @@ def test_a_connector_closes_its_worker_once_and_gives_it_the_time_of_the_option(
     assert calls == [7.0]
 
 
-def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
+def test_forked_child_does_not_touch_files_of_the_parent(tmp_path: Path) -> None:
     note = tmp_path / "closed"
     one = connector(lambda timeout: note.touch())
     child = os.fork()
@@ -268,7 +268,7 @@ def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
     [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}],
     ids=["no stop string", "stop string"],
 )
-def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(
+def test_aborts_of_a_stopping_server_are_not_sent_to_workers(
     change: dict[str, Any],
 ) -> None:
     """Otherwise the file would be discarded or, with stop strings, published incomplete."""

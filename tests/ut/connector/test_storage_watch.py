@@ -15,7 +15,7 @@ from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 
 
-def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_request_at_a_time(
+def test_step_that_waited_for_files_pauses_admission_and_then_starts_one_request_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, open_after = 100.0, 2.0
@@ -59,7 +59,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
     assert admitted() == 5
 
 
-def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(
+def test_storage_stalls_only_while_waiting_rows_are_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -96,7 +96,7 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     assert waits.is_unresponsive
 
 
-def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
+def test_all_rows_of_a_step_count_for_the_prompt_rate() -> None:
     now = 0.0
     progress = RankProgress(row_bytes=10, num_writers=1)
     progress.step_rate = StepRate(clock=lambda: now)
@@ -108,7 +108,7 @@ def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
     assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 
 
-def test_storage_that_hangs_while_a_file_is_finished_is_silent(
+def test_storage_that_hangs_at_the_end_of_a_file_counts_as_stalled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -160,7 +160,7 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(
 
 
 @pytest.mark.parametrize(("slow_storage", "waits"), [("wait", 4.0), ("fail", 1.0)])
-def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
+def test_storage_is_unresponsive_until_late_files_are_open(
     slow_storage: Literal["wait", "fail"], waits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then no step waits for it again, and those of other ranks wait for a second."""
@@ -180,7 +180,7 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
     assert not watch.is_unresponsive
 
 
-def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(
+def test_wait_for_slow_files_does_not_lengthen_the_next_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its wait is not taken for the length of a step, by which the next one would wait."""
@@ -223,7 +223,7 @@ class HungOpener:
 
 
 @pytest.mark.parametrize(("hang", "rest"), [(2.05, 6.0), (29.0, 30.0), (33.0, 30.0)])
-def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(
+def test_pause_after_a_hang_is_at_most_the_storage_timeout(
     hang: float, rest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opener = HungOpener(monkeypatch, until=hang)

@@ -61,7 +61,7 @@ def test_rows_before_and_after_a_load_have_two_versions() -> None:
     assert lab.versions() == [(0, ""), (1, "step 1")]
 
 
-def test_of_three_versions_the_oldest_and_the_newest_are_told() -> None:
+def test_oldest_and_newest_of_three_versions_are_reported() -> None:
     lab = Lab()
     for first in (4, 5):
         lab.load()
@@ -85,7 +85,7 @@ def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
     assert lab.versions() == [(0, "")]
 
 
-def test_nothing_is_watched_once_all_rows_of_prompts_are_computed() -> None:
+def test_no_request_is_watched_once_all_prompt_rows_are_computed() -> None:
     lab = Lab()
     assert lab.scheduler.weights._watched == {"r"}
     lab.compute(4, PROMPT - 4)
@@ -127,7 +127,7 @@ def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
     assert lab.versions() == [(1, "")]
 
 
-def test_a_name_is_that_of_the_weights_and_not_of_the_next() -> None:
+def test_name_belongs_to_one_version_only() -> None:
     lab = Lab()
     lab.scheduler.weights.are_named("sft")
     lab.compute(4)
@@ -137,7 +137,7 @@ def test_a_name_is_that_of_the_weights_and_not_of_the_next() -> None:
     assert lab.versions() == [(0, "sft"), (1, "")]
 
 
-def test_a_fingerprint_is_that_of_the_weights_and_not_of_the_next() -> None:
+def test_fingerprint_belongs_to_one_version_only() -> None:
     lab = Lab()
     for fingerprint in ("0a" * 16, ""):
         lab.load(fingerprint=fingerprint)
@@ -166,7 +166,7 @@ def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> Re
     ],
     ids=str,
 )
-def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(
+def test_aborted_request_keeps_its_rows_on_request(
     params: dict[str, bool], tokens: list[int], most_kept: int
 ) -> None:
     end = end_of(Lab(**params))
@@ -176,14 +176,12 @@ def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(
 @pytest.mark.parametrize(
     ("status", "stop"), [("FINISHED_STOPPED", []), (ABORTED, ["\n"])], ids=["ended", "stop string"]
 )
-def test_a_request_that_was_not_aborted_ends_as_if_it_had_not_asked(
-    status: str, stop: list[str]
-) -> None:
+def test_keep_aborted_does_not_affect_a_finished_request(status: str, stop: list[str]) -> None:
     end = end_of(Lab(keep_aborted=True, include_output_tokens=True), status, stop)
     assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (False, [71, 72], 0)
 
 
-def test_rows_of_earlier_weights_after_those_computed_again_are_not_kept() -> None:
+def test_rows_of_earlier_weights_are_not_kept_after_recomputed_rows() -> None:
     """A name of the new weights alone would be wrong for them."""
     lab = Lab(keep_aborted=True)
     lab.compute(4)

@@ -97,7 +97,7 @@ def assert_right(engine: Engine, request_id: str, num_rows: int) -> None:
     assert num_rows == 0 or found[0] == engine.value("source", 0)
 
 
-def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine) -> None:
+def test_file_has_copied_and_computed_rows(engine: Engine) -> None:
     publish(engine)
     engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
     engine.wait_until_decided("next")
@@ -108,7 +108,7 @@ def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine
     assert engine.worker.take_stats().gauge("open_sources") == {"0": 1}  # type: ignore[union-attr]
 
 
-def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(
+def test_file_waits_for_the_copy_and_the_source_stays_open(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler may release a source as soon as a request has started."""
@@ -124,7 +124,7 @@ def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_rows_that_are_computed_again_are_written_after_the_copy(
+def test_recomputed_rows_are_written_after_the_copy(
     side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a preemption; here they differ, so that the order is seen."""
@@ -143,7 +143,7 @@ def test_rows_that_are_computed_again_are_written_after_the_copy(
     assert_right(engine, "next", 5)
 
 
-def test_an_aborted_request_leaves_its_source_to_others(
+def test_aborted_request_does_not_close_its_source(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(engine)
@@ -157,7 +157,7 @@ def test_an_aborted_request_leaves_its_source_to_others(
     assert not engine.path("aborted").exists()
 
 
-def test_a_copy_that_fails_fails_its_request_alone(
+def test_failed_copy_fails_only_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(engine)
@@ -177,7 +177,7 @@ def test_a_copy_that_fails_fails_its_request_alone(
     assert_right(engine, "next", 5)
 
 
-def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(
+def test_request_without_its_source_fails_and_names_missing_rows(
     engine: Engine,
 ) -> None:
     publish(engine)
@@ -192,7 +192,7 @@ def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(
     )
 
 
-def test_a_copy_that_hangs_counts_as_silent_storage(
+def test_hanging_copy_counts_as_stalled_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tmp_path, storage_timeout=PATIENCE)
@@ -208,7 +208,7 @@ def test_a_copy_that_hangs_counts_as_silent_storage(
     engine.close()
 
 
-def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
+def test_close_closes_all_open_sources(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     engine = Engine(tmp_path)
     publish(engine)
@@ -261,7 +261,7 @@ def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> No
     assert (rows_of(file.path)[:3] == finite_rows(0, 3)).all()
 
 
-def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
+def test_close_releases_every_file_including_later_files(tmp_path: Path) -> None:
     kept = OpenSources(run_at_once)
     first, _ = kept_source(tmp_path / "first")
     late, _ = kept_source(tmp_path / "late")
@@ -272,7 +272,7 @@ def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -
     assert not is_open(late)
 
 
-def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
+def test_removed_files_count_while_they_are_open(tmp_path: Path) -> None:
     now = 0.0
     kept = OpenSources(run_at_once, lambda: now)
     sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
@@ -314,7 +314,7 @@ def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
     ("number", "needs"),
     [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EMFILE, True)],
 )
-def test_a_request_for_which_there_is_no_space_releases_the_files_that_are_kept(
+def test_request_without_space_releases_open_sources(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, needs: bool
 ) -> None:
     publish(engine)
@@ -336,7 +336,7 @@ def raise_error(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(
+def test_hanging_storage_does_not_block_steps_through_open_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[Job] = []

@@ -68,7 +68,7 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     assert 0 < stats.gauge("ring_fill")["0"] <= 1
 
 
-def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_something_happened(
+def test_stats_are_sent_on_request_or_after_an_event(
     engine: Engine,
 ) -> None:
     for wanted in (False, True, False):
@@ -76,7 +76,7 @@ def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_somethin
         assert (engine.worker.take_stats() is not None) == wanted
 
 
-def test_rows_that_are_computed_again_are_written_again_and_published_once(engine: Engine) -> None:
+def test_recomputed_rows_are_written_twice_and_published_once(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 2)])
@@ -88,7 +88,7 @@ def test_rows_that_are_computed_again_are_written_again_and_published_once(engin
     assert stats.counter("published") == 1
 
 
-def test_aborts_and_failures_are_told_apart_by_cause(
+def test_aborts_and_failures_are_counted_by_cause(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(first: int, rows: object) -> None:
@@ -116,7 +116,7 @@ def test_aborts_and_failures_are_told_apart_by_cause(
     assert observations(stats, "publish") == 1
 
 
-def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(
+def test_full_ring_shows_in_fill_backlog_and_stall(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()

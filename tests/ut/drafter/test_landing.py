@@ -47,7 +47,7 @@ class WatchedNpu:
         return getattr(torch.npu, name)  # type: ignore[attr-defined]
 
 
-def test_only_the_lander_records_queries_and_drops_events_of_copies(
+def test_only_the_lander_uses_events_of_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WatchedEvent, "used_by", set())
@@ -66,7 +66,7 @@ def test_only_the_lander_records_queries_and_drops_events_of_copies(
     del asked
 
 
-def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(
+def test_chunks_of_a_slot_land_together_and_events_are_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One event for each slot, or each time that the ring is full: a record may block the GIL."""
@@ -91,7 +91,7 @@ def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(
     assert len(created) == 3, "two that ask for errors, and one for all slots"
 
 
-def test_a_full_ring_does_not_count_as_slow_storage_while_its_rows_are_being_written() -> None:
+def test_full_ring_is_not_slow_storage_while_rows_are_written() -> None:
     """With slow_storage="fail" the next step would fail its requests."""
     pipeline = Pipeline(ring_rows=4)
     (slot, _) = pipeline.staging.slots
@@ -173,7 +173,7 @@ def pipeline() -> Iterator[Pipeline]:
 
 
 @pytest.mark.parametrize("sabotage", CALLS)
-def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lander(
+def test_failed_device_call_is_reported_once_and_blocks_no_thread(
     pipeline: Pipeline, sabotage: Callable[[Pipeline, Fail], None]
 ) -> None:
     def fail() -> None:
@@ -193,7 +193,7 @@ def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lande
     assert {position for _, position in pipeline.read} <= set(range(4))
 
 
-def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reported(
+def test_finish_call_waits_until_the_error_is_reported(
     pipeline: Pipeline,
 ) -> None:
     """In between it could send an answer that the device has spoilt."""
@@ -220,9 +220,7 @@ def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reporte
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
-def test_a_copy_that_the_device_has_dropped_is_not_handed_out(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_copy_is_not_delivered(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that is used again still shows that it had completed."""
     monkeypatch.setattr(landing, "_OTHERS_S", 0.05)
     rows = target_output(4, 0)
@@ -241,7 +239,7 @@ def test_a_copy_that_the_device_has_dropped_is_not_handed_out(
     )
 
 
-def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_first(
+def test_thread_with_the_error_of_a_dropped_copy_may_report_it_first(
     pipeline: Pipeline,
 ) -> None:
     _copy_fails(pipeline, lambda: None)
@@ -251,7 +249,7 @@ def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_
     assert pipeline.errors == [], "another thread has the device's own text"
 
 
-def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(
+def test_idle_lander_asks_for_the_error_of_an_overdue_copy(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise nobody would enter the task queue until the next request."""
@@ -271,7 +269,7 @@ def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
-def test_a_lander_that_was_abandoned_frees_who_waits_for_a_slot(pipeline: Pipeline) -> None:
+def test_abandoned_lander_releases_threads_that_wait_for_a_slot(pipeline: Pipeline) -> None:
     pipeline.lander.abandon()
     for seed in range(3):
         pipeline.step(target_output(4, seed), [Span("a", 4 * seed, 4, 0)])

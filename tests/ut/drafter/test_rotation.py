@@ -65,7 +65,7 @@ def test_staged_rows_are_in_the_models_own_basis(
 
 
 @only_with("<0.30", "it turns drafts in models/llama_eagle3.py")
-def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_path: Path) -> None:
+def test_draft_computes_the_same_from_rows_as_in_vllm_ascend(tmp_path: Path) -> None:
     """A draft that is trained on the rows computes the same when vllm-ascend serves it."""
     from vllm_ascend.patch.worker.patch_draft_quarot import make_load_weights
 
@@ -100,7 +100,7 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
     )
 
 
-def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:
+def test_rows_are_turned_back_after_sleep_discards_device_memory() -> None:
     """Sleep level 2: memory comes back at the same address, without data."""
     rotation, rows = orthogonal(HIDDEN), torch.randn(TOKENS, HIDDEN)
     turn, out = TurnBack(rotation, TOKENS, DEVICE), torch.empty(TOKENS, 1, HIDDEN, device=DEVICE)
@@ -114,7 +114,7 @@ def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:
         torch.testing.assert_close(out[:, 0].cpu(), rows, rtol=0, atol=1e-5)
 
 
-def test_its_buffers_are_allocated_once() -> None:
+def test_rotation_buffers_are_allocated_once() -> None:
     """vLLM measures the memory before the first request; what a step took would be missing.
 
     A step takes only the workspace of its matrix product: 20 MiB, as those of the target do

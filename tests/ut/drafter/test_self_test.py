@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[bool, Patch, str]] = {
 
 
 @pytest.mark.parametrize(("rotated", "fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
-def test_a_fault_ends_the_start_with_an_error_that_names_its_step(
+def test_fault_ends_the_start_with_an_error_that_names_the_step(
     monkeypatch: pytest.MonkeyPatch, rotated: bool, fault: Patch, message: str
 ) -> None:
     staging = make_staging(rotated=rotated)
@@ -208,7 +208,7 @@ def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.Mo
     ("basis", "wish", "refused"),
     [("", "undo", True), ("", "keep", False), ("model", "undo", False)],
 )
-def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
+def test_rotated_target_without_a_declared_rotation_is_refused(
     monkeypatch: pytest.MonkeyPatch, basis: str, wish: str, refused: bool
 ) -> None:
     layer = SimpleNamespace(staging=make_staging())
@@ -237,7 +237,7 @@ def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
 @pytest.mark.parametrize(
     ("num_layers", "rotated", "index"), [(3, False, 1), (40, False, 2), (3, True, 3), (40, True, 4)]
 )
-def test_after_it_a_request_launches_nothing_for_the_first_time_and_takes_no_memory(
+def test_self_test_launches_every_operator_and_allocates_all_memory_of_a_step(
     num_layers: int, rotated: bool, index: int
 ) -> None:
     device = torch.device("npu", index)
