@@ -1,4 +1,4 @@
-"""Caveats: each is named where vllm-ascend's sources differ from transformers, and nowhere else."""
+"""Caveats are reported exactly where vllm-ascend's sources differ from transformers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def ascends_embeddings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vllm-ascend's rotary embeddings in the place of vLLM's, as a worker has them."""
+    """Replace vLLM's rotary embeddings with those of vllm-ascend, as in a worker."""
     from vllm_ascend import utils
 
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
@@ -71,7 +71,7 @@ def ascends_embeddings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def served(rope: dict[str, Any]) -> torch.Tensor:
-    """Frequencies of vllm-ascend."""
+    """Return the frequencies of vllm-ascend."""
     embedding = get_rope(HEAD, 4096, rope_parameters=dict(rope), dtype=torch.float32)
     assert type(embedding).__name__.startswith("Ascend"), "vllm-ascend replaces this class"
     if "inv_freq" in dict(embedding.named_buffers()):
@@ -94,7 +94,7 @@ def of_transformers(rope: dict[str, Any]) -> torch.Tensor:
 def test_upstream_frequencies_differ_by_as_much_as_the_caveat_says(
     rope: dict[str, Any],
 ) -> None:
-    """If one without the key `truncate` fails, a release may be mended: look at caveats.py."""
+    """If a case without `truncate` fails, upstream may have fixed the defect: see caveats.py."""
     difference = float((served(rope) / of_transformers(rope) - 1).abs().max())
     config = {"head_dim": HEAD, "rope_parameters": rope}
     found = caveats_of(config, config)
@@ -111,7 +111,7 @@ def test_upstream_frequencies_differ_by_as_much_as_the_caveat_says(
 
 
 def override_of(caveat: Caveat) -> dict[str, Any]:
-    """The value of --hf-overrides that a caveat names."""
+    """Return the value of --hf-overrides in a caveat."""
     (text,) = re.findall(r"--hf-overrides '(.*)'", caveat.remedy)
     found: dict[str, Any] = json.loads(text)
     return found
@@ -203,7 +203,7 @@ def test_override_keeps_all_parameters_of_any_form_of_config(
 
 
 def test_upstream_modules_with_another_rounding_are_known() -> None:
-    """Of the sources. Another module needs a look: is its YaRN that of vllm-ascend?"""
+    """For any new module, check whether its YaRN is that of vllm-ascend."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "model_executor/models"
@@ -272,7 +272,7 @@ def test_window_is_reported_if_sequences_can_be_longer(
 
 
 def test_upstream_passes_the_unchanged_window_to_cann() -> None:
-    """Of the sources. When this fails, a release may be mended; test_rows_of_caveats.py tells."""
+    """If this fails, upstream may have fixed the defect: run test_rows_of_caveats.py."""
     spec = importlib.util.find_spec("vllm_ascend")
     assert spec is not None and spec.origin is not None
     attention = (Path(spec.origin).parent / "attention/attention_v1.py").read_text()

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: what changes it, what does not, and how much it reads."""
+"""The fingerprint of a checkpoint: changes that affect it, and the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE_FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 
 
 def make(place: Path, seed: int = 0, elements: int = 64) -> Path:
-    """A checkpoint of two shards of two tensors."""
+    """Make a checkpoint of two shards with two tensors each."""
     place.mkdir(parents=True)
     random = np.random.default_rng(seed)
     names = {}
@@ -53,7 +53,7 @@ def of(place: Path, load_format: str = "auto") -> str:
 
 
 def config(model: Path | str, **changes: Any) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     values: dict[str, Any] = {
         "revision": None,
         "download_dir": None,
@@ -142,7 +142,7 @@ def test_sizes_and_names_change_the_fingerprint(tmp_path: Path, name: str) -> No
     "tensor", ["layers.0.q_proj", "layers.0.up_proj", "layers.1.q_proj", "layers.1.up_proj"]
 )
 def test_training_one_tensor_changes_the_fingerprint(tmp_path: Path, tensor: str) -> None:
-    """Same shapes, and most bytes are not sampled."""
+    """The shapes stay the same, and most bytes are not sampled."""
     place = make(tmp_path / "a", elements=100 * PIECE)
     before = of(place)
     name = SHARDS[int(tensor.split(".")[1])]

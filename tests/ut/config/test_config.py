@@ -1,4 +1,4 @@
-"""Options: what is refused, and that the refusal names option, value and remedy."""
+"""Options: invalid values are refused with option, value and remedy."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_layer_ids_keep_the_order_of_the_user(layer_ids: list[int]) -> None:
 
 
 def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     parallel = {
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,

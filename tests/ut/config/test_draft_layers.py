@@ -1,4 +1,4 @@
-"""`--layers DRAFT`: the layers that a draft reads, as vLLM understands its config.json."""
+"""`--layers DRAFT`: the layers that vLLM reads from the config.json of a draft."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_draft_selects_its_layers_and_the_last_layer(name: str, tmp_path: Path) 
 
 
 def given_by_vllm(config: dict[str, Any], function: Callable[[Any], Any]) -> set[int]:
-    """The layers that vLLM reads from a draft's configuration."""
+    """Return the layers that vLLM reads from the configuration of a draft."""
     return set(
         function(
             SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)))

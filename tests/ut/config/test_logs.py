@@ -1,4 +1,4 @@
-"""This package's log lines in vLLM's processes: as vLLM's own, and where a user has said so."""
+"""Log lines of this package in vLLM's processes: like vLLM's, or as the user has configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("vllm_ascend_hsx", "vllm", None)
 
 @pytest.fixture
 def loggers() -> Iterator[dict[str | None, logging.Logger]]:
-    """Ours and the root as they are by themselves; vLLM's at its level, without its handler."""
+    """Yield unconfigured loggers, and vLLM's logger with its level but no handler."""
     found = {name: logging.getLogger(name) for name in NAMES}
     kept = {
         name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()
@@ -40,7 +40,7 @@ def handle(logger: logging.Logger, level: int = logging.NOTSET) -> io.StringIO:
 
 
 def say() -> None:
-    """Log as a fork of a process with our plugin, whose imports set the root logger to ERROR."""
+    """Log in a fork of a process with our plugin. Imports set the root logger to ERROR."""
     root = logging.getLogger()
     root.handlers = [
         each for each in root.handlers if type(each) is logging.StreamHandler
@@ -103,7 +103,7 @@ def test_root_handler_for_errors_does_not_hide_our_warnings(
 def test_loggers_are_unchanged_if_vllm_configures_no_logging(
     loggers: dict[str | None, logging.Logger],
 ) -> None:
-    """VLLM_CONFIGURE_LOGGING=0."""
+    """With VLLM_CONFIGURE_LOGGING=0."""
     loggers["vllm"].setLevel(logging.NOTSET)
     loggers["vllm"].handlers = []
     say()

@@ -48,7 +48,7 @@ NUMBERS = st.one_of(st.sampled_from(EXTREMES), st.floats(), st.integers(), st.bo
 
 
 def numeric(model: type[BaseModel]) -> dict[str, tuple[type, dict[str, float]]]:
-    """The options that are numbers: int or float, and their bounds by sign."""
+    """Return the numeric options: int or float, and the bounds by sign."""
     found = {}
     for name, field in model.model_fields.items():
         kinds = [kind for kind in (int, float) if field.annotation in (kind, kind | None)]

@@ -1,4 +1,4 @@
-"""A path may be a text or a pathlib.Path wherever Python code gives us one."""
+"""The Python API accepts paths as strings and as pathlib.Path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-up: each setting that cannot be used is refused before weights are loaded."""
+"""Start-up: invalid settings are refused before weights are loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     config = vllm_config()
     config.model_config.dtype = dtype
     config.kv_transfer_config = SimpleNamespace(
@@ -205,7 +205,7 @@ def test_rows_that_direct_io_cannot_align_are_refused(
 def test_direct_io_has_no_effect_on_shards_and_the_server_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows that direct I/O could not align are accepted, and writers do not wait for the disk."""
+    """Rows that direct I/O cannot align are accepted, and writers do not wait for the disk."""
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     for _ in range(3):  # proposer, drafter, connector
         settings = read_settings(serve(tmp_path, io="direct", sink="shard"))

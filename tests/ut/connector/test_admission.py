@@ -1,4 +1,4 @@
-"""Admitted rows fit into the ring and into the limits of an API request."""
+"""Admission: rows fit into the ring and into the limits of an API request."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def make_limits(files: int = 4, rows: int = 1000) -> RequestLimits:
 
 
 def completion(name: str, prompts: int, samples: int = 1, digits: str = DIGITS) -> list[str]:
-    """vLLM's ids of a request for completions."""
+    """Return vLLM's ids of a completion request."""
     return [
         "".join(
             (
@@ -319,7 +319,7 @@ def chat(name: str, samples: int = 1, digits: str = DIGITS) -> list[str]:
 
 
 def stored(limits: RequestLimits, ids: list[str], rows: int = 1) -> int:
-    """How many of the files are allowed."""
+    """Return the number of files that are allowed."""
     return sum(limits.refusal(each, rows) is None for each in ids)
 
 

@@ -1,4 +1,4 @@
-"""Requests wait while rows of others fill the memory, and no longer than they must."""
+"""Back-pressure: requests wait while the ring is full, and no longer than necessary."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_admitted_request_counts_before_the_worker_reports_it() -> None:
 
 
 def test_admitted_request_that_is_not_scheduled_adds_no_debt() -> None:
-    """vLLM asks first and may then find no room in the KV cache."""
+    """vLLM asks the connector first, and may then find the KV cache full."""
     scheduler, large, small = make_scheduler(), make_request("large", 10), make_request("small", 1)
     for request in (large, small):
         scheduler.on_new_request(request)
@@ -101,7 +101,7 @@ def test_rows_written_during_the_prompt_need_no_memory(
 
 
 def test_generated_rows_count_at_the_step_rate() -> None:
-    """A hundred steps a second make 100 rows of 64 bytes, for each request."""
+    """A hundred steps per second make 100 rows of 64 bytes per second for each request."""
     rates = {"prompt_rate": 1e6, "step_rate": 100.0}
     for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
         scheduler = make_scheduler(num_ranks=1)
@@ -234,7 +234,7 @@ def test_stats_count_held_requests_until_they_start_or_end(end: str) -> None:
 def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
     name: str | None,
 ) -> None:
-    """An idle engine asks no worker, so a file can be complete long before the scheduler knows."""
+    """Workers report only with steps, so a file can be complete long before the scheduler knows."""
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -325,7 +325,7 @@ def test_chosen_name_belongs_to_the_first_prompt_and_sample_on_any_rank() -> Non
 def test_id_or_name_in_use_by_an_unresponsive_rank_is_generated_without_extraction(
     name: str | None,
 ) -> None:
-    """The rank could not tell two requests of one id apart."""
+    """The rank could not distinguish two requests with the same id."""
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True
     )
@@ -364,7 +364,7 @@ def test_unresponsive_rank_gets_no_request_while_another_rank_responds() -> None
 
 
 def test_unresponsive_rank_refuses_requests_only_if_all_ranks_are_unresponsive() -> None:
-    """Its load falls with each request that it refuses."""
+    """Refused requests reduce the load of a rank, so it would attract more requests."""
     scheduler = make_scheduler()
     requests = [make_request(f"r{index}", 1, arrival_time=index) for index in range(6)]
 
@@ -383,7 +383,7 @@ def test_unresponsive_rank_refuses_requests_only_if_all_ranks_are_unresponsive()
 
 
 def test_paused_rank_stops_admission_on_all_ranks_and_all_learn_of_an_unresponsive_rank() -> None:
-    """They share the storage: the next step would wait for the same silence."""
+    """Ranks share the storage, so the next step would wait for the same stall."""
     scheduler, request = make_scheduler(num_ranks=2), make_request("one")
     scheduler.on_new_request(request)
     report(scheduler, 0, paused=True)

@@ -1,4 +1,4 @@
-"""A simulated engine: no step waits for slow storage, and fast storage costs nothing."""
+"""Back-pressure in a simulated engine: steps never wait, and fast storage costs nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED = BUDGET / (STEP_S + BUDGET * TOKEN_S)  # rows per second of prompts that
 
 @dataclass(eq=False)
 class Request:
-    """Rows of a request that are yet to be computed."""
+    """The rows of a request that are not computed yet."""
 
     prompt: int
     output: int = 0
@@ -133,7 +133,7 @@ def test_no_step_waits_for_slow_storage_and_storage_is_never_idle(
 
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_prompts_computed_concurrently_all_count(share: float) -> None:
-    """As with vLLM's long_prefill_token_threshold."""
+    """As with vLLM's option long_prefill_token_threshold."""
     engine = Engine(share * NEEDED, 1500, in_flight=16, chunk=BUDGET // 8)
     engine.run(120.0)
     assert engine.longest_wait == 0.0

@@ -1,4 +1,4 @@
-"""Rows that come one per step are written together and in order, and take bounded memory."""
+"""Batches: rows that arrive one per step are written together, in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Each write: request id, first position, number of rows."""
+    """Record each write: request id, first position, number of rows."""
     found: list[tuple[str, int, int]] = []
     original = RequestFile.write
 
@@ -51,7 +51,7 @@ def settle(engine: Engine) -> None:
 
 
 def decode(engine: Engine, request_id: str, first: int, end: int) -> None:
-    """Generate tokens, one per step; each step is copied by itself."""
+    """Generate one token per step. Each step is copied separately."""
     for position in range(first, end):
         engine.step(NOTHING, [(request_id, position, 1)])
         engine.worker.drain_copies()

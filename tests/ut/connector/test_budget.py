@@ -1,4 +1,4 @@
-"""directory_budget_bytes: no rank's files exceed its share, and room that is freed is found."""
+"""directory_budget_bytes: files of a rank stay within its share, and freed space is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Served:
-    """A scheduler with a budget, its clock, and what its ranks have reported."""
+    """A scheduler with a budget, the clock, and the reports of the ranks."""
 
     def __init__(
         self, files: float, num_engines: int = 1, num_ranks: int = 1, **options: Any
@@ -56,7 +56,7 @@ class Served:
         self.scheduler.on_worker_report(WorkerReport(outcomes or {}, dict(self.states)))
 
     def asks(self, request: Any) -> str:
-        """Send a new request, or ask again about one that waits."""
+        """Send a new request, or ask again about a waiting request."""
         if not self.scheduler.extracts(request.request_id):
             self.scheduler.on_new_request(request)
         if not self.scheduler.extracts(request.request_id):
@@ -67,7 +67,7 @@ class Served:
         return "waits" if self.scheduler.extracts(request.request_id) else "refused"
 
     def look(self) -> int:
-        """Return the number of the look that the ranks are asked for in the next step."""
+        """Return the number of the check that the next step requests from the ranks."""
         return schedule(self.scheduler).look
 
     def error(self, request: Any) -> str:

@@ -1,4 +1,4 @@
-"""A device error ends the worker: each file has the text, and the main thread raises it."""
+"""A device error ends the worker: each file has the error, and the main thread raises it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def fail_copies(engine: Engine) -> None:
-    """Let the device report an earlier failure to the lander's next call."""
+    """Make the device report an earlier failure at the next call of the lander."""
 
     def wait_event(event: Any) -> None:
         raise RuntimeError(TEXT)
@@ -151,7 +151,7 @@ def test_only_the_first_error_is_reported(engine: Engine, caplog: pytest.LogCapt
 def test_missing_copies_are_blamed_on_the_device_not_the_storage(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An event that the device has dropped never completes."""
+    """A dropped event never completes."""
     engine.worker._lander._has_landed = lambda batch: False  # type: ignore[method-assign]
     engine.step(started(engine.start("a", 4)), [("a", 0, 4)])
     assert engine.worker._progress.stalled_for() == 0.0
@@ -167,7 +167,7 @@ def test_missing_copies_are_blamed_on_the_device_not_the_storage(
 def test_failed_worker_ends_its_process_unless_it_is_the_process_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_child: bool, ends: bool
 ) -> None:
-    """The main thread may wait for an event that the device has dropped."""
+    """The main thread may wait for a dropped event."""
     ended_by_us = threading.Event()
     monkeypatch.setattr(failure, "_GRACE_S", 0.05)
     monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
@@ -225,7 +225,7 @@ def queue_mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def steps_until_the_engine_ends(engine: Engine) -> Exception:
-    """Run steps as vLLM does, and return the exception that ends the engine."""
+    """Run steps as vLLM does. Return the exception that ends the engine."""
     for number in range(8):
         request = f"r{number}"
         try:
@@ -269,7 +269,7 @@ def test_any_failed_device_call_ends_the_engine_and_fails_each_file(
 @pytest.mark.usefixtures("queue_mode")
 @pytest.mark.parametrize("who_asks", ["the lander", "the main thread"])
 def test_rows_after_a_failed_task_are_never_published(tmp_path: Path, who_asks: str) -> None:
-    """The failure also drops the copies and records that are in the queue."""
+    """The failure also drops queued copies and event records."""
     engine = Engine(tmp_path / "out", ring_rows=64)
     for name in ("first", "second"):  # so that each event has completed before
         engine.step(started(engine.start(name, 4)), [(name, 0, 4)])

@@ -1,4 +1,4 @@
-"""Extraction keeps SinkFile's contract under any threads: one end, no pending write, all rows."""
+"""Extraction observes SinkFile's contract in any thread: one end, no pending write, all rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS, ROW = 8, 4
 
 
 class StrictFile(SinkFile):
-    """Has each break of the contract in `broken`; first writes and commits wait until they may."""
+    """Record violations of the contract in `broken`. First writes and commits wait for the test."""
 
     def __init__(self) -> None:
         self.request_id, self.path = "r", Path("r.safetensors")
@@ -102,7 +102,7 @@ class StrictSink(Sink):
 
 
 class Life:
-    """An extraction of a prompt, with what became of it."""
+    """An extraction of a prompt, and the outcome."""
 
     def __init__(self, writers: ThreadPool) -> None:
         self.file = StrictFile()
@@ -144,7 +144,7 @@ class Life:
         return written[0]
 
     def end(self, aborted: bool) -> None:
-        """End the request, when all of its rows have entered the lane."""
+        """End the request once all rows have entered the lane."""
         job = partial(self.extraction.end, RequestEnd("r", aborted=aborted))
         with self.lander:
             enters = self.extraction.enter_end(job)
@@ -156,7 +156,7 @@ class Life:
         self.extraction.stop()
 
     def check(self, *ends: str) -> None:
-        """It has ended, once and in one of these ways, and its file is closed."""
+        """Check that the request ended once, in one of these ways, and that the file is closed."""
         assert self.ended.acquire(timeout=10)
         assert not self.ended.acquire(blocking=False)
         assert self.file.broken == []
@@ -167,7 +167,7 @@ class Life:
 
 
 def run(job: Job) -> None:
-    """Run a job, and those that it returns, as a thread of a pool does."""
+    """Run a job and the jobs that it returns, as a thread of the pool does."""
     ready = [job]
     while ready:
         ready += ready.pop(0)() or ()

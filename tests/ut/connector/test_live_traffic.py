@@ -52,7 +52,7 @@ NIGHTS = ((0.1, 0.4), (0.6, 0.9))
 
 @dataclass
 class Chat:
-    """A request of a client, and how far the engine is."""
+    """A request of a client, and the progress of the engine."""
 
     request: Any
     max_tokens: int
@@ -69,7 +69,7 @@ def value(request_id: str) -> float:
 
 
 class Engine:
-    """A data-parallel rank: vLLM's scheduling in small, and our two sides."""
+    """A data-parallel rank: a minimal scheduler like vLLM's, and both sides of the connector."""
 
     def __init__(self, directory: Path, number: int, day: Day) -> None:
         self.day = day
@@ -167,7 +167,7 @@ class Engine:
 
 @dataclass
 class Day:
-    """Clients, the server, a consumer and a cleaner."""
+    """The clients, the server, a consumer and a cleaner."""
 
     directory: Path
     luck: random.Random = field(default_factory=lambda: random.Random(7))
@@ -262,7 +262,7 @@ class Day:
             self.keys.setdefault(key, set()).add(outcome == "ordinary")
 
     def consume(self) -> None:
-        """Compare a file with what its rows must be, then acknowledge or remove it."""
+        """Compare a file with the expected rows, then acknowledge or remove it."""
         path, chat = self.answers.pop(0)
         states = vllm_ascend_hsx.load(path, verify=True)
         tokens = chat.prompt + (chat.max_tokens - 1 if chat.wants_output else 0)
@@ -280,14 +280,14 @@ class Day:
         self.counts["right"] += 1
 
     def look(self) -> None:
-        """Compare the bytes of all files, hidden ones too, with the budget."""
+        """Compare the bytes of all files, including hidden files, with the budget."""
         used = sum(size for size in dict(_files(self.directory)).values())
         self.most = max(self.most, used)
         assert used <= BUDGET
 
 
 def _files(directory: Path) -> Iterator[tuple[int, int]]:
-    """Yield inode and bytes of each file with rows, perhaps twice while it is renamed."""
+    """Yield inode and bytes of each file with rows. A file may appear twice while it is renamed."""
     with os.scandir(directory) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):

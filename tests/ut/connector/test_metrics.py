@@ -1,4 +1,4 @@
-"""Our Prometheus series, fed by vLLM's classes: exact per engine, with other connectors, in Ray."""
+"""Prometheus series through vLLM's classes: per engine, with other connectors, and in Ray."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 
 def busy(rank: int) -> HsxStats:
-    """Stats of a rank that did a bit of everything."""
+    """Return the stats of a rank with every kind of event."""
     gauges = {
         "ring_fill": 0.25 * (rank + 1),
         "backlog_bytes": 100 * (rank + 1),
@@ -75,7 +75,10 @@ def busy(rank: int) -> HsxStats:
 
 
 def held() -> HsxStats:
-    """Stats of a scheduler that has held two requests for three seconds; two blocks were reused."""
+    """Return the stats of a scheduler.
+
+    It has held two requests for three seconds and reused two blocks.
+    """
     clock = iter([0.0, 3.0])
     recorder = SchedulerRecorder(clock=lambda: next(clock))
     recorder.held(2)
@@ -86,7 +89,7 @@ def held() -> HsxStats:
 
 
 def values(registry: CollectorRegistry, engine: int) -> dict[str, float]:
-    """What /metrics shows of one engine, by name and further labels."""
+    """Return the values of one engine in /metrics, by name and other labels."""
     found = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -190,7 +193,7 @@ SERIES = re.compile(r"(vllm:hsx_\w+)(?:\{([^}]*)\})?(\[[^]]*\])?")
 
 
 def labels_of_samples() -> dict[str, set[str]]:
-    """The labels of each sample that /metrics shows, those of histograms included."""
+    """Return the labels of each sample in /metrics, including the labels of histograms."""
     registry = CollectorRegistry()
     make_metrics(registry).observe(busy(0).data, 0)
     found: dict[str, set[str]] = {}
@@ -202,7 +205,7 @@ def labels_of_samples() -> dict[str, set[str]]:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Each expression of the dashboard with the legend, those of variables included."""
+    """Return each expression of the dashboard with the legend, including variables."""
     variables = [
         (each["query"], "") for each in DASHBOARD["templating"]["list"] if each["type"] == "query"
     ]
@@ -243,7 +246,7 @@ def test_the_dashboard_shows_every_series() -> None:
 
 
 def test_dashboard_follows_grafanas_model() -> None:
-    """Of the classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
+    """The classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", *LABELS]
     assert (
@@ -315,7 +318,7 @@ def test_histograms_equal_histograms_of_single_observations(steps: list[list[int
 
 
 def payload(stats: Any) -> dict[str, Any]:
-    """What the scheduler puts into SchedulerStats: `data`, or since 0.30 what to_dict returns."""
+    """Return the stats in SchedulerStats: `data`, or since 0.30 the result of to_dict."""
     data: dict[str, Any] = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
     return data
 
@@ -338,7 +341,7 @@ def sent(worker_stats: list[Any], scheduler_stats: Any) -> dict[str, Any]:
 
 
 def logged(connector: Any, data: dict[str, Any]) -> str:
-    """vLLM's log line for these stats."""
+    """Return vLLM's log line for these stats."""
     logging = KVConnectorLogging(None)
     logging.connector_cls = connector
     logging.observe(data)
@@ -396,7 +399,7 @@ def test_stats_arrive_through_multi_connector(
 
 
 class RayMetric:
-    """As much of ray.util.metrics.Metric as vLLM's wrappers use; keeps what came."""
+    """The part of ray.util.metrics.Metric that vLLM's wrappers use. Records the values."""
 
     made: dict[str, Any] = {}  # noqa: RUF012
 

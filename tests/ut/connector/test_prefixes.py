@@ -1,4 +1,4 @@
-"""Which rows a request has from another one: the index and the decision."""
+"""Prefix reuse: the index of sources, and the rows that a request copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = st.lists(st.integers(0, 1), max_size=4)
 
 
 def hashes(text: Any) -> list[Any]:
-    """Return a hash for each block of a text, which names all blocks up to it."""
+    """Return a hash for each block of a text. It covers all blocks up to this block."""
     return list(accumulate((each,) for each in text))
 
 
@@ -32,7 +32,7 @@ def hashes(text: Any) -> list[Any]:
 def test_the_index_has_the_latest_request_of_each_prefix_within_its_bounds(
     published: list[tuple[list[int], bool]],
 ) -> None:
-    """As requests are in practice: each has what it uses of another one itself."""
+    """As in practice, each request has the rows that it copies from another request."""
     index, kept = PrefixIndex(max_files=3, max_bytes=10 * ROW_BYTES, row_bytes=ROW_BYTES), []
     released: list[int] = []
     for number, (text, uses) in enumerate(published):
@@ -73,7 +73,7 @@ def test_request_larger_than_the_limit_displaces_no_other() -> None:
 
 
 class Engine:
-    """As much of vLLM's scheduler as decides where a request starts."""
+    """The part of vLLM's scheduler that decides the first computed token of a request."""
 
     def __init__(self, **options: Any) -> None:
         index = PrefixIndex(
@@ -89,7 +89,7 @@ class Engine:
         self.requests: dict[str, Any] = {}
 
     def add(self, request_id: str, text: str, **changes: Any) -> Any:
-        """Add a request of one block for each letter, and one more token."""
+        """Add a request with one block per letter, and one more token."""
         number = BLOCK * len(text) + 1
         changes = {
             "num_tokens": number,
@@ -103,7 +103,7 @@ class Engine:
         return request
 
     def tries(self, request_id: str, cached: int = 99) -> int | None:
-        """Return how many blocks it reads of the `cached` ones in the cache; None: it waits."""
+        """Return the number of the `cached` blocks that the request reads, or None if it waits."""
         request = self.requests[request_id]
         allowed = request.hsx_reusable_rows(request, BLOCK)
         computed = min(cached * BLOCK, allowed, len(request.block_hashes) * BLOCK)
@@ -151,7 +151,7 @@ def test_request_reuses_whole_blocks_of_a_published_request() -> None:
 
 
 def test_a_request_with_an_adapter_computes_all_rows_and_keeps_none_for_others() -> None:
-    """Blocks that were cached before the adapter was loaded again have the same hashes."""
+    """Blocks cached before the adapter was reloaded have the same hashes."""
     engine = Engine()
     engine.serve("first", "abc")
     request = engine.add("second", "abc", lora_request="adapter")
@@ -284,7 +284,7 @@ def test_no_earlier_row_is_reused_after_a_cache_reset() -> None:
 def test_possible_weight_change_disables_reuse_until_the_prefix_cache_is_empty(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rows would be of the earlier weights, and so would the keys and values that others read."""
+    """Rows and cached keys and values could belong to the earlier weights."""
     caplog.set_level("INFO")
     engine = Engine()
     engine.serve("before", "ab")

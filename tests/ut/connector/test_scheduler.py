@@ -1,4 +1,4 @@
-"""Scheduler side: who is extracted, who owns it, who waits, and what the response says."""
+"""Scheduler side: requests to extract, their owners, waiting, and responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
 
 
 def feature(modality: str, offset: int, length: int) -> Any:
-    """As much of vllm.multimodal.inputs.MultiModalFeatureSpec as is read."""
+    """Return the part of vllm.multimodal.inputs.MultiModalFeatureSpec that is read."""
     return SimpleNamespace(
         modality=modality, mm_position=SimpleNamespace(offset=offset, length=length)
     )
@@ -329,7 +329,7 @@ def test_reports_of_two_ranks_add_up() -> None:
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Requests arrive, are scheduled, decided and finished in any order; ids are used again."""
+    """Requests arrive, are scheduled, decided and finished in any order. Ids are reused."""
 
     def __init__(self) -> None:
         super().__init__()

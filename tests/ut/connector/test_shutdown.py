@@ -1,4 +1,4 @@
-"""A closing worker writes computed rows in its time, and fails every other file with a reason."""
+"""A closing worker writes computed rows within the timeout, and fails all other files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = HsxConnectorMetadata()
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A write begins only while it is set, which it is at the end."""
+    """Yield an event. Writes begin only while it is set. It is set at the end."""
     answers = threading.Event()
     begin = RequestFile._made_data
 
@@ -50,7 +50,7 @@ def engine(tmp_path: Path, storage: threading.Event) -> Engine:
 
 
 def threads(engine: Engine) -> list[threading.Thread]:
-    """Threads of this test's worker, without those that other tests' workers left."""
+    """Return the threads of this worker, without threads of earlier tests."""
     return [
         thread
         for thread in threading.enumerate()
@@ -77,7 +77,7 @@ def locks_that_are_held(engine: Engine) -> list[str]:
 
 
 def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
-    """Computed rows that are in no file yet: 6 in the ring, the others in staging slots."""
+    """Compute rows that are in no file yet: 6 in the ring, the others in staging slots."""
     engine.step(
         started(engine.start("complete", 9), engine.start("half", 20)),
         [("complete", 0, 9), ("half", 0, 7)],
@@ -171,7 +171,7 @@ def test_hanging_publication_does_not_delay_reasons_of_other_requests(
 def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
     engine: Engine, storage: threading.Event
 ) -> None:
-    """KeyboardInterrupt in a user's process; SystemExit in vllm-ascend's static-kernel handler."""
+    """KeyboardInterrupt in a user process; SystemExit in vllm-ascend's static-kernel handler."""
 
     class Impatience(Exception):
         pass
@@ -227,7 +227,7 @@ def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
 
 
 class Closed:
-    """In the worker's place; its process need not be this one."""
+    """Replaces the worker. It may belong to another process."""
 
     def __init__(self, note: Callable[[float], None]) -> None:
         self.close = note

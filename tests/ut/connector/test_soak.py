@@ -77,7 +77,7 @@ FAULTS = [kind for kind in KINDS if " " in kind]
 
 @dataclass(slots=True)
 class Job:
-    """A request: its tokens, how it ends, and how many of its rows have been computed."""
+    """A request: the tokens, the way it ends, and the number of computed rows."""
 
     request_id: str
     kind: str
@@ -92,14 +92,14 @@ class Job:
 
 
 class _Armed(threading.local):
-    """The fault that the next fitting system call of this thread has."""
+    """The fault of the next matching system call in this thread."""
 
     fault: tuple[str, int] | None = None
 
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """Have each request whose kind names a fault meet it, once, in that method and system call."""
+    """Inject the fault of each request once, in the given method and system call."""
     armed = _Armed()
 
     def checkpoint(call: str) -> None:
@@ -136,7 +136,7 @@ def faults() -> Iterator[None]:
 
 
 class Soak:
-    """A worker, an engine that sends it batches of requests, and a consumer of every file."""
+    """A worker, an engine that sends batches of requests, and a consumer of all files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -170,7 +170,7 @@ class Soak:
         self.expected: Counter[str] = Counter()
 
     def serve(self, requests: int) -> None:
-        """Send requests, and wait until each is decided and its file consumed."""
+        """Send requests, and wait until each is decided and each file is consumed."""
         last = self._serial + requests
         while self._serial < last or self._running or self._undecided or self._ended:
             starts = []
@@ -235,7 +235,7 @@ class Soak:
             self.stats = self.stats.aggregate(stats)
 
     def _consume(self, job: Job, error: str | None) -> None:
-        """Consume a file. Raises AssertionError: the request has another outcome than it must."""
+        """Consume a file. Raise AssertionError if the request has a wrong outcome."""
         path = self._path(job)
         if job.kind in FAULTS:
             name = job.kind.split()[-1]
@@ -264,7 +264,7 @@ class Soak:
             time.sleep(0.001)
 
     def holdings(self) -> dict[str, Any]:
-        """What the worker holds when nothing is under way; the same at any time."""
+        """Return the objects that an idle worker holds. They must not change."""
         self._worker.drain_copies()  # its threads may not have seen the end of the last file yet
         self._worker._writers.wait()
         gc.collect()
@@ -295,7 +295,7 @@ class Soak:
 
 
 def _leaves(data: Any) -> int:
-    """How many numbers there are in nested containers."""
+    """Return the number of leaves in nested containers."""
     return (
         sum(map(_leaves, data.values() if isinstance(data, dict) else data))
         if isinstance(data, dict | list)
@@ -329,13 +329,13 @@ def _check(path: Path, job: Job) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """Yield a directory in memory where there is one: a disk takes longer for very many files."""
+    """Yield a directory in memory if possible, because a disk is slower with very many files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path / "storage"
@@ -360,7 +360,7 @@ def test_nothing_grows_with_the_number_of_requests(
 
 
 def send_and_watch(directory: Path, requests: int) -> None:
-    """AssertionError: a request has not the outcome that it must have, or something grows."""
+    """Raise AssertionError if a request has a wrong outcome, or if something grows."""
     before = {thread.name for thread in threading.enumerate()}
     soak = Soak(directory)
     logging.disable(logging.ERROR)  # some ten thousand lines

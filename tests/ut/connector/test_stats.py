@@ -1,4 +1,4 @@
-"""What is recorded arrives across threads, ranks and steps, and its size does not grow."""
+"""Stats of all threads, ranks and steps arrive, and their size does not grow."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ events: st.SearchStrategy[tuple[str, tuple[object, ...]]] = st.one_of(
 
 @st.composite
 def intervals(draw: st.DrawFn) -> list[HsxStats]:
-    """Stats of several ranks and steps, and of the scheduler."""
+    """Draw stats of several ranks and steps, and of the scheduler."""
     found = []
     for rank, ring_fill, backlog, happened in draw(
         st.lists(
@@ -171,7 +171,7 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
 
 
 def grouped(parts: Sequence[HsxStats], draw: st.DrawFn) -> HsxStats:
-    """All parts together, in groups of any kind."""
+    """Aggregate all parts, in groups of any kind."""
     if len(parts) == 1:
         return parts[0]
     cut = draw(st.integers(1, len(parts) - 1))

@@ -1,4 +1,4 @@
-"""When storage counts as silent, and what a step that waited for files holds back."""
+"""StorageWatch: stalled storage, and the pause after a step that waited for files."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(
 def test_storage_is_unresponsive_until_late_files_are_open(
     slow_storage: Literal["wait", "fail"], waits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then no step waits for it again, and those of other ranks wait for a second."""
+    """No further step waits for the storage. Steps of other ranks wait for at most a second."""
     opener = HungOpener(monkeypatch, until=100.0)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
@@ -183,7 +183,7 @@ def test_storage_is_unresponsive_until_late_files_are_open(
 def test_wait_for_slow_files_does_not_lengthen_the_next_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its wait is not taken for the length of a step, by which the next one would wait."""
+    """The wait is not part of the length of a step. Otherwise the next step would wait longer."""
     opener = HungOpener(monkeypatch)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     progress.step_rate = StepRate(lambda: opener.now)
@@ -203,7 +203,7 @@ def test_wait_for_slow_files_does_not_lengthen_the_next_wait(
 
 
 class HungOpener:
-    """Opens nothing until some time, by a clock that waiting advances."""
+    """Opens no file before a given time. Waiting advances the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: float = math.inf) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Positions that have rows are known, and a thread pool survives its jobs."""
+"""SpanSet and ThreadPool: sets of positions, and jobs that raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights compute the rows of a request, as the response and the workers are told."""
+"""Versions of the weights that compute rows, in responses and in messages to the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Lab:
         self.told = schedule(self.scheduler, self.request, most=4).started[0].weights
 
     def compute(self, first: int, count: int = 1) -> None:
-        """Compute tokens from this position on; take over the versions that workers are told."""
+        """Compute tokens from this position on.
+
+        Record the versions in the message to the workers.
+        """
         self.request.num_computed_tokens = first + count
         self.told = schedule(
             self.scheduler, running={"other": (3, 1), "r": (first, count)}
@@ -39,7 +42,10 @@ class Lab:
             self.scheduler.weights.are_named(name)
 
     def versions(self) -> list[tuple[int, str]]:
-        """End the request, and return the versions of the response, which are those of the file."""
+        """End the request.
+
+        Return the versions in the response, equal to the versions in the file.
+        """
         answer = self.scheduler.on_finished(self.request)
         assert answer is not None
         assert answer["weight_versions"] == [[each.number, each.name] for each in self.told]
@@ -76,7 +82,7 @@ def test_oldest_and_newest_of_three_versions_are_reported() -> None:
 def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
     spans: list[tuple[int, int]], first: int
 ) -> None:
-    """Tokens that are computed again have no rows, because the file has all of them."""
+    """Recomputed tokens have no rows, because the file has all rows."""
     lab = Lab()
     for span in spans:
         lab.compute(*span)
@@ -119,7 +125,7 @@ def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) 
 
 
 def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
-    """As model runner V2 has it."""
+    """As with model runner V2."""
     lab = Lab()
     lab.load()
     lab.request.num_computed_tokens = 0
@@ -148,7 +154,7 @@ def test_fingerprint_belongs_to_one_version_only() -> None:
 
 
 def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> RequestEnd:
-    """End a request that has generated three tokens, and return the workers' message."""
+    """End a request that has generated three tokens. Return the message to the workers."""
     lab.request.status.name, lab.request.sampling_params.stop = status, stop or []
     lab.request.output_token_ids, lab.request.num_output_tokens = [71, 72, 73], 3
     lab.scheduler.on_finished(lab.request)
@@ -182,7 +188,7 @@ def test_keep_aborted_does_not_affect_a_finished_request(status: str, stop: list
 
 
 def test_rows_of_earlier_weights_are_not_kept_after_recomputed_rows() -> None:
-    """A name of the new weights alone would be wrong for them."""
+    """The name of the new weights would be wrong for these rows."""
     lab = Lab(keep_aborted=True)
     lab.compute(4)
     lab.load()

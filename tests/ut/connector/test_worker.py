@@ -1,4 +1,4 @@
-"""The worker side on an emulated NPU in late mode, with real files: faults stay with a request."""
+"""The worker on an emulated NPU in late mode, with real files: faults affect one request."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_close_fails_incomplete_files_and_ends_all_threads(
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
-    """Requests with the number of their tokens and how they end."""
+    """Draw requests: the number of tokens, and the end of each."""
     return [
         (
             f"r{index}",
@@ -389,7 +389,7 @@ def test_number_of_writers_follows_the_cpus_at_the_first_step(
     cpus_then: int | None,
     num_writers: int,
 ) -> None:
-    """vllm-ascend binds each worker to its own CPUs after the warm-up. None: it does not."""
+    """vllm-ascend binds each worker to CPUs after the warm-up. None stands for no binding."""
     cpus = set(range(128))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
     settings = server_settings(tmp_path)

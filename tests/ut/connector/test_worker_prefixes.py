@@ -1,4 +1,4 @@
-"""A worker keeps files open, and copies rows of a request's prefix from them."""
+"""The worker keeps files open, and copies the rows of a prefix from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def publish(engine: Engine, number: int = 7) -> RequestStart:
-    """Publish the request "source", whose file is kept."""
+    """Publish the request "source". The file stays open."""
     start = replace(engine.start("source", TOKENS), number=number, keeps_source=True)
     engine.step(started(start), [("source", 0, TOKENS)])
     engine.wait_until_decided("source")
@@ -60,7 +60,7 @@ def continuing(engine: Engine, request_id: str, num_rows: int, number: int = 7) 
 
 @contextmanager
 def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies begin when the event is set, and with the end of the block."""
+    """Yield an event. Copies begin when it is set, at the latest at the end of the block."""
     go_on = threading.Event()
     copy_to = RowSource.copy_to
 
@@ -77,7 +77,7 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def let_writers_pass(engine: Engine) -> None:
-    """Wait until the second writer has done all jobs of the rows so far; the first one copies."""
+    """Wait until the second writer has run all jobs so far. The first writer copies."""
     delivered, passed = threading.Event(), threading.Event()
     engine.worker._lander.then(delivered.set)
     assert delivered.wait(30)
@@ -127,7 +127,7 @@ def test_file_waits_for_the_copy_and_the_source_stays_open(
 def test_recomputed_rows_are_written_after_the_copy(
     side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a preemption; here they differ, so that the order is seen."""
+    """As after a preemption. The recomputed rows differ here, so the order is visible."""
     engine = Engine(tmp_path, side_by_side=side_by_side)
     publish(engine)
     start = continuing(engine, "next", 5)

@@ -1,4 +1,4 @@
-"""What the worker counts is what became of the rows and files it was given."""
+"""The stats of a worker match the outcomes of its rows and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def stats_of(engine: Engine) -> HsxStats:
-    """All that was counted, once nothing is under way any more."""
+    """Return all stats once the worker is idle."""
     engine.close()
     stats = engine.worker.take_stats()
     assert stats is not None
@@ -38,7 +38,7 @@ def observations(stats: HsxStats, name: str) -> int:
 def replace_method(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, method: str, replacement: Any
 ) -> None:
-    """Have the file of one request do something else."""
+    """Replace a method of the file of one request."""
     original = engine.sink.open
 
     def open_file(its_id: str, path: Path, expected_tokens: int, *more: Any) -> object:

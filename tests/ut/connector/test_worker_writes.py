@@ -1,4 +1,4 @@
-"""Writers of a worker: who opens and writes, and in which order rows of one file are written."""
+"""Writers of a worker: the threads that open and write files, and the order of writes to a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_files_are_opened_in_another_thread_before_the_step_ends(
 
 
 class OpeningGate:
-    """Holds the openings of a sink until it is opened."""
+    """Block all openings of a sink until the gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
         self.open = threading.Event()

@@ -1,4 +1,4 @@
-"""The lander on an emulated NPU: who uses the device, and the failure of each device call."""
+"""The lander on an emulated NPU: threads that use the device, and failures of device calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fail = Callable[[], None]
 
 
 class WatchedEvent(torch.npu.Event):  # type: ignore[name-defined,misc]
-    """Note which thread records, queries and drops an event. Nobody may synchronize it."""
+    """Record the threads that record, query and drop an event. No thread may synchronize it."""
 
     used_by: ClassVar[set[str]] = set()
 
@@ -69,7 +69,7 @@ def test_only_the_lander_uses_events_of_copies(
 def test_chunks_of_a_slot_land_together_and_events_are_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One event for each slot, or each time that the ring is full: a record may block the GIL."""
+    """One event per slot, or per full ring, because recording an event may block the GIL."""
     created: list[Any] = []
 
     class CountedEvent(torch.npu.Event):  # type: ignore[name-defined,misc]
@@ -92,7 +92,7 @@ def test_chunks_of_a_slot_land_together_and_events_are_reused(
 
 
 def test_full_ring_is_not_slow_storage_while_rows_are_written() -> None:
-    """With slow_storage="fail" the next step would fail its requests."""
+    """Otherwise, with slow_storage="fail", the next step would fail requests."""
     pipeline = Pipeline(ring_rows=4)
     (slot, _) = pipeline.staging.slots
     storage_delays: list[bool] = []
@@ -196,7 +196,7 @@ def test_failed_device_call_is_reported_once_and_blocks_no_thread(
 def test_finish_call_waits_until_the_error_is_reported(
     pipeline: Pipeline,
 ) -> None:
-    """In between it could send an answer that the device has spoilt."""
+    """Otherwise the main thread could send wrong output before it knows of the error."""
     reporting, go_on, passed = threading.Event(), threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -221,7 +221,7 @@ def test_finish_call_waits_until_the_error_is_reported(
 
 
 def test_dropped_copy_is_not_delivered(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event that is used again still shows that it had completed."""
+    """A reused event still shows the earlier completion."""
     monkeypatch.setattr(landing, "_OTHERS_S", 0.05)
     rows = target_output(4, 0)
     pipeline.step(rows, [Span("a", 0, 4, 0)])
@@ -252,7 +252,7 @@ def test_thread_with_the_error_of_a_dropped_copy_may_report_it_first(
 def test_idle_lander_asks_for_the_error_of_an_overdue_copy(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise nobody would enter the task queue until the next request."""
+    """Otherwise no thread would enter the task queue until the next request."""
     monkeypatch.setattr(landing, "_ASK_S", 0.01)
 
     class Dropped(FailingEvent):

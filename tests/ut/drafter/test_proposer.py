@@ -1,4 +1,4 @@
-"""The proposer against a mocked runner: its collectives, their order, and what it refuses."""
+"""The proposer with a mocked runner: collectives, their order, and refused runners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LAYER = "cache_only_layers.4"
 
 
 class Runner:
-    """The part of NPUModelRunner that the proposer calls; records calls, answers as for DP=2."""
+    """The part of NPUModelRunner that the proposer calls.
+
+    Records calls, and answers as for DP=2.
+    """
 
     def __init__(self, tp_size: int = 4, other_rank_tokens: int = 0) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -47,7 +50,7 @@ class Runner:
 
 
 class Model:
-    """Stands for the drafter; records what it was given."""
+    """Replaces the model of the drafter. Records the arguments."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -57,7 +60,7 @@ class Model:
 
 
 def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
-    """A proposer as after load_model, without an engine."""
+    """Return a proposer as after load_model, without an engine."""
     proposer = HsxProposer.__new__(HsxProposer)
     proposer.runner = runner
     proposer.dp_rank = 0
@@ -170,7 +173,7 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts() -> None:
 
 
 class Connector:
-    """The part of a connector that the layer calls; records what it was handed."""
+    """The part of a connector that the layer calls. Records the arguments."""
 
     def __init__(self, in_step: bool) -> None:
         self._in_step = in_step
@@ -225,7 +228,7 @@ def test_runner_may_pass_the_number_of_draft_tokens(counts: tuple[int, ...]) -> 
 
 
 def test_drafter_gets_the_batch_of_an_existing_kv_cache_group() -> None:
-    """Otherwise 0.30 calls no drafter at all, and rows are missing without an error."""
+    """Otherwise 0.30 does not call the drafter, and rows are missing without an error."""
     proposer = make_proposer(Runner())
     proposer.validate_same_kv_cache_group(
         SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["model.layers.0"])])
@@ -243,7 +246,7 @@ def test_no_token_is_proposed() -> None:
 
 
 class RunnerWithoutHooks:
-    """The v2 runner of vllm-ascend 0.23.0 in this respect."""
+    """Like the v2 runner of vllm-ascend 0.23.0, it lacks these methods."""
 
 
 @pytest.mark.parametrize(

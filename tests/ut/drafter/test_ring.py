@@ -1,4 +1,4 @@
-"""The pinned ring hands out each row once, in runs of any length, and takes back in any order."""
+"""The pinned ring allocates each row once, in runs of any length. Rows are freed in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_ring(rows: int) -> PinnedRing:
 
 
 class AllocatorLife(RuleBasedStateMachine):
-    """Runs are taken and returned, whole or in parts, in any order; a set of rows is the model."""
+    """Runs are taken and freed, whole or in parts, in any order. The model is a set of rows."""
 
     @initialize(num_rows=st.integers(1, 60))
     def start(self, num_rows: int) -> None:
@@ -128,7 +128,7 @@ def test_peak_fill_is_measured_since_the_last_call() -> None:
 
 
 def take_in_thread(ring: PinnedRing, wish: int) -> tuple[threading.Thread, list[Run]]:
-    """Return a thread that waits for rows of a full ring, and the runs that it gets."""
+    """Return a thread that waits for rows of a full ring, and the list of its runs."""
     got: list[Run] = []
     waiting = threading.Event()
     original = ring._changed.wait
@@ -172,7 +172,7 @@ def test_full_ring_does_not_fragment_into_ever_smaller_runs() -> None:
 
 @pytest.mark.parametrize("num_bytes", [4096, 1 << 20, 1 << 25])
 def test_ring_pins_the_documented_size_and_uses_all_of_it(num_bytes: int) -> None:
-    """The allocator rounds up: 4 KiB more for alignment would double the ring."""
+    """The allocator rounds up, so 4 KiB more for alignment would double the ring."""
     before = torch.npu.host_memory_stats()["active_bytes.current"]  # type: ignore[attr-defined]
     ring = PinnedRing(num_bytes, ROW_SHAPE, DTYPE)
     pinned = torch.npu.host_memory_stats()["active_bytes.current"] - before  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def test_allocation_failure_is_a_one_line_error_of_the_option() -> None:
 
 @pytest.fixture
 def pinned_fault() -> Iterator[Callable[[str], None]]:
-    """Let the emulated driver fail at pinned allocations until the test ends."""
+    """Make pinned allocations of the emulated driver fail until the test ends."""
     torch.npu.host_empty_cache()
     yield lambda name: core.set_pinned_fault(getattr(core.PinnedFault, name))
     core.set_pinned_fault(core.PinnedFault.NONE)

@@ -1,4 +1,4 @@
-"""Rows of a rotated target are turned back while they are staged, and never otherwise changed."""
+"""Rows of a rotated target are turned back while they are staged, and not changed otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("npu:0")
 
 
 def orthogonal(size: int, seed: int = 0) -> torch.Tensor:
-    """A rotation that is not its own inverse: turning twice, or the wrong way, is seen."""
+    """Return a rotation that is not its own inverse. So wrong or repeated turns are visible."""
     return torch.linalg.qr(
         torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     )[0].float()
@@ -66,7 +66,7 @@ def test_staged_rows_are_in_the_models_own_basis(
 
 @only_with("<0.30", "it turns drafts in models/llama_eagle3.py")
 def test_draft_computes_the_same_from_rows_as_in_vllm_ascend(tmp_path: Path) -> None:
-    """A draft that is trained on the rows computes the same when vllm-ascend serves it."""
+    """A draft trained on the rows computes the same when vllm-ascend serves it."""
     from vllm_ascend.patch.worker.patch_draft_quarot import make_load_weights
 
     class Draft(torch.nn.Module):
@@ -101,7 +101,7 @@ def test_draft_computes_the_same_from_rows_as_in_vllm_ascend(tmp_path: Path) -> 
 
 
 def test_rows_are_turned_back_after_sleep_discards_device_memory() -> None:
-    """Sleep level 2: memory comes back at the same address, without data."""
+    """After sleep level 2, memory is mapped at the same address, without data."""
     rotation, rows = orthogonal(HIDDEN), torch.randn(TOKENS, HIDDEN)
     turn, out = TurnBack(rotation, TOKENS, DEVICE), torch.empty(TOKENS, 1, HIDDEN, device=DEVICE)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The self-test at load names the step whose rows are wrong, and warms what later steps launch."""
+"""The self-test names the step with wrong rows, and launches the operators of later steps."""
 
 from __future__ import annotations
 

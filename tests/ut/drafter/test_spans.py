@@ -1,4 +1,4 @@
-"""Spans assign each row of a batch to its request; splitting and merging lose and swap none."""
+"""Spans assign each row of a batch to a request. Splitting and merging lose and swap no rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model runner V2: what the speculator stages, and what the runner does not wait for."""
+"""Model runner V2: the rows that the speculator stages, and waits that the runner omits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_batch_without_a_position_for_each_request_is_an_error() -> None:
 
 
 def make_speculator(wanted: dict[str, int]) -> Any:
-    """A speculator as after load_model, without an engine; `given` has what it stages."""
+    """Return a speculator as after load_model, without an engine. `given` has the staged rows."""
     from vllm_ascend_hsx.drafter.speculator import HsxSpeculator
 
     speculator = HsxSpeculator.__new__(HsxSpeculator)

@@ -1,4 +1,4 @@
-"""Staging on an emulated NPU in late mode: writers read the computed rows, whatever the steps."""
+"""Staging on an emulated NPU in late mode: writers read the computed rows after any steps."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Copied(TorchDispatchMode):
 
 @pytest.mark.parametrize("slot_rows", [MAX_TOKENS, 5], ids=["a step fits", "three pieces"])
 def test_each_row_is_written_once_without_other_device_memory(slot_rows: int) -> None:
-    """Three passes over a row's bytes: read and written here, read by the copy to the host."""
+    """Three passes over the bytes of a row: a read and a write here, and a read by the copy."""
     pipeline = Pipeline(slots=1, slot_rows=slot_rows)
     staging = pipeline.staging
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
@@ -196,7 +196,7 @@ def test_each_row_is_written_once_without_other_device_memory(slot_rows: int) ->
 
 @pytest.mark.parametrize("num_layers", [32, 33, 80])
 def test_layers_of_a_deep_target_are_staged_without_other_device_memory(num_layers: int) -> None:
-    """A stack of more than 32 takes a temporary (aclnn_stack.cpp:157, ops-math 9.1.0)."""
+    """A stack of more than 32 inputs needs a temporary (aclnn_stack.cpp:157, ops-math 9.1.0)."""
     order = list(reversed(range(num_layers)))
     staging = StagingCache(
         num_slots=1,
@@ -265,7 +265,7 @@ def test_later_rows_of_a_dropped_request_are_dropped_in_the_same_step(
 
 
 def test_steps_use_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None:
-    """With one slot in use a step would wait for the copy of the one before."""
+    """With a single slot, a step would wait for the copy of the previous step."""
     staging = pipeline(slots=3).staging
     taken = []
     for number in range(6):
@@ -325,7 +325,7 @@ def test_wrong_number_of_layers_or_dtype_is_refused() -> None:
 def test_slots_can_be_unmapped_only_after_copies_are_drained(
     pipeline: Callable[..., Pipeline], drained: bool
 ) -> None:
-    """Like a worker put to sleep: the host frees the memory without an order on the device."""
+    """As for a sleeping worker: the host frees memory regardless of the order on the device."""
     held = pipeline(ring_rows=64)
     held.gate.clear()  # no writer waits for a copy
     rows = target_output(6, seed=1)
