@@ -255,8 +255,6 @@ def _slides(text: Config) -> bool:
     kinds = text.get("layer_types")
     if isinstance(kinds, list):
         return "sliding_attention" in kinds
-    full, layers = (
-        text.get("max_window_layers"),
-        text.get("num_hidden_layers"),
-    )  # of Qwen2: only layers after them slide
+    # In Qwen2, the first `max_window_layers` layers do not slide.
+    full, layers = text.get("max_window_layers"), text.get("num_hidden_layers")
     return not (isinstance(full, int) and isinstance(layers, int) and full >= layers)

@@ -35,7 +35,7 @@ def layers_of_draft(path: str, num_layers: int) -> tuple[int, ...]:
     Training computes the logits of the target from the last layer.
 
     Args:
-        path: directory of the draft, or the path of its config.json.
+        path: directory of the draft, or path of the config.json.
         num_layers: layers of the target.
 
     Raises:

@@ -62,7 +62,7 @@ class Engine:
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
         self.sink.writes_side_by_side = (
-            side_by_side  # as with direct I/O, which rows of this size are too small for
+            side_by_side  # as with direct I/O, but rows of this size are too small for it
         )
         self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
@@ -77,7 +77,7 @@ class Engine:
             description=str(directory),
             check_finite=check_finite,
         )
-        self.values: dict[tuple[str, int], float] = {}  # of rows that are to hold something else
+        self.values: dict[tuple[str, int], float] = {}  # values of rows with an unusual value
         self.outcomes: dict[str, str | None] = {}
         self._decided = threading.Condition()
         report_decision = self.worker._on_decided

@@ -287,21 +287,19 @@ class RequestLimits:
         account = self._account(request_id)
         num_bytes = num_rows * self._row_bytes
         if account.files >= self._max_files:
-            reason = (
+            return (
                 f"this API request has stored {account.files} files already, the limit of "
                 f"{FILES_OPTION}; send fewer prompts or samples in one request"
             )
-        elif account.bytes + num_bytes > self._max_bytes:
-            reason = (
+        if account.bytes + num_bytes > self._max_bytes:
+            return (
                 f"this API request would store up to {account.bytes + num_bytes} bytes, but "
                 f"{BYTES_OPTION} is {self._max_bytes}; send fewer prompts or samples in one "
                 "request or, with include_output_tokens, a smaller max_tokens"
             )
-        else:
-            account.files += 1
-            account.bytes += num_bytes
-            return None
-        return reason
+        account.files += 1
+        account.bytes += num_bytes
+        return None
 
     def _account(self, request_id: str) -> _Account:
         api_request, child = map(hash, split_id(request_id))

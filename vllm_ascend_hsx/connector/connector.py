@@ -140,7 +140,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def beside_others(self) -> None:
-        """Take unknown parameters of requests; see compat.engine.name_other_connectors."""
+        """Accept unknown parameters of requests; see compat.engine.name_other_connectors."""
         if self.role is KVConnectorRole.SCHEDULER:
             self._scheduler.beside_others()
 

@@ -96,7 +96,7 @@ class ExtractionWorker:
         self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers(), files)
-        self._look = 1  # number of the last look that was asked for
+        self._check = 1  # number of the last requested check for removed files
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
         self._watch = StorageWatch(
             storage_timeout, slow_storage, description, self._progress, self._stats
@@ -139,9 +139,9 @@ class ExtractionWorker:
         if metadata.stats_wanted:
             self._stats.send()
         self._watch.peer_is_unresponsive = not metadata.unresponsive <= {self._rank}
-        if metadata.look > self._look:
-            self._look = metadata.look
-            self._background.submit(partial(self._progress.look, metadata.look))
+        if metadata.check > self._check:
+            self._check = metadata.check
+            self._background.submit(partial(self._progress.check, metadata.check))
         for number in metadata.released:
             self._open_sources.release(number)
         for ended in metadata.ended:
@@ -176,12 +176,15 @@ class ExtractionWorker:
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, REFUSED)
             return None
-        row_bytes, callbacks = (
-            (self._row_bytes, self._stored_row_bytes),
-            (self._on_decided, self._on_ended, self._open_sources),
-        )
         extraction = Extraction(
-            start, self._writers, self._sink.writes_side_by_side, row_bytes, *callbacks, self._stats
+            start,
+            self._writers,
+            self._sink.writes_side_by_side,
+            (self._row_bytes, self._stored_row_bytes),
+            self._on_decided,
+            self._on_ended,
+            self._open_sources,
+            self._stats,
         )
         self._owned[start.request_id] = extraction
         with self._ended:
@@ -201,7 +204,7 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
-        if kind == REFUSED:  # the other request of this id or name publishes the outcome
+        if kind == REFUSED:  # the other request with this id or name publishes the outcome
             return
         if self._background.pending >= _MAX_REASONS:
             logger.error(
@@ -353,7 +356,7 @@ class ExtractionWorker:
         why = "interrupted while writing"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
-            # earlier, the lander would wait forever for memory that nobody releases.
+            # earlier, no thread would release memory, and the lander would wait forever.
             self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)

@@ -36,7 +36,7 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         del self.hidden_states, self._slot_mapping_buffer
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the drafter, which creates the cache-only layer and its staging slots."""
+        """Load the drafter. This creates the cache-only layer and the staging slots."""
         with without_weights(self.vllm_config):
             super().load_model(target_model)
         self.finish_loading(target_model)

@@ -113,11 +113,8 @@ class Pattern:
         self.shape = torch.Size((turned_rows(slot_rows), num_layers, hidden_size))
         self._order, self._device = staging.layer_order, staging.rows.device
         self._rtol = self._atol = 0.0
-        positions, elements = (
-            torch.arange(_PERIOD, device="cpu"),
-            torch.arange(hidden_size, device="cpu"),
-        )
-        values = positions[:, None] * 37 + elements * 11
+        positions = torch.arange(_PERIOD, device="cpu")
+        values = positions[:, None] * 37 + torch.arange(hidden_size, device="cpu") * 11
         self.table = (values % _PERIOD - _PERIOD // 2).to(staging.rows.dtype)
 
     def upload(self) -> list[torch.Tensor]:

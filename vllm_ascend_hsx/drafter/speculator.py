@@ -36,7 +36,7 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        """Load the drafter, which creates the cache-only layer and its staging slots."""
+        """Load the drafter. This creates the cache-only layer and the staging slots."""
         with without_weights(self.vllm_config):
             return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
 

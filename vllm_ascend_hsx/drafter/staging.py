@@ -161,10 +161,8 @@ class StagingCache:
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            layers, out = (
-                [target_rows[source][row : row + count] for source in self.layer_order],
-                slot.rows[at : at + count],
-            )
+            layers = [target_rows[source][row : row + count] for source in self.layer_order]
+            out = slot.rows[at : at + count]
             if self._turn_back is not None:
                 self._turn_back(layers, out)
             elif len(layers) <= _STACKED_AT_ONCE:

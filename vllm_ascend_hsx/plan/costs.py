@@ -14,7 +14,7 @@ from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.target import validate_layer_ids
 
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_REQUEST_ID = "cmpl-" + 40 * "0"  # as long as the API server's ids, which the header contains
+_REQUEST_ID = "cmpl-" + 40 * "0"  # in the header; as long as ids of the API server
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def test_published_override_of_qwen3_changes_a_frequency_by_almost_five_percent(
     assert "by up to 4.7 %" in caveat.problem
 
 
-# Forms of a config.json, and the override that repairs it; None if nothing is to be repaired.
+# Forms of a config.json, and the override that repairs it; None if no repair is needed.
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 REPAIRED = {**QWEN3, "truncate": True}
 SIZES = {"hidden_size": 2048, "num_attention_heads": 16}
@@ -284,7 +284,7 @@ def test_upstream_passes_the_unchanged_window_to_cann() -> None:
     assert "sliding_window - 1" not in attention
 
 
-# Doctor, `hsx serve` and server say the same
+# Doctor, `hsx serve` and server
 
 BOTH = {
     "architectures": ["MistralForCausalLM"],
@@ -316,7 +316,7 @@ def test_doctor_serve_and_server_report_the_same_caveats(
         "hf_overrides": {},
     }
     with caplog.at_level("WARNING", logger.name):
-        for _ in range(2):  # speculators
+        for _ in range(2):  # two speculators
             warn_of_caveats(SimpleNamespace(**model, hf_config=config, hf_text_config=config))
     assert [record.getMessage() for record in caplog.records] == [f"m: {each}" for each in by_serve]
 

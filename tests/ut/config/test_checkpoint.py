@@ -219,7 +219,9 @@ def test_weights_from_other_sources_have_no_fingerprint(tmp_path: Path, load_for
 
 @pytest.mark.usefixtures("no_network")
 def test_model_without_local_files_has_no_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")  # all that vLLM keeps of an object store
+    (tmp_path / "config.json").write_text(
+        "{}"
+    )  # vLLM keeps only the configuration of a model in an object store
     for model in (tmp_path, "s3://bucket/model", "somebody/model"):
         assert weights_of(config(model, download_dir=str(tmp_path / "cache"))) == ""
 

@@ -18,7 +18,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.target import layer_ids
 
 LAYERS = 36
-# The forms of published drafts: what their config.json says, and the layers to extract.
+# The forms of published drafts: the config.json, and the layers to extract.
 DRAFTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "EAGLE-3 of speculators": (
         {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
@@ -44,7 +44,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (1, 17, 32, LAYERS),
     ),
 }
-# vLLM converts this one before it reads the ids (transformers_utils/configs/speculators/algos.py).
+# vLLM converts this form before it reads the ids (transformers_utils/configs/speculators/algos.py).
 OF_SPECULATORS = {"aux_hidden_state_layer_ids": [2, 10, 18]}
 
 

@@ -23,7 +23,7 @@ from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 
 OPTIONS_PAGE = Path(__file__).parents[3] / "docs" / "options.md"
 STORE = {"master_server_address": "store:50051"}
-HUGE = 10**5000  # Python refuses to write it down
+HUGE = 10**5000  # Python refuses to convert it to a string
 EXTREMES = [
     math.inf,
     -math.inf,
@@ -125,7 +125,7 @@ def test_size_with_a_unit_has_the_same_bounds_as_a_number(digits: int) -> None:
         parse("", "pinned_ring_bytes", "9" * digits + "GiB")
 
 
-# What readers are given
+# Arguments of readers
 
 
 def held_lock(path: Path) -> int:

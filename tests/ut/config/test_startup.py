@@ -174,7 +174,9 @@ def test_slots_and_ring_have_the_sizes_of_the_plan(tmp_path: Path, ranks: int) -
     config.model_config.get_hidden_size = lambda: 6144
     settings = read_settings(config)
     lacking = 2 * (8192 - 8192 // ranks) * 3 * 6144 * 2
-    least = 256 << 20 if ranks == 1 else (32 << 20) + lacking  # wide rows: what the slots lack
+    least = (
+        256 << 20 if ranks == 1 else (32 << 20) + lacking
+    )  # wide rows, so the ring holds the part that does not fit into the slots
     assert least <= ring_bytes_of(settings) < 2 * least
     assert ring_bytes_of(settings).bit_count() == 1, "torch pins powers of two"
     config.kv_transfer_config.kv_connector_extra_config["pinned_ring_bytes"] = "1MiB"
@@ -271,7 +273,7 @@ def test_storage_is_probed_once_per_process_unless_the_probe_failed(
     )
     for _ in range(3):  # proposer, drafter, connector
         read_settings(serve(tmp_path / "a"))
-    read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another question
+    read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another configuration
     assert probed == [tmp_path / "a"] * 2
     (tmp_path / "b").write_text("")
     for _ in range(2):

@@ -34,10 +34,10 @@ class Clock:
 def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
     ring: int, prompts: list[int], made: int, share: float, known: bool
 ) -> None:
-    """Only a prompt that never fits may fill the memory.
+    """Only a prompt larger than the ring may fill the ring.
 
-    Steps produce `made` bytes of one prompt after another while storage writes its share of that.
-    A worker's report arrives one step late.
+    Steps produce `made` bytes of one prompt after another, and storage writes `share` of them.
+    Reports of the worker arrive one step late.
     """
     load = RankLoad(ring, row_bytes=1)
     rates = {"write_rate": made * share, "prompt_rate": float(made)} if known else {}
@@ -52,7 +52,7 @@ def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
         comes = min(made, sum(running))
         too_large = [size for size in prompts if size * (1 - share if known else 1) > ring]
         backlog = max(0.0, backlog + comes - made * share)
-        # What comes within a step comes at once, and what is written is known in whole bytes.
+        # All rows of a step arrive at once, and written rows are known in whole bytes.
         assert backlog <= ring + made + 1 or too_large
         left = comes
         while left:
@@ -74,7 +74,11 @@ def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
     [
         (RankState(), Cost(80, 0), True),
         (RankState(), Cost(81, 0), False),
-        (RankState(backlog=30), Cost(101, 0), True),  # larger than the ring, of which half is free
+        (
+            RankState(backlog=30),
+            Cost(101, 0),
+            True,
+        ),  # larger than the ring, and half of the ring is free
         (RankState(backlog=31), Cost(101, 0), False),
         (RankState(coming=50, started=1), Cost(50, 0), True),
         (RankState(coming=50, started=1), Cost(51, 0), False),
@@ -82,7 +86,7 @@ def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
             RankState(prompt_rate=10.0, write_rate=5.0, backlog=60),
             Cost(60, 0),
             True,
-        ),  # storage writes half while they come
+        ),  # storage writes half of the rows while they are computed
         (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(61, 0), False),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=100), Cost(1000, 0), True),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=101), Cost(1, 0), False),
@@ -108,7 +112,7 @@ def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answer
         (
             RankState(write_rate=100.0, step_rate=10.0),
             True,
-        ),  # two requests of 5 bytes in 10 steps a second
+        ),  # two requests of 5 bytes at 10 steps per second
         (RankState(write_rate=99.0, step_rate=10.0), False),
         (RankState(write_rate=99.0, step_rate=10.0, prompt_rate=99.0), False),
         (RankState(write_rate=99.0, prompt_rate=99.0), True),  # no request has generated for long
@@ -153,8 +157,8 @@ def test_prompt_rows_are_expected_until_computed_or_decided() -> None:
 @pytest.mark.parametrize(
     ("rates", "second", "admitted"),
     [
-        ({}, Cost(10, 50), True),  # all rows of both fit into the ring
-        ({}, Cost(10, 51), False),  # the speed of storage is not known
+        ({}, Cost(10, 50), True),  # all rows of both requests fit into the ring
+        ({}, Cost(10, 51), False),  # the write rate is unknown
         ({"prompt_rate": 100.0, "write_rate": 20.0, "step_rate": 10.0}, Cost(10, 51), True),
         ({"prompt_rate": 100.0, "write_rate": 19.0, "step_rate": 10.0}, Cost(10, 51), False),
     ],
@@ -286,7 +290,7 @@ def test_problem_that_returns_within_ten_seconds_counts_as_the_same() -> None:
     assert reminder.due_in() == 0.5
 
 
-# An API request stores at most its limit, whatever its prompts, samples and names
+# The limits of an API request hold for any prompts, samples and names
 
 ROW_BYTES = 64
 DIGITS = "0123abcd"

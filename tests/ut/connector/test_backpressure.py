@@ -51,12 +51,12 @@ def test_admitted_request_counts_before_the_worker_reports_it() -> None:
         True,
         True,
     ]
-    schedule(scheduler, *requests[:2])  # there was no room in the KV cache for the third
+    schedule(scheduler, *requests[:2])  # the KV cache was too full for the third request
     assert [scheduler.must_wait(request) for request in requests[2:]] == [
         False,
         True,
         True,
-    ]  # it has been overtaken by nobody
+    ]  # no request has overtaken it
 
 
 def test_admitted_request_that_is_not_scheduled_adds_no_debt() -> None:
@@ -249,7 +249,7 @@ def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
     assert schedule(scheduler).started == []
-    for _ in range(2):  # as report_before_answers has it
+    for _ in range(2):  # as with report_before_answers
         scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
     assert not scheduler.must_wait(second)
     (start,) = schedule(scheduler, second).started
@@ -297,7 +297,7 @@ def test_chosen_name_belongs_to_the_first_prompt_and_sample_on_any_rank() -> Non
         ["cmpl-x-0-0123abcd", "cmpl-x-1-0123abcd"],
         ["0_cmpl-y-0-0123abcd", "1_cmpl-y-0-0123abcd", "0_cmpl-y-1-0123abcd"],
         ["0_chatcmpl-z-0123abcd", "1_chatcmpl-z-0123abcd", "2_chatcmpl-z-0123abcd"],
-        ["2026_run_0-0123abcd"],  # turns of /v1/responses, whose clients choose the ids
+        ["2026_run_0-0123abcd"],  # turns of /v1/responses; clients choose the ids
         ["20261124_0001_0-0123abcd"],
         ["7_0-0123abcd"],
         ["3_cmpl-q-1_0-0123abcd"],
@@ -388,7 +388,7 @@ def test_paused_rank_stops_admission_on_all_ranks_and_all_learn_of_an_unresponsi
     scheduler.on_new_request(request)
     report(scheduler, 0, paused=True)
     assert scheduler.must_wait(request)
-    report(scheduler, 0, paused=True, unresponsive=True)  # perhaps of this rank alone
+    report(scheduler, 0, paused=True, unresponsive=True)  # perhaps only on this rank
     assert not scheduler.must_wait(request)
     metadata = schedule(scheduler, request)
     assert [start.owner for start in metadata.started] == [1]

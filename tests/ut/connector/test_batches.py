@@ -168,7 +168,7 @@ def test_batches_are_written_when_the_ring_is_full(
     engine = make_engine(ring_rows=16)
     engine.step(started(engine.start("a", 1, include_output=True), engine.start("prompt", 4)), [])
     decode(engine, "a", 0, 3)
-    others = []  # as rows of requests whose writes hang
+    others = []  # like rows of requests with hanging writes
     while (run := engine.ring.take(16)) is not None:
         others.append((run.first, len(run.rows)))
     engine.step(NOTHING, [("prompt", 0, 4)])
@@ -218,7 +218,7 @@ def test_files_are_right_after_any_decodes_preemptions_and_aborts(
     tmp_path_factory: pytest.TempPathFactory, ring_rows: int, data: st.DataObject
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)
-    with closing(engine):  # also if the example ends early
+    with closing(engine):  # even if the example ends early
         prompts = {
             f"r{index}": data.draw(st.integers(1, 6))
             for index in range(data.draw(st.integers(1, 4)))

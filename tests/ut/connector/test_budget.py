@@ -25,7 +25,7 @@ from vllm_ascend_hsx.sinks.destination import InDirectory
 
 FORMAT = RowFormat((0, 1), ROW_BYTES // 8, "F32", "tiny")
 LAYOUT = FileLayout(FORMAT, "a")
-SIZE = LAYOUT.file_size(5)  # of a request of `make_request`
+SIZE = LAYOUT.file_size(5)  # layout of a request from `make_request`
 FULL = "the storage directory has no room"
 
 
@@ -48,7 +48,7 @@ class Served:
         self.scheduler = ExtractionScheduler(
             InDirectory(Path("/data")), ROW_BYTES, num_ranks, 1 << 20, budget=self.budget, **options
         )
-        self.states = {rank: RankState(looked=1) for rank in range(num_ranks)}
+        self.states = {rank: RankState(checked=1) for rank in range(num_ranks)}
         self.report()
 
     def report(self, outcomes: dict[str, str | None] | None = None, **state: Any) -> None:
@@ -66,9 +66,9 @@ class Served:
             return "starts"
         return "waits" if self.scheduler.extracts(request.request_id) else "refused"
 
-    def look(self) -> int:
+    def check(self) -> int:
         """Return the number of the check that the next step requests from the ranks."""
-        return schedule(self.scheduler).look
+        return schedule(self.scheduler).check
 
     def error(self, request: Any) -> str:
         return str(self.scheduler.on_finished(request)["hidden_states_error"])
@@ -78,13 +78,13 @@ def test_request_without_space_waits_for_a_check_and_is_then_not_extracted() -> 
     served = Served(files=1.9)
     first, second, third = (make_request(name) for name in ("first", "second", "third"))
     assert served.asks(first) == "starts"
-    assert served.look() == 1
-    assert [served.asks(second), served.look(), served.asks(second)] == ["waits", 2, "waits"]
-    served.report(looked=2)
+    assert served.check() == 1
+    assert [served.asks(second), served.check(), served.asks(second)] == ["waits", 2, "waits"]
+    served.report(checked=2)
     assert served.asks(second) == "refused"
     assert second.skip_reading_prefix_cache is False, "it reads the prefix cache as any other"
     assert not served.scheduler.must_wait(second)
-    assert served.asks(third) == "refused", "the look is new enough for others"
+    assert served.asks(third) == "refused", "the check is recent enough for others"
     error = served.error(second)
     assert error.startswith(
         f"{FULL} for a file of up to {SIZE} bytes: {SIZE} of {int(1.9 * SIZE)} bytes are used"
@@ -100,7 +100,7 @@ def test_request_without_space_keeps_its_own_setting_to_skip_the_prefix_cache() 
     served, request = Served(files=1), make_request("a", skip_reading_prefix_cache=True)
     served.report(stored=1)
     assert served.asks(request) == "waits"
-    served.report(looked=2)
+    served.report(checked=2)
     assert served.asks(request) == "refused"
     assert request.skip_reading_prefix_cache is True
 
@@ -128,27 +128,27 @@ def test_space_of_a_request_without_a_file_is_freed(ended: str) -> None:
         )
     if ended == "removed":
         assert served.asks(second) == "waits"
-        served.report(stored=0, looked=2)
+        served.report(stored=0, checked=2)
     assert served.asks(second) == "starts"
 
 
 def test_tensor_parallel_ranks_share_the_budget_of_a_data_parallel_rank() -> None:
     served = Served(files=4, num_engines=2, num_ranks=2)
     first, second, third = (make_request(name) for name in "abc")
-    served.states[1] = RankState(looked=1, stored=SIZE)
+    served.states[1] = RankState(checked=1, stored=SIZE)
     served.report()
     assert served.asks(first) == "starts"
     assert served.asks(second) == "waits"
-    served.report(looked=2)
-    assert served.asks(second) == "waits", "the other rank is still looking"
-    served.states[1] = RankState(looked=2, stored=SIZE)
+    served.report(checked=2)
+    assert served.asks(second) == "waits", "the other rank is still checking"
+    served.states[1] = RankState(checked=2, stored=SIZE)
     served.report()
     assert served.asks(second) == "refused"
     assert (
         f"{2 * SIZE} of {2 * SIZE} bytes, the share of this data-parallel rank, are used"
         in served.error(second)
     )
-    served.states[1] = RankState(looked=2)
+    served.states[1] = RankState(checked=2)
     served.report()
     assert served.asks(third) == "starts"
 
@@ -173,11 +173,11 @@ def test_files_are_checked_at_most_once_per_second() -> None:
     served.report(stored=1)
     for number in range(100):
         served.asks(make_request(str(number)))
-        served.report(looked=served.look())
-    assert served.look() == 2
+        served.report(checked=served.check())
+    assert served.check() == 2
     served.clock.now += 1.1
     assert served.asks(make_request("later")) == "waits"
-    assert served.look() == 3
+    assert served.check() == 3
 
 
 def test_space_for_generated_rows_is_reserved_by_max_tokens_until_the_end() -> None:
@@ -187,16 +187,16 @@ def test_space_for_generated_rows_is_reserved_by_max_tokens_until_the_end() -> N
         make_request("second", max_tokens=200),
     )
     assert served.asks(first) == "starts"
-    assert served.budget._promised == LAYOUT.file_size(5 + 200)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 200)
     assert served.asks(second) == "waits"
     served.scheduler.on_finished(first)
-    assert served.budget._promised == LAYOUT.file_size(5 + 10)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 10)
     assert served.asks(second) == "starts"
     served.report({"first": None}, stored=LAYOUT.file_size(5 + 10))
-    assert served.budget._promised == LAYOUT.file_size(5 + 199)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 199)
 
 
-# What ranks count
+# Files that ranks count
 
 
 def test_later_file_of_the_same_name_stays_counted_after_an_earlier_check() -> None:
@@ -275,15 +275,15 @@ def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path
             paused=False, unresponsive=False, opens_slowly=False, needs_space=False
         )
         assert found is not None
-        return found[0].stored, found[0].looked, len(found[1])
+        return found[0].stored, found[0].checked, len(found[1])
 
     assert news() == (0, 1, 0)
     progress.decide(SimpleNamespace(path=str(path), stored_bytes=7), None)  # type: ignore[arg-type]
     assert news() == (7, 1, 1)
-    progress.look(2)
+    progress.check(2)
     assert news() == (7, 2, 0)
     path.unlink()
-    progress.look(3)
+    progress.check(3)
     assert news() == (0, 3, 0)
 
 
@@ -293,6 +293,6 @@ def test_number_of_engines_is_remembered_for_targets_without_experts() -> None:
     parallel.data_parallel_size, parallel.data_parallel_index = (
         1,
         3,
-    )  # as vLLM does for a target without experts
+    )  # as in vLLM for a target without experts
     remember_engines(parallel)
     assert engine_of(parallel) == (3, 4)

@@ -117,7 +117,7 @@ def test_request_that_starts_during_the_failure_has_the_error_of_the_device(
 
     def fail_first(*args: Any) -> None:
         engine.worker._on_device_error(RuntimeError(TEXT))
-        engine.worker._not_ended.clear()  # as if it had not been there yet
+        engine.worker._not_ended.clear()  # as if the request had not started yet
         begin(*args)
 
     monkeypatch.setattr(engine.worker._progress, "begin", fail_first)
@@ -132,7 +132,7 @@ def test_exception_of_a_step_fails_each_file_and_stops_the_lander(engine: Engine
     engine.worker.fail(RuntimeError(TEXT))
     engine.worker._writers.wait(30)
     assert reasons(engine) == {"a": f"the engine failed: RuntimeError: {TEXT}"}
-    fail_copies(engine)  # nothing is copied anymore, so nobody meets this one
+    fail_copies(engine)  # nothing is copied anymore, so no thread receives this error
     engine.worker._lander.drain()
     with pytest.raises(DeviceError, match="the engine failed: RuntimeError"):
         engine.worker.start_step(ended("a"))
@@ -197,7 +197,7 @@ def test_closed_worker_does_not_end_its_process(
     assert not ended_by_us.wait(0.4)
 
 
-# With the emulator's queue mode: torch_npu's rules after a failed task.
+# With the emulator's queue mode, which follows torch_npu after a failed task.
 
 ERROR = "The Inner error is reported as above."
 FAULTS = {
@@ -214,7 +214,7 @@ FAULTS = {
 @pytest.fixture(params=[True, False], ids=["late", "at once"])
 def queue_mode(request: pytest.FixtureRequest) -> Iterator[None]:
     late, queue = core.late(), core.queue()
-    torch.npu.synchronize()  # what earlier tests have left
+    torch.npu.synchronize()  # objects of earlier tests
     core.set_late(request.param)
     core.set_queue(True)
     yield
@@ -258,7 +258,7 @@ def test_any_failed_device_call_ends_the_engine_and_fails_each_file(
     }
     failed = reasons(engine)
     assert failed
-    for request_id in begun - failed.keys():  # none is undecided: these are complete
+    for request_id in begun - failed.keys():  # all requests are decided: these are complete
         engine.assert_file_is_right(request_id, 4)
     for reason in failed.values():
         assert ERROR in reason
@@ -271,7 +271,7 @@ def test_any_failed_device_call_ends_the_engine_and_fails_each_file(
 def test_rows_after_a_failed_task_are_never_published(tmp_path: Path, who_asks: str) -> None:
     """The failure also drops queued copies and event records."""
     engine = Engine(tmp_path / "out", ring_rows=64)
-    for name in ("first", "second"):  # so that each event has completed before
+    for name in ("first", "second"):  # so each event has completed before
         engine.step(started(engine.start(name, 4)), [(name, 0, 4)])
         engine.wait_until_decided(name)
     copied = engine.staging.slots[0].issued

@@ -317,7 +317,7 @@ def test_file_ends_once_and_is_closed_after_its_last_write(
             thread.join(10)
         assert writers.wait(10)
         life.end(aborted=turn % 7 == 0)
-        life.stop()  # else a failure whose writer has not got there
+        life.stop()  # otherwise the writer of the failure has not run yet
         life.check("commit", "discard", "late", "no room", SERVER_STOPPED)
         ends.add(life.file.ends[0])
     assert len(ends) >= 3

@@ -39,14 +39,14 @@ from vllm_ascend_hsx.sinks.file import FileSink
 REQUESTS = 10_000
 RATE = 0.1
 BUDGET = 64 << 20
-KEPT = 24 << 20  # bytes that `hsx clean` leaves
+KEPT = 24 << 20  # bytes that `hsx clean` keeps
 CLEANED_EVERY = 100  # steps
 ENGINES = 2
 RUNNING, CHUNK = 12, 16
 STEP_S = 0.05
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=1024, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
-# Parts of the day, by requests, in which the consumer sleeps.
+# Parts of the day in which the consumer sleeps, by number of requests.
 NIGHTS = ((0.1, 0.4), (0.6, 0.9))
 
 
@@ -315,7 +315,7 @@ def test_day_of_live_traffic_stays_within_the_budget_and_sampled_files_are_right
     assert counts["skipped"] > REQUESTS // 100, "the budget was never reached"
     assert day.most > 0.9 * BUDGET
     assert all(len(outcomes) == 1 for outcomes in day.keys.values())
-    # Nothing of ordinary requests is in the metrics.
+    # Metrics have nothing of ordinary requests.
     assert day.stats.counter("published") == counts["extracted"]
     assert day.stats.failures == {"directory_full": counts["skipped"]}
     names = {name.partition(".")[0] for name in os.listdir(directory)}

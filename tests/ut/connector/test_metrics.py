@@ -228,7 +228,7 @@ def test_dashboard_queries_use_existing_series_and_labels(query: str, legend: st
     else:
         assert asked == LABELS
     assert {*grouped, *shown, *asked} <= labels and set(shown) <= set(grouped)
-    # A reason of a failure has no series before the first one, so its rate would miss that one.
+    # A failure reason has no series before the first failure, so a rate would miss this failure.
     is_counted = name.endswith(("_total", "_bucket")) and not name.endswith("failures_total")
     assert query.startswith("label_values") or ("rate(" in query) == bool(interval) == is_counted
     assert ("histogram_quantile" in query) == ("le" in grouped) == name.endswith("_bucket")
@@ -324,7 +324,7 @@ def payload(stats: Any) -> dict[str, Any]:
 
 
 def sent(worker_stats: list[Any], scheduler_stats: Any) -> dict[str, Any]:
-    """What the API server receives of a step: KVOutputAggregator, update_from_output, msgpack."""
+    """Send the stats of a step to the API server: KVOutputAggregator, scheduler, msgpack."""
     outputs = []
     for stats in worker_stats:
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})

@@ -196,7 +196,7 @@ def test_source_is_dropped_after_a_failed_request() -> None:
 def test_rank_that_needs_space_releases_only_its_own_files() -> None:
     engine = Engine()
     first = engine.serve("first", "ab")
-    engine.rank(first.owner, unresponsive=True, started=1)  # so that another rank owns the next one
+    engine.rank(first.owner, unresponsive=True, started=1)  # so another rank owns the next request
     other = engine.serve("other", "cd")
     engine.rank(first.owner, needs_space=True, started=1)
     engine.add("again", "ab")
@@ -258,7 +258,7 @@ def test_preempted_request_keeps_its_reused_rows() -> None:
     assert (
         engine.requests["second"].hsx_reusable_rows(engine.requests["second"], BLOCK)
         == 3 * BLOCK + 1
-    )  # it needs no more rows
+    )  # the request needs no more rows
 
 
 def test_no_earlier_row_is_reused_after_a_cache_reset() -> None:
@@ -314,7 +314,7 @@ def test_rows_of_generated_tokens_are_reusable_once_published() -> None:
     engine.start("first")
     engine.add("beside", "ab")
     assert engine.tries("beside") == 0
-    # one token of the prompt's second block, three generated ones, and the last, which has no row
+    # one token in the second block of the prompt, three generated, and the last without a row
     request.output_token_ids, request.block_hashes = [1, 2, 3, 4], hashes("ab")
     engine.scheduler.on_finished(request)
     engine.publish("first")
@@ -326,7 +326,7 @@ RATES = {
     "prompt_rate": 10.0 * ROW_BYTES,
     "write_rate": 1000.0 * ROW_BYTES,
     "step_rate": 10.0,
-}  # ten tokens a second
+}  # ten tokens per second
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ RATES = {
     [
         (0, {}, True),  # it is being published
         (0, {"paused": True, "unresponsive": True}, False),
-        (1, {}, False),  # nobody knows how long that takes
+        (1, {}, False),  # the duration is unknown
         (1, RATES, True),  # 0.1 s and two steps, against 1.2 s
         (9, RATES, True),
         (10, RATES, False),

@@ -131,7 +131,7 @@ def test_close_ends_after_its_timeout_and_threads_end_once_storage_responds(
     for thread in waiting:
         thread.join(30)
     assert threads(engine) == []
-    # What was told stays true.
+    # The outcomes do not change.
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
     assert engine.ring.free_rows == engine.ring.num_rows
@@ -190,7 +190,7 @@ def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
     join = lander.join
 
     def join_lander(timeout: float | None) -> None:
-        joining.set()  # the lander has been told to end
+        joining.set()  # the lander must end
         join(timeout)
 
     lander.join = join_lander  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
         joining.wait()
         while (
             not interrupted.is_set()
-        ):  # a signal that comes just before the main thread sleeps does not wake it
+        ):  # a signal just before the main thread sleeps does not wake it
             signal.pthread_kill(main, signal.SIGUSR1)
             interrupted.wait(0.05)
 
@@ -215,7 +215,7 @@ def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
     assert locks_that_are_held(engine) == []
     lander.join = join  # type: ignore[method-assign]
     storage.set()
-    # Python 3.11 takes a thread for stopped whose `join` an exception has interrupted.
+    # In Python 3.11 a thread counts as stopped after an exception has interrupted `join`.
     deadline = time.monotonic() + 30
     pause = threading.Event()
     while threads(engine) and time.monotonic() < deadline:

@@ -229,7 +229,7 @@ def test_the_size_of_stats_does_not_grow_with_traffic() -> None:
         stats = recorder.take()
         assert stats is not None
         sizes.append(len(msgspec.msgpack.encode(stats.data)))
-    # A kind for each errno there is, and more digits; otherwise as for one event of each.
+    # One kind per errno, and more digits; otherwise as for one event of each kind.
     assert sizes[0] < 400
     assert sizes[1] < 3000
 
@@ -321,7 +321,7 @@ def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
     recorder.held(1)
     now = 5.5
     recorder.held(0)
-    now = 100.0  # nobody waits
+    now = 100.0  # no request waits
     assert taken() == (2.5, 0)
     assert taken() is None
     recorder.held(1)

@@ -69,7 +69,7 @@ def test_storage_stalls_only_while_waiting_rows_are_not_written(
         StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail")
     )
     now = 100.0
-    assert progress.stalled_for() == 0.0, "nobody has asked it for anything"
+    assert progress.stalled_for() == 0.0, "storage has nothing to do"
     progress.staged(2)
     now = 100.1
     assert progress.stalled_for() == 0.0, "the device has not copied these rows yet"
@@ -174,7 +174,7 @@ def test_storage_is_unresponsive_until_late_files_are_open(
     assert watch.is_paused, (
         "after a short hang, no new request makes the very next step wait as well"
     )
-    opener.now = 50.0  # long after the rest that follows
+    opener.now = 50.0  # long after the pause that follows
     assert watch.is_unresponsive
     opener.now = 100.0
     assert not watch.is_unresponsive

@@ -97,7 +97,7 @@ def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
     engine.wait_until_decided("a")
     engine.collect()
     assert engine.outcomes == {"a": None}
-    assert not engine.last_report.sources, "its number of rows is known to nobody"
+    assert not engine.last_report.sources, "the scheduler does not know the number of rows"
     if not kept:
         assert not engine.path("a").exists()
         return
@@ -165,7 +165,7 @@ def test_preempted_request_recomputes_its_rows(engine: Engine) -> None:
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
     engine.step(
         HsxConnectorMetadata(), [("a", 8, 4)]
-    )  # the prompt's last two, then output of before the preemption
+    )  # the last two of the prompt, then output from before the preemption
     engine.close()
     engine.assert_file_is_right("a", 10)
 
@@ -187,7 +187,7 @@ def test_rows_of_generated_tokens_are_published_at_the_end(
     for position in range(5, 9):
         engine.step(HsxConnectorMetadata(), [("a", position, 1)])
     assert engine.outcomes == {}
-    # With asynchronous scheduling one more step was under way: position 8 has an unwanted row.
+    # With asynchronous scheduling one more step was running: position 8 has an unwanted row.
     engine.step(ended("a", output=range(5, 8)), [])
     engine.wait_until_decided("a")  # no later step is needed
     engine.close()

@@ -135,9 +135,9 @@ def test_recomputed_rows_are_written_after_the_copy(
         engine.step(started(start), [("next", 5, 1)])
         engine.values |= {("next", 3): -3.0, ("next", 4): -4.0}
         engine.step(NOTHING, [("next", 3, 4)])
-        let_writers_pass(engine)  # if these rows did not wait, they would be written now
+        let_writers_pass(engine)  # these rows would be written now if they did not wait
     engine.worker._writers.wait()
-    engine.step(NOTHING, [("next", 7, 1)])  # it would be complete without the rows that wait
+    engine.step(NOTHING, [("next", 7, 1)])  # the file would be complete without the waiting rows
     engine.wait_until_decided("next")
     engine.close()
     assert_right(engine, "next", 5)
@@ -221,7 +221,7 @@ def test_close_closes_all_open_sources(tmp_path: Path) -> None:
     ]
 
 
-# Files that are kept
+# Open sources
 
 
 def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
@@ -283,7 +283,7 @@ def test_removed_files_count_while_they_are_open(tmp_path: Path) -> None:
     sources[0][1].unlink()
     sources[1][1].rename(tmp_path / "moved")
     assert not kept.needs_space()
-    assert kept.space() == (2, 0)  # it is counted once a second
+    assert kept.space() == (2, 0)  # files are counted once per second
     now = 1.0
     assert not kept.needs_space()
     assert kept.space() == (2, size)

@@ -61,7 +61,7 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     assert (stats.counter("published"), observations(stats, "publish")) == (2, 2)
     assert (
         observations(stats, "copy") == 15
-    )  # a buffer of this ring holds a row; some are written together
+    )  # a chunk of this ring has one row; some rows are written together
     assert 2 <= observations(stats, "write") < 15
     assert (stats.counter("failed"), stats.counter("aborted"), stats.failures) == (0, 0, {})
     assert stats.gauge("backlog_bytes") == {"0": 0}
@@ -124,10 +124,12 @@ def test_full_ring_shows_in_fill_backlog_and_stall(
     engine.step(started(engine.start("slow", 100)), [("slow", 0, 16)])
     engine.step(HsxConnectorMetadata(), [("slow", 16, 16)])
     stats = engine.worker.take_stats()
-    while stats is None or stats.gauge("ring_fill") != {"0": 1.0}:  # until the lander has got there
+    while stats is None or stats.gauge("ring_fill") != {
+        "0": 1.0
+    }:  # until the lander has copied them
         stats = engine.worker.take_stats() or stats
     assert stats.gauge("backlog_bytes") == {"0": 32 * FORMAT.row_bytes}
-    # Both slots wait for the full ring; storage goes on once the main thread waits for a slot.
+    # Both slots wait for the full ring. Storage continues once the main thread waits for a slot.
     issued = engine.staging.slots[0].issued
     wait = issued.wait
 

@@ -54,7 +54,7 @@ def test_files_that_open_slowly_block_no_writer(
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("open", 6)), [("open", 0, 3)])
     gate = OpeningGate(monkeypatch, engine)
-    # More than there are writers.
+    # More files than writers.
     starts = started(engine.start("slow", 3), engine.start("too", 3), engine.start("three", 3))
     step = threading.Thread(
         target=engine.step,
@@ -93,7 +93,7 @@ def test_close_writes_rows_of_files_that_are_being_opened(
     monkeypatch.setattr(
         engine.worker._opener, "wait", lambda timeout=None: (gate.open.set(), wait(timeout))
     )
-    monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step, which would wait
+    monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step would wait
     engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
     engine.worker.close()
     engine.assert_file_is_right("a", 3)
@@ -200,10 +200,10 @@ def test_recomputed_rows_are_written_after_their_first_version(
     engine.values = {}
     engine.step(
         NOTHING, [("a", 0, 3)]
-    )  # preempted: it starts again, and its first part is cut elsewhere
+    )  # preempted: it starts again, and the first part has another length
     engine.step(NOTHING, [("a", 3, 3)])
     engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
-    engine.wait_until_decided("b")  # the other writer has come by
+    engine.wait_until_decided("b")  # the other writer has run
     assert gate.written == [0]
     gate.open.set()
     engine.step(NOTHING, [("a", 6, 2)])

@@ -52,10 +52,10 @@ def test_only_the_lander_uses_events_of_copies(
 ) -> None:
     monkeypatch.setattr(WatchedEvent, "used_by", set())
     made = Pipeline(ring_rows=4)
-    made.close()  # its slots and lander have real events
+    made.close()  # slots and lander have real events
     monkeypatch.setattr(landing, "npu", WatchedNpu)
     pipeline = Pipeline(ring_rows=4)
-    asked = pipeline.lander._asked_by_others  # of `ask`, for the thread that sends the answers
+    asked = pipeline.lander._asked_by_others  # used by `ask`, for the thread that sends the output
     for seed in range(3):
         pipeline.step(target_output(12, seed), [Span("a", 12 * seed, 12, 0)])
     pipeline.close()

@@ -158,7 +158,7 @@ def test_full_ring_waits_for_rows_to_become_free() -> None:
 def test_full_ring_does_not_fragment_into_ever_smaller_runs() -> None:
     ring = make_ring(
         64 * 8
-    )  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
+    )  # chunks of 64 rows; a run of less than 4 rows is not taken if more rows are wanted
     while ring.free_rows:
         ring.wait(64)
     for row in range(3):

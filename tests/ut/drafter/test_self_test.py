@@ -220,7 +220,7 @@ def test_rotated_target_without_a_declared_rotation_is_refused(
     )
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: settings)
     target = torch.nn.Module()
-    target.norm = torch.nn.LayerNorm(HIDDEN)  # its weights are 1
+    target.norm = torch.nn.LayerNorm(HIDDEN)  # all weights are 1
     drafter = Drafter()
     drafter.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model="a-w8a8-rot", quantization="ascend")
@@ -233,7 +233,7 @@ def test_rotated_target_without_a_declared_rotation_is_refused(
         drafter.finish_loading(target)
 
 
-# Each case has a device on which no other test launches anything.
+# Each case has a device on which no other test launches operators.
 @pytest.mark.parametrize(
     ("num_layers", "rotated", "index"), [(3, False, 1), (40, False, 2), (3, True, 3), (40, True, 4)]
 )

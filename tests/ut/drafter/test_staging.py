@@ -78,7 +78,7 @@ def test_defect_2_rows_without_a_span_are_not_written() -> None:
     pipeline = Pipeline()
     pipeline.staging.rows.fill_(7.0)
     run_steps(pipeline, [[Span("a", 0, 3, 1)]])
-    # Three rows at the front of the first slot; padding and other requests' rows went nowhere.
+    # Three rows at the front of the first slot. Padding and rows of other requests are not written.
     assert (pipeline.staging.rows[0, 3:] == 7.0).all()
     assert (pipeline.staging.rows[1:] == 7.0).all()
     assert not (pipeline.staging.rows[0, :3] == 7.0).any()
@@ -150,7 +150,7 @@ def test_each_ordering_is_necessary(
         expected = run_steps(sabotaged, FULL)
     except RuntimeError as error:
         assert "race" in str(error).lower()
-        with suppress(RuntimeError):  # the lander may have met it, too
+        with suppress(RuntimeError):  # the lander may have raised it, too
             sabotaged.close()
         return
     arrived = {key: row for key, row in sabotaged.read.items() if torch.equal(row, expected[key])}
@@ -180,7 +180,7 @@ def test_each_row_is_written_once_without_other_device_memory(slot_rows: int) ->
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
     passed_on: list[StagingSlot] = []
     staging.pass_on = passed_on.append
-    gc.collect()  # what earlier tests have left must not be freed meanwhile
+    gc.collect()  # objects of earlier tests must not be freed meanwhile
     allocated = torch.npu.memory_allocated(DEVICE)
     torch.npu.reset_peak_memory_stats(DEVICE)
     with Copied() as copied:
@@ -280,13 +280,13 @@ def test_close_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline = Pipeline(ring_rows=40)
-        # As when requests have failed, nobody reads the chunks, so nobody waits for the copies.
+        # No thread reads the chunks, as after failed requests, so no thread waits for the copies.
         pipeline.lander._deliver = lambda chunk: None
         run_steps(pipeline, FULL[:1])
         shape = pipeline.staging.rows.shape
         del pipeline
         gc.collect()
-        # Memory of the same size, which the device would give out again.
+        # Memory of the same size. The device could allocate the same memory again.
         torch.empty(shape, dtype=DTYPE, device=DEVICE)
     assert not [str(warning.message) for warning in caught if "race" in str(warning.message)]
 
