@@ -93,7 +93,7 @@ def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
         (RankState(paused=True), Cost(1, 0), False),
     ],
 )
-def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answers(
+def test_request_is_admitted_if_the_debt_fits_and_storage_responds(
     state: RankState, request_cost: Cost, admitted: bool
 ) -> None:
     load = RankLoad(ring_bytes=100, row_bytes=1)

@@ -265,7 +265,7 @@ def test_a_directory_whose_files_cannot_be_counted_is_refused_at_start(tmp_path:
         StoredFiles.found_in(str(tmp_path / "file"), Share(0, 1))
 
 
-def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path: Path) -> None:
+def test_published_file_is_counted_in_the_report_of_its_outcome(tmp_path: Path) -> None:
     progress = RankProgress(1, 1, StoredFiles())
     path = tmp_path / "a.safetensors"
     path.touch()

@@ -186,7 +186,7 @@ def writers() -> Iterator[ThreadPool]:
     assert pool.close(10)
 
 
-def test_a_file_is_published_after_the_last_of_its_writes(writers: ThreadPool) -> None:
+def test_file_is_published_after_its_last_write(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(4, 6)
     life.file.may_write.clear()
@@ -216,7 +216,7 @@ def test_first_write_runs_alone() -> None:
     life.check("commit")
 
 
-def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> None:
+def test_recomputed_rows_are_written_alone(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(0, 6)
     life.file.write_begun.clear()

@@ -352,7 +352,7 @@ def logged(connector: Any, data: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("silent_rank", [None, 0, 1])
-def test_stats_of_ranks_and_scheduler_arrive(silent_rank: int | None) -> None:
+def test_stats_of_ranks_and_scheduler_reach_the_metrics(silent_rank: int | None) -> None:
     ranks = [None if rank == silent_rank else busy(rank) for rank in (0, 1)]
     data = sent(ranks, held())
     registry = CollectorRegistry()

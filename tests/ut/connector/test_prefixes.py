@@ -150,7 +150,7 @@ def test_request_reuses_whole_blocks_of_a_published_request() -> None:
     assert stats.counter("reused_tokens") == 2 * BLOCK
 
 
-def test_a_request_with_an_adapter_computes_all_rows_and_keeps_none_for_others() -> None:
+def test_request_with_an_adapter_neither_reuses_nor_provides_rows() -> None:
     """Blocks cached before the adapter was reloaded have the same hashes."""
     engine = Engine()
     engine.serve("first", "abc")
@@ -219,7 +219,7 @@ def test_cached_tokens_without_rows_are_computed() -> None:
     assert engine.start("last").prefix == Prefix(engine.started["shorter"].number, BLOCK)
 
 
-def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is_released() -> None:
+def test_used_sources_are_kept_and_the_least_recently_used_is_released() -> None:
     engine = Engine(max_files=2)
     engine.serve("one", "a")
     engine.serve("two", "b")

@@ -50,7 +50,7 @@ def feature(modality: str, offset: int, length: int) -> Any:
     )
 
 
-def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its_prompt() -> None:
+def test_request_starts_with_its_images_in_prompt_order() -> None:
     scheduler = make_scheduler()
     requests = [
         make_request("two", 9, mm_features=[feature("image", 5, 3), feature("image", 1, 2)]),
@@ -200,7 +200,7 @@ def test_server_or_request_can_include_rows_of_generated_tokens(
 @pytest.mark.parametrize(
     ("stop", "generated", "aborted"), [(["."], 2, False), (["."], 0, True), ([], 2, True)]
 )
-def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(
+def test_request_ended_by_a_stop_string_keeps_its_file(
     stop: list[str], generated: int, aborted: bool
 ) -> None:
     scheduler = make_scheduler()
@@ -283,7 +283,7 @@ def test_requests_cannot_choose_a_file_in_a_store() -> None:
     )
 
 
-def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
+def test_finished_request_is_answered_once() -> None:
     scheduler, request = (
         make_scheduler(),
         make_request("r", kv_transfer_params={"do_remote_decode": True}),

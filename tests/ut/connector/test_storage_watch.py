@@ -139,7 +139,7 @@ def test_storage_that_hangs_at_the_end_of_a_file_counts_as_stalled(
 
 
 @pytest.mark.parametrize(("peer_is_unresponsive", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_step_does_not_wait_for_each_rank_in_turn(
+def test_step_waits_briefly_if_another_rank_is_unresponsive(
     peer_is_unresponsive: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0

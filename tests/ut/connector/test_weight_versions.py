@@ -79,7 +79,7 @@ def test_oldest_and_newest_of_three_versions_are_reported() -> None:
 @pytest.mark.parametrize(
     "spans", [[(4, PROMPT - 4)], [(4, 3), (7, PROMPT - 7)]], ids=["two steps", "three steps"]
 )
-def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
+def test_load_after_the_last_prompt_row_adds_no_version(
     spans: list[tuple[int, int]], first: int
 ) -> None:
     """Recomputed tokens have no rows, because the file has all rows."""
@@ -98,7 +98,7 @@ def test_no_request_is_watched_once_all_prompt_rows_are_computed() -> None:
     assert not lab.scheduler.weights._watched
 
 
-def test_a_load_between_rows_of_generated_tokens_matters() -> None:
+def test_load_between_generated_rows_adds_a_version() -> None:
     lab = Lab(include_output_tokens=True)
     lab.compute(4)
     lab.compute(5, PROMPT - 5)
@@ -107,14 +107,14 @@ def test_a_load_between_rows_of_generated_tokens_matters() -> None:
     assert lab.versions() == [(0, ""), (1, "")]
 
 
-def test_a_load_with_no_row_after_it_does_not_matter() -> None:
+def test_load_without_later_rows_adds_no_version() -> None:
     lab = Lab(include_output_tokens=True)
     lab.load()
     assert lab.versions() == [(0, "")]
 
 
 @pytest.mark.parametrize("continued", [False, True], ids=["at once", "after rows of both"])
-def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) -> None:
+def test_recomputed_request_has_only_the_new_version(continued: bool) -> None:
     lab = Lab()
     lab.load()
     if continued:
@@ -124,7 +124,7 @@ def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) 
     assert lab.versions() == [(1, "")]
 
 
-def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
+def test_request_resumed_as_new_has_the_new_version() -> None:
     """As with model runner V2."""
     lab = Lab()
     lab.load()

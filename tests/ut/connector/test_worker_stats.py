@@ -50,7 +50,7 @@ def replace_method(
     monkeypatch.setattr(engine.sink, "open", open_file)
 
 
-def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
+def test_complete_requests_count_bytes_and_files(engine: Engine) -> None:
     engine.step(started(engine.start("a", 12), engine.start("b", 3)), [("a", 0, 8), ("b", 0, 3)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 4)])
     stats = stats_of(engine)
