@@ -10,7 +10,7 @@ from importlib import import_module
 
 from vllm_ascend_hsx._version import __version__
 
-TYPE_CHECKING = False  # typing's own costs most of the time that this import takes
+TYPE_CHECKING = False  # importing typing would take most of the time of this import
 if TYPE_CHECKING:
     from vllm_ascend_hsx.reader.acknowledge import acknowledge
     from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset, collate

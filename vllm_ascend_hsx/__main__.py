@@ -1,4 +1,4 @@
-"""`python -m vllm_ascend_hsx`: the `hsx` command, where the script is not on the PATH."""
+"""Run the `hsx` command as `python -m vllm_ascend_hsx`, if the script is not on the PATH."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The version of this package: its one place, which pyproject.toml reads, too.
+"""The version of this package. pyproject.toml reads it from this module.
 
-A module of its own, so that all modules can import it.
+The module imports nothing, so every module can import it.
 """
 
 __version__ = "0.1.0"

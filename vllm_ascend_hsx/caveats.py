@@ -1,9 +1,9 @@
 """Differences between a target on vllm-ascend and the same target in vLLM and transformers.
 
-They follow from a model's config.json. Rows are those of the served model, so nothing is refused.
-`hsx doctor`, `hsx serve` and a server name them in the same words. They hold for all checked
-releases: tests/ut/config/test_caveats.py compares them with the sources, and
-tests/e2e/targets/test_rows_of_caveats.py with rows.
+The differences follow from a model's config.json. Rows match the served model, so no target is
+refused. `hsx doctor`, `hsx serve` and the server use the same words. All checked releases have
+these differences: tests/ut/config/test_caveats.py compares them with the sources, and
+tests/e2e/targets/test_rows_of_caveats.py compares them with rows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Config = Mapping[str, Any]
 _NEGLIGIBLE = 1e-6  # relative difference of a frequency
 _LARGEST_HEAD = 1 << 16
 _SECTIONS = "mrope_section"
-# gpt-oss gives the key `truncate` itself (models/gpt_oss.py:99 in vLLM 0.23.0).
+# vLLM's gpt-oss sets the key `truncate` (models/gpt_oss.py:99 in vLLM 0.23.0).
 _GIVES_TRUNCATE = frozenset({"gpt_oss"})
-# Has kv_lora_rank, and vLLM's plain attention (models/minicpm3.py:121 in vLLM 0.23.0).
+# Configs with kv_lora_rank, but plain attention in vLLM (models/minicpm3.py:121 in vLLM 0.23.0).
 _NOT_LATENT = frozenset({"minicpm3"})
 
 
 class Caveat(NamedTuple):
-    """A difference.
+    """A difference, and the remedy.
 
     Attributes:
-        problem: the difference, as a part of a sentence.
-        remedy: a sentence.
+        problem: the difference, without a full stop.
+        remedy: the remedy, in whole sentences.
     """
 
     problem: str
@@ -49,11 +49,11 @@ def caveats_of(
 
     Args:
         whole: config.json, as published or as vLLM reads it.
-        text: the fields of the language model; the same as `whole` if there is nothing else.
-        hf_overrides: vLLM's option. Only a mapping is read.
-        max_tokens: longest sequence that the server takes; by default the model's.
+        text: fields of the language model; equal to `whole` for a text-only model.
+        hf_overrides: vLLM's option. Ignored unless it is a mapping.
+        max_tokens: longest sequence that the server takes; None for the limit of the model.
     """
-    # vLLM sets what is given, and goes into `text_config` alone (ModelConfig._apply_dict_overrides,
+    # vLLM replaces whole fields, and merges only `text_config` (ModelConfig._apply_dict_overrides,
     # config/model.py:449 in 0.23.0).
     given = hf_overrides if isinstance(hf_overrides, Mapping) else {}
     nested = isinstance(whole.get("text_config"), Mapping)
@@ -72,7 +72,7 @@ def caveats_of(
 
 
 def warn_of_caveats(model_config: Any) -> None:
-    """Log the differences of a server's target, once per process.
+    """Log the differences of the target, once per process.
 
     Args:
         model_config: vllm.config.ModelConfig.
@@ -98,10 +98,10 @@ def _start_with(whole: Config, override: Config) -> str:
 def _is_latent(text: Config) -> bool:
     """Return whether a target has latent attention (MLA), or the attention of DeepSeek-V4.
 
-    vLLM gives such a target the rotary embedding `deepseek_yarn`. It rounds as transformers does
-    (models/deepseek_v2.py in vLLM; AscendDeepseekScalingRotaryEmbedding in vllm-ascend,
-    ops/rotary_embedding.py:298 in 0.23.0). The attention has no window (mla_v1.py), or one of the
-    right width (dsa_v1.py:1144 in 0.30.0rc2).
+    vLLM gives such a target the rotary embedding `deepseek_yarn`. This embedding rounds as
+    transformers does (models/deepseek_v2.py in vLLM; AscendDeepseekScalingRotaryEmbedding in
+    vllm-ascend, ops/rotary_embedding.py:298 in 0.23.0). The attention has no window (mla_v1.py), or
+    a window of the right width (dsa_v1.py:1144 in 0.30.0rc2).
     """
     kind = str(text.get("model_type"))
     return kind.startswith("deepseek_v") or (
@@ -115,18 +115,18 @@ def _is_latent(text: Config) -> bool:
 def _of_yarn(whole: Config, text: Config) -> Caveat | None:
     """Return the difference of a target with YaRN.
 
-    Reason: YaRN scales frequencies beyond a bound, leaves frequencies before another bound, and has
-    a ramp between the bounds. AscendYaRNRotaryEmbedding does not round the bounds unless the key
-    `truncate` is true (ops/rotary_embedding.py:269 in 0.23.0 and :344 in 0.30.0rc2). vLLM and
-    transformers round by default (layers/rotary_embedding/yarn_scaling_rope.py:31,
-    modeling_rope_utils.py:450). For positions with sections (mrope) vLLM derives the bounds from
+    Reason: YaRN keeps the frequencies below a lower bound, scales the frequencies above an upper
+    bound, and interpolates in between. AscendYaRNRotaryEmbedding does not round the bounds unless
+    the key `truncate` is true (ops/rotary_embedding.py:269 in 0.23.0 and :344 in 0.30.0rc2). vLLM
+    and transformers round by default (layers/rotary_embedding/yarn_scaling_rope.py:31,
+    modeling_rope_utils.py:450). For positions with sections (mrope), vLLM derives the bounds from
     four times the model's length (layers/rotary_embedding/mrope.py:238 in 0.23.0).
     """
     architectures = whole.get("architectures")
     if isinstance(architectures, list) and str(next(iter(architectures), "")).startswith(
         "Transformers"
     ):
-        return None  # transformers' own frequencies
+        return None  # vLLM runs the code of transformers
     if text.get("model_type") in _GIVES_TRUNCATE or _is_latent(text):
         return None
     ropes = dict(_ropes(text))
@@ -140,10 +140,9 @@ def _of_yarn(whole: Config, text: Config) -> Caveat | None:
     percent = f"{100 * max(differences.values()):.2g} %"
     if any(_SECTIONS in ropes[kind] for kind in differences):
         return Caveat(
-            f"YaRN with {_SECTIONS}: vLLM takes the model's length for four times as long, so "
-            "frequencies differ from those of "
-            f"transformers by up to {percent}, and rows are computed with them",
-            "No option of vLLM changes that.",
+            f"YaRN with {_SECTIONS}: vLLM assumes four times the model's length. Rows are computed "
+            f"with frequencies that differ from transformers by up to {percent}",
+            "No option of vLLM changes this.",
         )
     repaired = {
         kind: {**rope, "truncate": True} if kind in differences else rope
@@ -151,15 +150,14 @@ def _of_yarn(whole: Config, text: Config) -> Caveat | None:
     }
     return Caveat(
         'YaRN without the key "truncate": vllm-ascend does not round as vLLM and transformers '
-        "do, so its frequencies differ from theirs "
-        f"by up to {percent}, and rows are computed with them",
-        "For the model's own frequencies "
+        f"do. Rows are computed with frequencies that differ by up to {percent}",
+        "To use the frequencies of the model, "
         + _start_with(whole, {"rope_parameters": repaired.get("", repaired)}),
     )
 
 
 def _ropes(text: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rope_parameters in their current form, by type of layer; "" if there is one for all."""
+    """Yield rope_parameters in the current form, by type of layer; "" stands for all layers."""
     found = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(found, Mapping):
         return
@@ -175,7 +173,7 @@ def _ropes(text: Config) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _difference(rope: Config, text: Config) -> float:
-    """Return the largest relative difference of a frequency; 0 if it is not YaRN."""
+    """Return the largest relative difference of a frequency; 0 without YaRN."""
     numbers: list[Any] = [
         _rotary_size(rope, text),
         rope.get("rope_theta", 10_000),
@@ -192,7 +190,7 @@ def _difference(rope: Config, text: Config) -> float:
         return 0.0
 
     def scales(length: float, rounds: bool) -> list[float]:
-        """What each frequency is multiplied by."""
+        """Return the factor of each frequency."""
         low, high = (
             head * math.log(length / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns
         )
@@ -231,8 +229,9 @@ def _rotary_size(rope: Config, text: Config) -> Any:
 def _of_window(whole: Config, text: Config, max_tokens: Any) -> Caveat | None:
     """Return the difference of a target with a sliding window that sequences can leave.
 
-    Reason: vllm-ascend gives the window to CANN as `pre_tokens` (attention/attention_v1.py:837 and
-    1290 in 0.23.0, :634 and 928 in 0.30.0rc2). CANN counts the keys before the query's own.
+    Reason: vllm-ascend passes the window to CANN as `pre_tokens` (attention/attention_v1.py:837 and
+    1290 in 0.23.0, :634 and 928 in 0.30.0rc2). CANN counts only the keys before the key of the
+    query.
     """
     window = text.get("sliding_window")
     if (
@@ -244,21 +243,18 @@ def _of_window(whole: Config, text: Config, max_tokens: Any) -> Caveat | None:
         return None
     return Caveat(
         f"sliding window of {window} tokens: vllm-ascend lets each token see {window + 1}, so "
-        f"from position {window} on rows are those "
-        f"of a model whose window is {window + 1}",
-        "For the model's own window " + _start_with(whole, {"sliding_window": window - 1}),
+        f"from position {window} on, rows match a model with a window of {window + 1}",
+        "To use the window of the model, " + _start_with(whole, {"sliding_window": window - 1}),
     )
 
 
 def _slides(text: Config) -> bool:
-    """Return whether layers have the window of the config."""
+    """Return whether some layers have the window of the config."""
     if text.get("use_sliding_window") is False or _is_latent(text):
         return False
     kinds = text.get("layer_types")
     if isinstance(kinds, list):
         return "sliding_attention" in kinds
-    full, layers = (
-        text.get("max_window_layers"),
-        text.get("num_hidden_layers"),
-    )  # of Qwen2: only layers after them slide
+    # In Qwen2, the first `max_window_layers` layers do not slide.
+    full, layers = text.get("max_window_layers"), text.get("num_hidden_layers")
     return not (isinstance(full, int) and isinstance(layers, int) and full >= layers)

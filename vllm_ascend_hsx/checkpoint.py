@@ -1,7 +1,7 @@
 """The fingerprint of a target's weights, from samples of the checkpoint that vLLM has loaded.
 
-It depends on contents alone: neither on paths nor on times, so that all ranks, a restarted server
-and another machine with the same checkpoint find the same one.
+The fingerprint depends only on contents, not on paths or times. All ranks, a restarted server and
+another machine compute the same fingerprint from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 logger = logging.getLogger(__name__)
 
 PIECE = 16 << 10  # bytes of one sample
-MOST_PIECES = 2048  # of a checkpoint: 32 MiB
-_MOST_OF_A_FILE = 64  # pieces of a file that has no header
-_LARGEST_HEADER = 16 << 20  # bytes; a file with a longer one is sampled as if it had none
+MOST_PIECES = 2048  # samples of a checkpoint: 32 MiB
+_MOST_OF_A_FILE = 64  # samples of a file without a header
+_LARGEST_HEADER = 16 << 20  # bytes; a file with a longer header is sampled as if it had none
 _DIGITS = 32
 
-# What rows depend on beside the weights. Optional files are left out: of a checkpoint from a hub,
-# only some machines have them.
+# Rows depend on these files and on the weights. Optional files are left out, because not every
+# machine has downloaded them.
 _DESCRIPTIONS = ("config.json", "params.json", "quant_model_description*.json")
 _INDEX = "{}.safetensors.index.json"
 _CONSOLIDATED = "consolidated*.safetensors"
-# Load formats that read files of the model's directory, and in which order of preference.
+# Load formats that read files in the model's directory, with patterns in order of preference.
 _ANY = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _PATTERNS: dict[str, Sequence[str]] = {
     "auto": (_CONSOLIDATED, *_ANY), "mistral": (_CONSOLIDATED,), "pt": ("*.pt",), "npcache": ("*.bin",), "gguf": ("*.gguf",),
@@ -40,7 +40,7 @@ _PATTERNS: dict[str, Sequence[str]] = {
         ("*.safetensors",),
     ),
 }  # fmt: skip
-# Not loaded by vLLM either (model_loader/weight_utils.py:676, vLLM 0.23.0).
+# vLLM does not load these files (model_loader/weight_utils.py:676, vLLM 0.23.0).
 _STATE_OF_TRAINING = (
     "training_args.bin",
     "optimizer.bin",
@@ -54,8 +54,8 @@ class Checkpoint(NamedTuple):
     """The files of a checkpoint that vLLM loads.
 
     Attributes:
-        weights: in the order of their names.
-        descriptions: the model's configuration, and how its weights are quantised.
+        weights: files with weights, sorted by name.
+        descriptions: files with the configuration of the model and the quantisation of the weights.
     """
 
     weights: Sequence[Path]
@@ -63,9 +63,10 @@ class Checkpoint(NamedTuple):
 
 
 def weights_of(vllm_config: Any, directory: str | None = None) -> str:
-    """Return the fingerprint of a loaded target's weights; empty if it is unknown.
+    """Return the fingerprint of a loaded target's weights, or "" if it is unknown.
 
-    Call it when the weights are loaded: only then is a checkpoint from a hub on this machine.
+    Call this after the weights are loaded. Before that, a checkpoint from a hub may be missing on
+    this machine.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -77,15 +78,15 @@ def weights_of(vllm_config: Any, directory: str | None = None) -> str:
         else:
             found = find_checkpoint(Path(directory), str(vllm_config.load_config.load_format))
         return "" if found is None else fingerprint(found)
-    except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
+    except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and rows are right without
         logger.warning(
-            "files will not name their weights, whose checkpoint cannot be read: %s", error
+            "files will not name their weights, because the checkpoint cannot be read: %s", error
         )
         return ""
 
 
 def local_checkpoint(vllm_config: Any) -> Checkpoint | None:
-    """Return the files that vLLM loads a target from; None if they are not on this machine yet.
+    """Return the files that vLLM loads, or None if they are not on this machine yet.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -94,12 +95,12 @@ def local_checkpoint(vllm_config: Any) -> Checkpoint | None:
         OSError, ValueError, KeyError, TypeError: as find_checkpoint.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
-    place = _local_place(model.model, model.revision, load.download_dir)
-    return None if place is None else find_checkpoint(place, str(load.load_format))
+    path = _local_path(model.model, model.revision, load.download_dir)
+    return None if path is None else find_checkpoint(path, str(load.load_format))
 
 
-def _local_place(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return the directory or file that vLLM has loaded a model from, without using the network."""
+def _local_path(model: str, revision: str | None, cache: str | None) -> Path | None:
+    """Return the directory or file from which vLLM loads a model. Does not use the network."""
     if os.path.exists(model):
         return Path(model)
     from vllm import envs
@@ -108,9 +109,9 @@ def _local_place(model: str, revision: str | None, cache: str | None) -> Path | 
         from modelscope.hub.snapshot_download import snapshot_download as of_modelscope
 
         try:
-            # vLLM passes no download_dir on (model_loader/default_loader.py:109, vLLM 0.23.0).
+            # vLLM ignores download_dir (model_loader/default_loader.py:109, vLLM 0.23.0).
             return Path(of_modelscope(model, revision=revision, local_files_only=True))
-        except ValueError:  # nothing of it is there (hub/snapshot_download.py, modelscope 016d22d)
+        except ValueError:  # not downloaded (hub/snapshot_download.py, modelscope 016d22d)
             return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -124,11 +125,11 @@ def _local_place(model: str, revision: str | None, cache: str | None) -> Path | 
 
 
 def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
-    """Return the files that vLLM loads; None if there are none, or it loads from elsewhere.
+    """Return the files that vLLM loads, or None if it loads no files of this directory.
 
     Args:
-        place: directory of the model, or its one file.
-        load_format: vLLM's.
+        place: directory of the model, or the only file of the model.
+        load_format: vLLM's option.
 
     Raises:
         OSError: if the directory or an index cannot be read.
@@ -165,17 +166,17 @@ def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return 32 hexadecimal digits that differ, as far as samples show, if the weights do.
+    """Return 32 hexadecimal digits that differ if the sampled parts of the weights differ.
 
-    Reads the descriptions and the headers of safetensors files, and at most MOST_PIECES pieces of
-    PIECE bytes, or one of each file if there are more files.
+    Reads the descriptions and the headers of safetensors files, and at most MOST_PIECES samples of
+    PIECE bytes. If there are more files, reads one sample of each file.
 
     Raises OSError if a file cannot be read.
     """
     digest = hashlib.sha256()
 
     def add(*parts: bytes) -> None:
-        for part in parts:  # with its length, so that no two sequences of parts are alike
+        for part in parts:  # with the length, because parts could be split in several ways
             digest.update(len(part).to_bytes(8, "little") + part)
 
     for path in checkpoint.descriptions:
@@ -193,7 +194,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _add_samples(fd: int, size: int, pieces: int, add: Callable[[bytes], None]) -> None:
-    """Add a file's header, if it has one, and some of its pieces."""
+    """Add the header of a file, if there is one, and samples."""
     header = _header(fd, size)
     try:
         places = _pieces_of_tensors(header, pieces)
@@ -206,19 +207,19 @@ def _add_samples(fd: int, size: int, pieces: int, add: Callable[[bytes], None]) 
 
 
 def _header(fd: int, size: int) -> bytes:
-    """Return the bytes before the tensors of a safetensors file; empty for other files."""
+    """Return the bytes before the tensors of a safetensors file, or b"" for other files."""
     length = os.pread(fd, 8, 0)
     end = 8 + int.from_bytes(length, "little")
     return length + os.pread(fd, end - 8, 8) if end <= min(size, _LARGEST_HEADER) else b""
 
 
 def _pieces_of_tensors(header: bytes, pieces: int) -> Iterable[int]:
-    """Return where to read: in the middle of each tensor, as long as there are not too many.
+    """Return the offsets of the samples: one in the middle of each tensor.
 
-    Of more tensors those are read whose names have the smallest digests. So no kind of layer is
-    left out because of its place among the others.
+    If there are more than `pieces` tensors, the tensors whose names have the smallest digests are
+    sampled. This selection does not depend on the kind or position of a layer.
 
-    Raises ValueError, TypeError, KeyError or AttributeError if it is no header.
+    Raises ValueError, TypeError, KeyError or AttributeError if `header` is invalid.
     """
     tensors = parse(header[8:])
     tensors.pop("__metadata__", None)
@@ -229,13 +230,13 @@ def _pieces_of_tensors(header: bytes, pieces: int) -> Iterable[int]:
     for name in names:
         begin, end = tensors[name]["data_offsets"]
         if not is_count(begin) or not is_count(end):
-            raise ValueError(f"{name} is nowhere")
+            raise ValueError(f"{name} has invalid data_offsets")
         places.append(len(header) + max(begin, (begin + end - PIECE) // 2))
     return places
 
 
 def _pieces_of_bytes(size: int, pieces: int) -> Iterable[int]:
-    """Return where to read: evenly over the file, its first and last bytes included."""
+    """Return the offsets of the samples: evenly spaced, with the first and last bytes."""
     count = min(pieces, _MOST_OF_A_FILE, -(-size // PIECE))
     last = max(0, size - PIECE)
     return [last * index // max(1, count - 1) for index in range(count)]

@@ -1,4 +1,4 @@
-"""HsxConfig: every option of the connector, typed, validated and documented."""
+"""Options of the connector: types, checks and descriptions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ METHOD = "extract_hidden_states"
 EXTRA_CONFIG = "kv_connector_extra_config"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
-# Seconds, after drain_timeout_s, in which a worker writes the error files of unfinished requests.
+# Seconds after drain_timeout_s in which a worker writes the error files of unfinished requests.
 FAILURE_REPORT_TIMEOUT_S = 5.0
-# A step that waits for storage must end before the server's own timeouts. vLLM's executor waits
+# A step that waits for storage must end before the timeouts of the server. vLLM's executor waits
 # 300 seconds for a step (vllm/envs.py:210, 0.23.0). Releases of vllm-ascend other than 0.26.0rc1
-# make it 3,000 (vllm_ascend/platform.py:1276, 0.23.0). An operator that waits for a rank is aborted
-# after 547 (torch_npu 2.10.0.post4, core/npu/sys_ctrl/npu_sys_ctrl.cpp:38 and 275).
+# raise this to 3,000 (vllm_ascend/platform.py:1276, 0.23.0). An operator that waits for a rank is
+# aborted after 547 (torch_npu 2.10.0.post4, core/npu/sys_ctrl/npu_sys_ctrl.cpp:38 and 275).
 LONGEST_WAIT_S = 240.0
 
 
@@ -36,22 +36,22 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 class HsxConfig(BaseModel):
     """The options of `kv_connector_extra_config`.
 
-    An unknown key or a value of the wrong type is a `UserError` (see `HsxConfig.parse`), not a
-    warning: otherwise a misspelt option would be noticed weeks later, in the data.
+    An unknown key or a value of the wrong type raises a `UserError`; see `HsxConfig.parse`. After
+    a mere warning, a misspelt option could go unnoticed until the data is used.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     shared_storage_path: str | None = Field(
         default=None,
-        description="Directory of the files, created if missing. All workers must see it under "
-        "this path. Required unless `sink` is 'mooncake'.",
+        description="Directory for the files. Created if missing. All workers must see it under "
+        "the same path. Required unless `sink` is 'mooncake'.",
     )
     sink: Literal["file", "shard", "mooncake"] = Field(
         default="file",
-        description="Where rows go. 'file' writes one safetensors file per request. 'shard' "
-        "appends requests to large tar files with an index, for millions of requests. "
-        "'mooncake' puts them into a Mooncake store, for readers on other machines.",
+        description="Where rows are stored. 'file' writes one safetensors file per request. "
+        "'shard' appends requests to large tar files with an index, for millions of requests. "
+        "'mooncake' puts requests into a Mooncake store, for readers on other machines.",
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
@@ -62,7 +62,7 @@ class HsxConfig(BaseModel):
         default=4 << 30,
         ge=1 << 20,
         le=LARGEST,
-        description="Size at which a shard is sealed and the next one begins, with `sink` "
+        description="Size at which a shard is sealed and a new shard begins, with `sink` "
         "'shard'. Bytes, or a size such as '4GiB'.",
     )
     mooncake: MooncakeOptions | None = Field(
@@ -70,105 +70,105 @@ class HsxConfig(BaseModel):
     )
     extract: Literal["all", "requested", "sample"] = Field(
         default="all",
-        description="Which requests are extracted. 'all': all except those with "
-        "`\"hidden_states\": false` in their kv_transfer_params. 'requested': only those with "
-        "`\"hidden_states\": true` or another key of this connector there. 'sample': also the "
-        "share "
-        "`sample_rate` of all others. Other requests use the prefix cache and cost nothing.",
+        description="Requests to extract. 'all': every request, unless its kv_transfer_params "
+        "have `\"hidden_states\": false`. 'requested': only requests whose kv_transfer_params "
+        "have `\"hidden_states\": true` or another key of this connector. 'sample': like "
+        "'requested', plus the share `sample_rate` of all other requests. Requests that are not "
+        "extracted use the prefix cache as usual and cost nothing.",
     )
     sample_rate: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of API requests that are extracted with `extract` 'sample', such as 0.1. "
-        "Requests with one `sample_key` in their kv_transfer_params are extracted all or not at "
-        "all.",
+        description="Share of API requests that are extracted with `extract` 'sample', such as "
+        "0.1. Requests with the same `sample_key` in their kv_transfer_params are either all "
+        "extracted or all skipped.",
     )
     directory_budget_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
         ge=1,
         le=1 << 60,
-        description="Most bytes of files in shared_storage_path, with `sink` 'file'. While there is no "
-        "room, requests are generated without extraction, and their responses have an error. Each "
-        "data-parallel rank has an equal share. Default: no limit. Bytes, or a size such as "
-        "'64GiB'.",
+        description="Limit on the total size of the files in shared_storage_path, with `sink` "
+        "'file'. While there is no space for another file, requests are answered without "
+        "extraction, and their responses contain an error. Each data-parallel rank has an equal "
+        "share of the limit. Default: no limit. Bytes, or a size such as '64GiB'.",
     )
     max_files_per_request: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Most files of one API request, with all its prompts and samples, on each "
-        "data-parallel rank. Prompts and samples beyond this are generated without extraction, "
-        "and their responses have an error: see docs/security.md.",
+        description="Limit on the files of one API request, over all prompts and samples, per "
+        "data-parallel rank. Prompts and samples beyond the limit are answered without "
+        "extraction, and their responses contain an error: see docs/security.md.",
     )
     max_bytes_per_request: Size = Field(
         default=128 << 30,
         ge=1,
         le=1 << 60,
-        description="Most bytes of rows of one API request, counted like "
-        "`max_files_per_request`. Rows of generated tokens count with the request's max_tokens. "
-        "Bytes, or a size such as '128GiB'.",
+        description="Limit on the size of all rows of one API request, counted like "
+        "`max_files_per_request`. If rows of generated tokens are stored, max_tokens counts, not "
+        "the number of tokens generated. Bytes, or a size such as '128GiB'.",
     )
     prefix_reuse_bytes: Size = Field(
         default=4 << 30,
         ge=0,
         le=1 << 60,
-        description="Most bytes of published files that each data-parallel rank keeps open, so that "
-        "requests with the same first tokens copy these rows and read the prefix cache instead of "
-        "computing them. The space of a kept file that a consumer removes is freed when newer "
-        "files take its place, when such files hold a quarter of what is free, or when there is no "
-        "space for a request. 0: each request computes all of its rows. Bytes, or a size such as "
-        "'4GiB'.",
+        description="Limit on the size of published files that each data-parallel rank keeps "
+        "open. Requests with the same first tokens copy rows from these files and read the prefix "
+        "cache instead of computing the rows. If a consumer removes an open file, the space is "
+        "freed once newer files replace the file, once removed files hold more than a quarter of "
+        "the free space, or once a request finds no space. 0: every request computes all rows. "
+        "Bytes, or a size such as '4GiB'.",
     )
     prefix_reuse_files: int = Field(
         default=256,
         ge=0,
         le=1 << 16,
-        description="Most files that are kept open for this, on each data-parallel rank. Each takes "
-        "a file descriptor; all are closed when a request finds none.",
+        description="Limit on the number of these open files, per data-parallel rank. Each takes "
+        "a file descriptor. All are closed once a request finds no free descriptor.",
     )
     use_synchronization_lock: bool = Field(
         default=True,
-        description="Hold an flock on `<file>.lock` until the file is complete, so that "
-        "readers can sleep until then.",
+        description="Hold an flock on `<file>.lock` until the file is complete. Readers can sleep "
+        "on this lock.",
     )
     allow_custom_save_path: bool = Field(
         default=False,
         description="Let requests choose their file below shared_storage_path, with "
-        "`hidden_states_path` in their kv_transfer_params. Such a client can replace any file "
-        "of hidden states there: see docs/security.md.",
+        "`hidden_states_path` in their kv_transfer_params. Such a client can take any free name "
+        "there, but replace no rows: see docs/security.md.",
     )
     include_output_tokens: bool = Field(
         default=False,
-        description="Also store rows of generated tokens, except the last one, which is never "
-        "an input of the model. Requests can override this in kv_transfer_params.",
+        description="Also store rows of generated tokens. The last token has no row, because it "
+        "is never an input of the model. Requests can override this option in kv_transfer_params.",
     )
     io: Literal["buffered", "direct"] = Field(
         default="buffered",
         description="'direct' bypasses the page cache (O_DIRECT): less CPU time and memory, "
-        "for local disks. 'buffered' is faster while the page cache has room, and works "
+        "for local disks. 'buffered' is faster while the page cache has free space, and works "
         "everywhere. Shards are always 'buffered'.",
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",
-        description="'fdatasync' publishes a file only when it and its name survive a power "
-        "failure. With 'none' a file survives the death of the server, but not of the machine.",
+        description="'fdatasync' publishes a file only once its data and name would survive a "
+        "power failure. With 'none', a published file survives a crash of the server, but maybe "
+        "not of the machine.",
     )
     checksum: Literal["crc32c", "none"] = Field(
         default="crc32c",
-        description="Store a checksum (CRC-32C) of each file in its metadata. "
-        "`vllm_ascend_hsx.load(path, verify=True)` compares it.",
+        description="Store a checksum (CRC-32C) in the metadata of each file. "
+        "`vllm_ascend_hsx.load(path, verify=True)` verifies it.",
     )
     rotation: Literal["undo", "keep"] = Field(
         default="undo",
-        description="Rows of a target whose weights are rotated (QuaRot): 'undo' turns them back "
-        "into the model's own basis, 'keep' stores them as the server computes them. The "
-        "metadata `basis` of a file says which. With 'undo' a target is refused if it is rotated "
-        "and "
-        "does not say so. Other targets are not concerned.",
+        description="For targets with rotated weights (QuaRot). 'undo' converts rows back to the "
+        "basis of the original model. 'keep' stores rows as the server computes them. The metadata "
+        "key `basis` of a file records which basis it has. With 'undo', the server refuses a "
+        "rotated target that does not declare the rotation. No effect on other targets.",
     )
     check_finite: bool = Field(
-        default=False, description="Fail requests whose rows contain a NaN or an infinity."
+        default=False, description="Fail requests with a NaN or an infinity in their rows."
     )
     file_mode: str = Field(
         default="0640",
@@ -180,73 +180,74 @@ class HsxConfig(BaseModel):
         ge=1,
         le=64,
         description="Threads per worker that write rows from the pinned ring to files. "
-        "Default: processors divided by workers, at most 8, and at least 2, or 4 if they wait "
-        "for a disk or a store (direct, fdatasync, mooncake).",
+        "Default: the number of CPUs divided by the number of workers, at most 8, and at least 2, "
+        "or 4 if writers wait for a disk or a store (direct, fdatasync, mooncake).",
     )
     staging_slots: int = Field(
         default=2,
         ge=1,
         le=8,
-        description="Device buffers, each with a rank's share of a step: max_num_batched_tokens "
-        "/ tensor_parallel_size rows. With two, a step is copied while the next one computes. A "
-        "prompt that fills a step belongs to one rank; rows that its buffers do not hold are "
-        "copied before the step ends.",
+        description="Number of device buffers. Each holds a rank's share of a step: "
+        "max_num_batched_tokens / tensor_parallel_size rows. With two slots, a step is copied "
+        "while the next step is computed. A prompt that fills a step belongs to a single rank. "
+        "If the slots of this rank do not hold all rows, the others are copied before the step "
+        "ends.",
     )
     pinned_ring_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
         ge=1 << 12,
         le=LARGEST,
-        description="Pinned host memory per worker for rows on their way to the file. Bytes, "
-        "or a size such as '256MiB'. Other sizes are rounded up to a power of two, as torch pins "
-        "them. If it holds more than one prompt, files are written side by side. Default: 256MiB "
-        "or, if that is more, 32MiB and the rows by which staging_slots buffers of whole steps "
-        "would be larger than those of a rank; `hsx plan` shows it.",
+        description="Pinned host memory per worker (the ring) for rows that wait to be written. "
+        "Bytes, or a size such as '256MiB'. Rounded up to a power of two, because torch "
+        "pins no other size. If the ring holds several prompts, their files are written in "
+        "parallel. Default: 256MiB, or, if larger, 32MiB plus the part of `staging_slots` full "
+        "steps that does not fit into the slots. `hsx plan` shows the default.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",
-        description="What happens if storage is too slow. In both cases new requests wait "
-        "until admitted ones can be written in time. If rows still do not fit into "
-        "pinned_ring_bytes, or a new file is not made in time, 'wait' makes the step wait, and "
-        "with it every request; 'fail' fails the requests of these rows, and no step waits.",
+        description="Behaviour if storage is too slow. With both values, new requests wait until "
+        "the rows of admitted requests can be written in time. If rows still do not fit into the "
+        "ring, or a new file is not opened in time, 'wait' makes the step wait, and so delays "
+        "every request. 'fail' fails the requests concerned, and no step waits.",
     )
     storage_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_WAIT_S,
-        description="Seconds that an engine step waits for storage that makes no progress. "
-        "Then requests whose rows wait fail, and new ones are held back or refused until it "
-        "recovers. All others continue. The limit keeps a step shorter than the server's own "
-        "timeouts, the first of which is 300 seconds.",
+        description="Seconds that an engine step waits for storage without progress. After that, "
+        "requests with waiting rows fail, and new requests are held back or refused until storage "
+        "recovers. All other requests continue. The upper limit keeps a step shorter than the "
+        "timeouts of the server. The shortest of these is 300 seconds.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
         le=LONGEST_S,
-        description="Most seconds that a stopping server takes to write computed rows.",
+        description="Seconds that a stopping server may take to write computed rows.",
     )
 
     allow_unchecked_versions: bool = Field(
         default=False,
-        description="Start although vLLM or vllm-ascend differs from the checked releases in "
-        "functions that this plugin relies on. Rows may be wrong or missing.",
+        description="Start even if functions of vLLM or vllm-ascend that this plugin relies on "
+        "differ from the checked releases. Rows may be wrong or missing.",
     )
 
     @property
     def close_timeout_s(self) -> float:
-        """Most seconds that a worker takes to stop once no step runs."""
+        """Seconds that a worker may take to stop once no step runs."""
         return self.drain_timeout_s + FAILURE_REPORT_TIMEOUT_S
 
     @field_validator("file_mode", mode="before")
     @classmethod
     def _require_mode(cls, value: object) -> object:
         if isinstance(value, int) and not isinstance(value, bool):
-            raise ValueError("is a number; write the octal digits as a text, such as '0640'")
+            raise ValueError("is a number; write the octal digits as a string, such as '0640'")
         if isinstance(value, str) and (
             not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600
         ):
             raise ValueError(
-                "is not a mode of three octal digits that lets the server read and write its own "
-                "files, such as '0640'"
+                "is not a mode of three octal digits with read and write permission for the "
+                "owner, such as '0640'"
             )
         return value
 
@@ -265,7 +266,7 @@ class HsxConfig(BaseModel):
         except UnicodeEncodeError:
             usable = False
         if not usable:
-            raise ValueError("is not a path: it contains a character that paths cannot have")
+            raise ValueError("is not a path: it contains an invalid character")
         return value
 
     @classmethod
@@ -287,7 +288,7 @@ class HsxConfig(BaseModel):
         if config.sink == "mooncake":
             if config.mooncake is None:
                 remedy = 'Set it to {"master_server_address": "host:port"}.'
-                problem = "is missing, and sink is 'mooncake'"
+                problem = "is missing, but sink is 'mooncake'"
                 raise UserError(f"{EXTRA_CONFIG}.mooncake", None, problem, remedy)
         elif config.shared_storage_path is None:
             remedy = "Set it to the directory of the files."
@@ -297,12 +298,12 @@ class HsxConfig(BaseModel):
 
 
 def _require_fitting(config: HsxConfig) -> None:
-    """Refuse options that need another one. Raises UserError."""
+    """Refuse options that contradict each other. Raises UserError."""
     rate, budget = config.sample_rate, config.directory_budget_bytes
     if config.extract == "sample" and rate is None:
         remedy = "Set it to the share of requests to extract, such as 0.1."
         raise UserError(
-            f"{EXTRA_CONFIG}.sample_rate", None, "is missing, and extract is 'sample'", remedy
+            f"{EXTRA_CONFIG}.sample_rate", None, "is missing, but extract is 'sample'", remedy
         )
     if config.extract != "sample" and rate is not None:
         problem = f"has no effect, because extract is {config.extract!r}"
@@ -310,25 +311,25 @@ def _require_fitting(config: HsxConfig) -> None:
             f"{EXTRA_CONFIG}.sample_rate",
             rate,
             problem,
-            "Set extract to 'sample', or leave it out.",
+            "Set extract to 'sample', or leave sample_rate out.",
         )
     if config.sink != "file" and budget is not None:
-        remedy = "Use sink 'file', or leave it out."
+        remedy = "Use sink 'file', or leave directory_budget_bytes out."
         if config.sink == "shard":
             problem = (
-                "cannot be kept with sink 'shard': a shard takes its space until the whole tar "
+                "is not supported with sink 'shard': a shard holds its space until the whole tar "
                 "file is removed"
             )
         else:
             problem = (
-                "cannot be kept with sink 'mooncake': the store has no directory, and evicts by "
-                "itself"
+                "is not supported with sink 'mooncake': the store has no directory, and evicts "
+                "objects itself"
             )
         raise UserError(f"{EXTRA_CONFIG}.directory_budget_bytes", budget, problem, remedy)
 
 
 def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:
-    """Refuse unprintable keys, whose place pydantic does not report. Raises UserError."""
+    """Refuse unprintable keys, because pydantic does not locate them. Raises UserError."""
     for key, value in values.items():
         if not isinstance(key, str) or not key.isprintable():
             option = f"{option}.{printable(str(key))}"

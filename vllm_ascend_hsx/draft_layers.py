@@ -12,10 +12,11 @@ from vllm_ascend_hsx.protocol.errors import UserError
 OPTION = "--layers"
 _LARGEST = 16 << 20  # bytes of a config.json
 
-# Where drafts keep the ids, in the order in which vLLM looks
-# (v1/worker/gpu/spec_decode/eagle/eagle3_utils.py:98, 0.30), and what they count. An id of DFlash
-# and DSpark is a layer, and the draft reads the output of the layer. Ours is the number of layers
-# before. An id of speculators is as ours (transformers_utils/configs/speculators/algos.py:118).
+# Keys of the ids in the config of a draft, in vLLM's order of precedence
+# (v1/worker/gpu/spec_decode/eagle/eagle3_utils.py:98, 0.30), and the number to add to an id. An id
+# of DFlash or DSpark is the index of a layer whose output the draft reads. Our id is the number of
+# layers before the state, like an id of speculators
+# (transformers_utils/configs/speculators/algos.py:118).
 _PLACES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("eagle_aux_hidden_state_layer_ids",), 0),
     (("aux_hidden_state_layer_ids",), 0),
@@ -24,21 +25,21 @@ _PLACES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("target_layer_ids",), 1),
     (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 0),
 )
-# Its drafts read the inputs of layers (eagle3_utils.py:116).
+# Drafts of these models read the inputs of layers (eagle3_utils.py:116).
 _AS_OURS = {("deepseek_v41", ("dspark_target_layer_ids",))}
 
 
 def layers_of_draft(path: str, num_layers: int) -> tuple[int, ...]:
-    """Return the layers to extract for a draft: those that it reads, and the last one.
+    """Return the layers to extract for a draft: the layers that the draft reads, and the last.
 
-    Training computes the logits of the target from the last one.
+    Training computes the logits of the target from the last layer.
 
     Args:
-        path: directory of the draft, or the config.json in it.
+        path: directory of the draft, or path of the config.json.
         num_layers: layers of the target.
 
     Raises:
-        UserError: there is no config.json that names layers.
+        UserError: if there is no config.json with layer ids.
     """
     config = _read(path)
     ids = next(
@@ -49,8 +50,8 @@ def layers_of_draft(path: str, num_layers: int) -> tuple[int, ...]:
         raise UserError(
             OPTION,
             path,
-            f"has no layer ids (it has none of {keys})",
-            "Give ids, or eagle3 for the default layers.",
+            f"has no layer ids (none of the keys {keys})",
+            "Give layer ids, or eagle3 for the default layers.",
         )
     return ids if num_layers in ids else (*ids, num_layers)
 
@@ -64,7 +65,8 @@ def _ids_at(
     if not found:
         return None
     if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise UserError(OPTION, path, f"has no list of integers as {'.'.join(keys)}", "Give ids.")
+        problem = f"has no list of integers under {'.'.join(keys)}"
+        raise UserError(OPTION, path, problem, "Give layer ids.")
     if (config.get("model_type"), keys) in _AS_OURS:
         offset = 0
     return tuple(each + offset for each in found)
@@ -79,10 +81,10 @@ def _read(path: str) -> Mapping[str, Any]:
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(
-            OPTION, path, f"has no config.json that can be read: {error.strerror}", remedy
+            OPTION, path, f"has no readable config.json: {error.strerror}", remedy
         ) from None
     except ValueError as error:
         raise UserError(OPTION, path, f"is not JSON: {error}", remedy) from None
     if not isinstance(config, dict):
-        raise UserError(OPTION, path, "is not an object", remedy)
+        raise UserError(OPTION, path, "is not a JSON object", remedy)
     return config

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_hsx._version import __version__
-from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its patch points
+from vllm_ascend_hsx.compat import (  # noqa: F401 - each import declares patch points
     adapters,
     drafts,
     engine,
@@ -47,10 +47,10 @@ uses(MODELS, _MODEL, SINCE_0_23, takes="model_arch model_cls", why="the drafter 
 
 
 def register() -> None:
-    """Register everything with vLLM, which calls this in every process (`vllm.general_plugins`).
+    """Register everything with vLLM. vLLM calls this in every process (`vllm.general_plugins`).
 
-    Later calls in a process do nothing. Nothing of vllm_ascend is imported here: plugins are loaded
-    before its own patches are applied.
+    Later calls in a process do nothing. Do not import vllm_ascend here: plugins are loaded before
+    vllm_ascend applies its patches.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.models import ModelRegistry
@@ -79,22 +79,22 @@ def register() -> None:
 def check_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the settings of an engine that extracts, and log a line about them.
 
-    Reason: this is the last step in the process that the user has started. An error here is the
-    last one that the user sees. Later ones are raised in processes of the engine, and vLLM then
-    ends with "See root cause above" (v1/engine/utils.py:1251, 0.23.0). A server with several API
-    servers repeats the step in each of them (entrypoints/openai/api_server.py:123).
+    Reason: the user has started this process, so an error here is the last output that the user
+    sees. Later errors are raised in processes of the engine, and vLLM then ends with "See root
+    cause above" (v1/engine/utils.py:1251, 0.23.0). If a server has several API servers, each of
+    them repeats this step (entrypoints/openai/api_server.py:123).
     """
     vllm_config = original(self, *args, **kwargs)
     if not extracts(vllm_config.speculative_config):
         return vllm_config
-    # They import torch, which a process without an engine does not need.
+    # These modules import torch. A process without an engine does not need it.
     from vllm_ascend_hsx.drafter.ring import ring_bytes_of
     from vllm_ascend_hsx.settings import read_settings
 
     parallel = vllm_config.parallel_config
     local = parallel.data_parallel_size_local
     settings = read_settings(vllm_config, has_engine=local > 0)
-    # -1: this process starts the API servers (entrypoints/cli/serve.py:288).
+    # Rank -1: this process starts the API servers (entrypoints/cli/serve.py:288).
     if parallel._api_process_count == 1 or parallel._api_process_rank < 0:
         writers = settings.num_writers(parallel.tensor_parallel_size * max(1, local))()
         logger.info("%s", _introduction(settings, ring_bytes_of(settings), writers))
@@ -122,9 +122,9 @@ def _introduction(settings: ServerSettings, ring_bytes: int, writers: int) -> st
 def make_proposer(original: Any, *args: Any) -> Any:
     """Let vllm-ascend construct our proposer for the method extract_hidden_states.
 
-    Reason: `get_spec_decode_method` (vllm_ascend/spec_decode/__init__.py:36-55) knows no registry,
-    but looks the class up in its module when it is called, and MR:644 and MR:1750 only assert
-    `isinstance`, which a subclass satisfies.
+    Reason: `get_spec_decode_method` (vllm_ascend/spec_decode/__init__.py:36-55) has no registry. It
+    looks the class up in the module at each call. MR:644 and MR:1750 only assert `isinstance`, and
+    a subclass passes.
     """
     from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
@@ -143,9 +143,9 @@ def make_proposer(original: Any, *args: Any) -> Any:
 def make_speculator(original: Any, *args: Any) -> Any:
     """Let model runner V2 construct our speculator for the method extract_hidden_states.
 
-    Reason: `init_speculator`, vLLM's and vllm-ascend's (v1/worker/gpu/spec_decode/__init__.py:11,
-    vllm_ascend/worker/v2/spec_decode/__init__.py:33), knows no registry, but looks the class up in
-    its module when it is called.
+    Reason: `init_speculator` of vLLM and of vllm-ascend (v1/worker/gpu/spec_decode/__init__.py:11,
+    vllm_ascend/worker/v2/spec_decode/__init__.py:33) has no registry. It looks the class up in the
+    module at each call.
     """
     from vllm_ascend_hsx.drafter.speculator import HsxSpeculator
 

@@ -27,14 +27,14 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What proposer, drafter and both sides of the connector are built from.
+    """Settings of the proposer, the drafter and both sides of the connector.
 
     Attributes:
         config: the options.
-        target: what is extracted.
+        target: the model and the layers to extract.
         row_format: format of the rows.
-        dtype: the model's dtype, that of `row_format`.
-        rotation: file of the rotation that is undone; None if there is none.
+        dtype: dtype of the model and of `row_format`.
+        rotation: file of the rotation to undo; None without one.
         random_ids: whether vLLM makes the ids of requests unique.
     """
 
@@ -53,8 +53,8 @@ class ServerSettings:
     def num_writers(self, num_workers: int) -> Callable[[], int]:
         """Return a function that counts the writer threads of a worker.
 
-        The worker gets an equal part of the CPUs that this process has now. When the function is
-        called and the process has fewer CPUs, they are its own: vllm-ascend has bound it to them.
+        The worker gets an equal part of the current CPUs. If the process has fewer CPUs when the
+        function is called, vllm-ascend has bound the process to them, and the worker gets all.
 
         Args:
             num_workers: number of workers on this machine.
@@ -72,13 +72,13 @@ class ServerSettings:
 
 
 def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSettings:
-    """Read and check the settings of a server. Storage is probed once per process.
+    """Read and check the settings of a server. Probe storage once per process.
 
     Args:
-        vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own, or the one that
-            its children get.
-        has_engine: whether an engine runs on this machine. Otherwise storage need not be mounted
-            here, and is not probed.
+        vllm_config: vllm.config.VllmConfig; with MultiConnector the config of the engine, or the
+            config that the children get.
+        has_engine: whether an engine runs on this machine. If not, storage need not be mounted on
+            this machine, and is not probed.
 
     Raises:
         UserError: if a setting, the storage directory or the store cannot be used.
@@ -100,9 +100,9 @@ def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSetting
         raise UserError(
             f"{EXTRA_CONFIG}.quantization",
             config.quantization,
-            f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of "
+            f"needs rows of a multiple of 8 elements, but {target.num_layers} layers of "
             f"{target.hidden_size} make {elements}",
-            'Use "none", or extract another number of layers.',
+            'Use "none", or extract a different number of layers.',
         )
     rotation = rotation_of(vllm_config, config.rotation)
     basis: Literal["", "model", "rotated"] = (
@@ -122,9 +122,9 @@ def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSetting
             f"{EXTRA_CONFIG}.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
-            f"Give at least {2 * row_format.row_bytes}, or leave it out.",
+            f"Give at least {2 * row_format.row_bytes}, or leave pinned_ring_bytes out.",
         )
-    # It "will be removed in a future release" (v1/engine/input_processor.py:234, vLLM 0.23.0).
+    # vLLM will remove this variable (v1/engine/input_processor.py:234, vLLM 0.23.0).
     random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
     undone = rotation if basis == "model" else None
     settings = ServerSettings(config, target, row_format, dtype, random_ids, undone)
@@ -133,14 +133,14 @@ def read_settings(vllm_config: Any, *, has_engine: bool = True) -> ServerSetting
         raise UserError(
             f"{EXTRA_CONFIG}.io",
             config.io,
-            f"needs rows of a multiple of {alignment} bytes on this filesystem, and "
+            f"needs rows of a multiple of {alignment} bytes on this filesystem, but "
             f"{row_format.num_layers} layers make rows of {row_format.stored_row_bytes} bytes",
-            'Use "buffered", or extract another number of layers.',
+            'Use "buffered", or extract a different number of layers.',
         )
     return settings
 
 
 @functools.cache
 def _probe(destination: Destination) -> int:
-    """Probe a destination once per process; see Destination.probe. A failure is not cached."""
+    """Probe a destination once per process; see Destination.probe. Failures are not cached."""
     return destination.probe()

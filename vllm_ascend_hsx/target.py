@@ -1,4 +1,4 @@
-"""The extraction target: model, layers, and the parallel settings that are supported."""
+"""The extraction target: the model, the layers, and the supported parallel settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ExtractionTarget:
     """Model and layers to extract, read once from the engine's configuration.
 
     Attributes:
-        model: the target's name or path, for the file's metadata.
-        layer_ids: residual-stream ids in the user's order. Id i is the stream after i layers;
+        model: name or path of the target, for the metadata of files.
+        layer_ids: residual-stream ids in the user's order. Id i is the stream after i layers.
             `num_layers` is the state before the final norm.
-        layer_order: for each of `layer_ids`, its index in the list that the target returns, which
-            is in ascending layer order.
+        layer_order: for each of `layer_ids`, the index in the list that the target returns. The
+            target returns layers in ascending order.
         hidden_size: elements per row and layer.
         max_tokens: most tokens of one step (`max_num_batched_tokens`).
         tensor_parallel: ranks that share the requests of a step.
@@ -43,14 +43,14 @@ class ExtractionTarget:
 
 
 def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, ...]:
-    """Check the ids of the layers to extract, and keep their order, which is the order in the file.
+    """Check the ids of the layers to extract. Return them in the same order, as in the file.
 
     Args:
         layer_ids: the user's `eagle_aux_hidden_state_layer_ids`.
         num_hidden_layers: layers of the target.
 
     Raises:
-        UserError: if it is not a list of integers, is empty, or has a duplicate or an id
+        UserError: if `layer_ids` is not a list of integers, is empty, or has a duplicate or an id
             outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
@@ -83,14 +83,17 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
     """Return the layers that --layers selects, in the order of the file.
 
     Args:
-        text: ids such as "2,30,59,62"; or "eagle3" or "dflash", which select the default layers of
-            speculators 0.9.0 (speculators/models/utils.py:113) plus the last one, from which it
-            computes the target's logits; or "mtp", the last one; or the directory of a draft model;
-            see `layers_of_draft`.
+        text: one of
+            * ids, such as "2,30,59,62";
+            * "eagle3" or "dflash": the default layers of speculators 0.9.0
+              (speculators/models/utils.py:113), and the last layer. Training computes the logits of
+              the target from the last layer;
+            * "mtp": the last layer;
+            * the directory of a draft model; see `layers_of_draft`.
         num_layers: layers of the target.
 
     Raises:
-        UserError: if these are not ids, or not of this target.
+        UserError: if `text` is none of these, or the target does not have the layers.
     """
     last = num_layers
     rules = {
@@ -125,14 +128,14 @@ def _selected(ids: Sequence[int], num_layers: int) -> str:
 
 
 def read_target(vllm_config: Any) -> ExtractionTarget:
-    """Read the target from vLLM's configuration, and refuse settings that are not supported.
+    """Read the target from vLLM's configuration, and refuse unsupported settings.
 
     Args:
         vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
 
     Raises:
-        UserError: if the speculative method is another one, layer ids are invalid, or a
-            parallel setting is not supported.
+        UserError: if the speculative method is not `extract_hidden_states`, layer ids are invalid,
+            or a parallel setting is not supported.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
@@ -171,13 +174,13 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
 
 
 def refuse_parallelism(parallel_config: Any) -> None:
-    """Refuse parallel settings that are not supported.
+    """Refuse unsupported parallel settings.
 
     Args:
         parallel_config: vllm.config.ParallelConfig.
 
     Raises:
-        UserError: one of ONE_ONLY is above 1.
+        UserError: if a setting in ONE_ONLY is above 1.
     """
     for option, reason in ONE_ONLY.items():
         value = getattr(parallel_config, option, 1)

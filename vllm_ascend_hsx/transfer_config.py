@@ -24,7 +24,7 @@ def read_options(transfer: Any) -> HsxConfig:
         transfer: vllm.config.KVTransferConfig, or None.
 
     Raises:
-        UserError: if the connector is missing, or its role or an option is invalid.
+        UserError: if the connector is missing, or the role or an option is invalid.
     """
     role, options = _connector_entry(transfer)
     config = HsxConfig.parse(options)
@@ -51,11 +51,11 @@ def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
     raise UserError(
         "kv_transfer_config.kv_connector",
         getattr(transfer, "kv_connector", None),
-        "does not take the hidden states that the speculative method extracts when the plugin "
+        "does not take the hidden states that the speculative method extracts while the plugin "
         f"{PLUGIN_NAME} is loaded",
         f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", '
         '"kv_role": "kv_producer", ...}\'; '
-        "or, for another connector of hidden states, without this plugin: "
+        "or, to use another connector for hidden states, without this plugin: "
         f"VLLM_PLUGINS={plugins_without_ours()} vllm serve ...",
     )
 
@@ -69,7 +69,7 @@ def plugins_without_ours(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def require_producer(kv_role: str | None) -> None:
-    """Require the role `kv_producer`: the connector loads nothing. Raises UserError."""
+    """Require the role `kv_producer`, because the connector loads nothing. Raises UserError."""
     if kv_role != "kv_producer":
         problem = "makes the engine expect KV data from a connector that only writes hidden states"
         remedy = 'Set "kv_role": "kv_producer".'

@@ -1,4 +1,4 @@
-"""A scheduler of extracted requests, and as much of vLLM's requests as it reads."""
+"""A scheduler of extracted requests, and the part of vLLM's requests that it reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
 
 
 def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
-    """As much of vllm.v1.request.Request as is read."""
+    """Return the part of vllm.v1.request.Request that is read."""
     request = SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=list(range(num_tokens)),

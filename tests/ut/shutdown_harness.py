@@ -1,4 +1,4 @@
-"""Configurations with and without our connector, and vLLM's own classes to patch."""
+"""Configurations with and without our connector, and vLLM's classes to patch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(kv_transfer_config: Any = ALONE, shutdown_timeout: int = 0) -> Any:
 
 
 def fresh(real: type, *names: str) -> Any:
-    """A subclass with vLLM's own methods, whether or not this process has loaded our plugin."""
+    """Return a subclass with vLLM's original methods, even after our plugin was loaded."""
     return type(
         real.__name__,
         (real,),

@@ -1,4 +1,4 @@
-"""A worker on an emulated NPU with real files, and an engine's calls, for tests of the worker."""
+"""A worker on an emulated NPU with real files, and the calls of an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOTHING = HsxConnectorMetadata()
 
 
 class Engine:
-    """A worker with the calls that an engine makes; keeps what every row must be."""
+    """A worker, and the calls that an engine makes. Knows the expected value of every row."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Engine:
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
         self.sink.writes_side_by_side = (
-            side_by_side  # as with direct I/O, which rows of this size are too small for
+            side_by_side  # as with direct I/O, but rows of this size are too small for it
         )
         self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
@@ -77,7 +77,7 @@ class Engine:
             description=str(directory),
             check_finite=check_finite,
         )
-        self.values: dict[tuple[str, int], float] = {}  # of rows that are to hold something else
+        self.values: dict[tuple[str, int], float] = {}  # values of rows with an unusual value
         self.outcomes: dict[str, str | None] = {}
         self._decided = threading.Condition()
         report_decision = self.worker._on_decided
@@ -107,7 +107,7 @@ class Engine:
         return float(sum(request_id.encode()) * 1000 + position)
 
     def step(self, metadata: HsxConnectorMetadata, spans: list[tuple[str, int, int]]) -> None:
-        """One engine step; spans are (request, first position, rows), in batch order."""
+        """Run an engine step. Spans are (request, first position, rows), in batch order."""
         self.worker.start_step(metadata)
         rows, staged = torch.zeros(MAX_TOKENS, HIDDEN), []
         at = 0
@@ -179,14 +179,14 @@ def ended(request_id: str, aborted: bool = False, output: range = range(0)) -> H
 
 
 def failures(engine: Engine) -> dict[str, int]:
-    """Return how many requests have failed since the last call, by kind."""
+    """Return the number of requests that have failed since the last call, by kind."""
     stats = engine.worker.take_stats()
     assert stats is not None
     return dict(stats.failures)
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterator[threading.Event]:
-    """Let methods wait for an event, which is set at first and at the end."""
+    """Make methods wait for an event. It is set at first, and again at the end."""
     answers = threading.Event()
     answers.set()
     for owner, name in calls:
@@ -202,7 +202,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterat
 
 
 def silence(engine: Engine, storage: threading.Event) -> None:
-    """Shorten the patience only while the storage is silent: a slow disk may need more."""
+    """Stall the storage, with a short timeout. A slow disk may otherwise need a longer timeout."""
     storage.clear()
     engine.worker._watch.storage_timeout = PATIENCE
 
@@ -213,14 +213,14 @@ def answer(engine: Engine, storage: threading.Event) -> None:
 
 
 def fill_ring(engine: Engine, storage: threading.Event) -> None:
-    """Silence the storage until the worker takes it for unresponsive."""
+    """Stall the storage until the worker considers it unresponsive."""
     engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
     silence(engine, storage)
     fill_up(engine)
 
 
 def fill_up(engine: Engine) -> None:
-    """Stage rows of "filler", of which there are 8, until a step finds no slot."""
+    """Stage rows of "filler" after the first 8, until a step finds no slot."""
     position = 8
     while "filler" not in engine.outcomes:
         engine.step(NOTHING, [("filler", position, 16)])

@@ -99,8 +99,8 @@ class RankLoad:
 
         A request larger than the ring starts when half of the ring is free. Waiting for an empty
         ring would leave storage idle until the first rows arrive. A request that generates makes a
-        row per step, perhaps for a long time. At least one of them runs, and as many as have room
-        for all rows in the ring or as storage can keep up with.
+        row per step, perhaps for a long time. One such request may always run. More may run if the
+        ring holds all their rows, or if storage keeps up.
         """
         state = self.state
         if state.paused or (state.opens_slowly and (self._unreported or self._promised)):
@@ -234,9 +234,9 @@ class Admission:
     def _warn(self) -> None:
         load = self.loads[self.least_loaded()]
         logger.warning(
-            "slow storage: new requests have been held back for %.0f s, %d now, until admitted "
-            "requests can be written to %s: at least %.1f MiB, of which %.1f MiB are computed, "
-            "and storage takes %.1f MiB/s. Use faster storage, raise pinned_ring_bytes or "
+            "slow storage: new requests have been held back for %.0f s, %d now, until the rows of "
+            "admitted requests are written to %s: at least %.1f MiB, of which %.1f MiB are "
+            "computed. Storage takes %.1f MiB/s. Use faster storage, raise pinned_ring_bytes or "
             "extract fewer layers.",
             self._reminder.seconds,
             len(self._held),
@@ -287,21 +287,19 @@ class RequestLimits:
         account = self._account(request_id)
         num_bytes = num_rows * self._row_bytes
         if account.files >= self._max_files:
-            reason = (
-                f"this API request has stored {account.files} files already, as many as "
-                f"{FILES_OPTION} allows; send fewer prompts or samples in one request"
+            return (
+                f"this API request has stored {account.files} files already, the limit of "
+                f"{FILES_OPTION}; send fewer prompts or samples in one request"
             )
-        elif account.bytes + num_bytes > self._max_bytes:
-            reason = (
-                f"this API request would store up to {account.bytes + num_bytes} bytes, and "
+        if account.bytes + num_bytes > self._max_bytes:
+            return (
+                f"this API request would store up to {account.bytes + num_bytes} bytes, but "
                 f"{BYTES_OPTION} is {self._max_bytes}; send fewer prompts or samples in one "
                 "request or, with include_output_tokens, a smaller max_tokens"
             )
-        else:
-            account.files += 1
-            account.bytes += num_bytes
-            return None
-        return reason
+        account.files += 1
+        account.bytes += num_bytes
+        return None
 
     def _account(self, request_id: str) -> _Account:
         api_request, child = map(hash, split_id(request_id))

@@ -105,7 +105,7 @@ class Batches:
     time of a joined write. The last row of a prompt is not collected if the request needs no more.
 
     A batch is written when it has `BATCH_BYTES`, and when the request ends. All batches are written
-    when they hold more than a quarter of the ring, and when the lander finds no room in the ring.
+    when they hold more than a quarter of the ring, and when the lander finds the ring full.
 
     Args:
         progress: counts rows that are ready to be written.

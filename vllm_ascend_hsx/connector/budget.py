@@ -1,9 +1,9 @@
-"""The option directory_budget_bytes: bytes of files in the storage directory, and room for more.
+"""The option directory_budget_bytes: limit the total size of files in the storage directory.
 
-The scheduler's side admits requests, and each rank counts the files that it has written. A
-request is promised room for the largest file that it can have, and the file is counted when it is
-published. So all files together, those that are being written too, never exceed the budget. Only
-consumers remove files. When an engine has no room, the ranks look for names that are gone.
+The scheduler side reserves space for each request, and each rank counts the files that it has
+published. A reservation has the largest size that the file can have. It ends when the rank counts
+the file. So published and unfinished files together never exceed the budget. Only consumers remove
+files. When an engine has no space left, the ranks check which files are gone.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ DIRECTORY_FULL = "directory_full"  # a kind of failure
 StoredFile: TypeAlias = "tuple[str, tuple[int]]"  # path and bytes
 
 _GONE = (errno.ENOENT, errno.ENOTDIR)
-_LOOK_IS_NEW_S = 1.0
-_LONGEST_LOOK_S = 5.0  # after that, storage is not asked whether there is room
+_CHECK_IS_RECENT_S = 1.0
+_LONGEST_CHECK_S = 5.0  # longest time that a request waits for a check
 _LONGEST_FINGERPRINT = "f" * 128
 _REMEDY = "consumers must remove files, or acknowledge them for `hsx clean --keep-bytes`"
 
 
 @dataclass(eq=False)
-class Room:
-    """The room that a request needs or has.
+class Reservation:
+    """The space that a request needs or has reserved.
 
     Attributes:
         layout: layout of the file.
         most_rows: most rows that the file can have.
-        asked_at: when the request was first asked about; None before that.
-        promised: bytes that are promised to it.
+        asked_at: when the request first found no space; None before that.
+        reserved: bytes that are reserved.
     """
 
     layout: FileLayout
     most_rows: int
     asked_at: float | None = None
-    promised: int = 0
+    reserved: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Room:
 
 
 class DirectoryBudget:
-    """The bytes that the files of one data-parallel rank may have. For the scheduler's thread.
+    """Reserve space for the files of one data-parallel rank. For the scheduler's thread only.
 
     Args:
         num_bytes: value of the option.
@@ -70,8 +70,8 @@ class DirectoryBudget:
         clock: monotonic clock in seconds.
 
     Attributes:
-        look: number of the last look that the ranks have been asked for. Ranks that have not
-            looked once may have files of earlier servers.
+        check: number of the last requested check for removed files. Before the first check, the
+            files of earlier servers are not counted.
     """
 
     def __init__(
@@ -85,58 +85,62 @@ class DirectoryBudget:
         self._share = num_bytes // num_engines
         self._row_format = row_format
         self._clock = clock
-        self._promised = 0
-        self._looked_at = float("-inf")  # when the last look was asked for
-        self.look = 1
+        self._reserved = 0
+        self._requested_at = float("-inf")  # time of the last request for a check
+        self.check = 1
 
-    def room(self, request: Any, placeholders: Sequence[Placeholder], most_rows: int) -> Room:
-        """Return the room that a new request needs, before it is asked about."""
+    def reservation(
+        self, request: Any, placeholders: Sequence[Placeholder], most_rows: int
+    ) -> Reservation:
+        """Return the reservation that a new request needs. It reserves nothing yet."""
         row_format, lora = self._row_format, request.lora_request
         if lora is not None:
             row_format = replace(row_format, adapter=Adapter(lora.lora_name, _LONGEST_FINGERPRINT))
-        return Room(FileLayout(row_format, request.request_id, None, placeholders), most_rows)
+        return Reservation(
+            FileLayout(row_format, request.request_id, None, placeholders), most_rows
+        )
 
-    def admits(self, room: Room, ranks: Sequence[RankState]) -> bool | None:
-        """Promise room for a file. Return False if there is none.
+    def admits(self, reservation: Reservation, ranks: Sequence[RankState]) -> bool | None:
+        """Reserve space for a file. Return False if there is no space.
 
-        Return None while the ranks look whether consumers have removed files.
+        Return None while the ranks check whether consumers have removed files.
         """
-        if room.num_bytes > self._share:
+        if reservation.num_bytes > self._share:
             return False
         now = self._clock()
-        is_known = all(state.looked for state in ranks)
-        if is_known and self._stored(ranks) + self._promised + room.num_bytes <= self._share:
-            self.promise(room)
+        is_known = all(state.checked for state in ranks)
+        if is_known and self._stored(ranks) + self._reserved + reservation.num_bytes <= self._share:
+            self.reserve(reservation)
             return True
-        has_looked = all(state.looked >= self.look for state in ranks)
-        if has_looked and now - self._looked_at <= _LOOK_IS_NEW_S:
+        has_checked = all(state.checked >= self.check for state in ranks)
+        if has_checked and now - self._requested_at <= _CHECK_IS_RECENT_S:
             return False
-        room.asked_at = now if room.asked_at is None else room.asked_at
-        if now - room.asked_at > _LONGEST_LOOK_S:
+        reservation.asked_at = now if reservation.asked_at is None else reservation.asked_at
+        if now - reservation.asked_at > _LONGEST_CHECK_S:
             return False
-        if has_looked:
-            self.look, self._looked_at = self.look + 1, now
+        if has_checked:
+            self.check, self._requested_at = self.check + 1, now
         return None
 
-    def promise(self, room: Room) -> None:
-        """Promise room in any case."""
-        room.promised = room.num_bytes
-        self._promised += room.promised
+    def reserve(self, reservation: Reservation) -> None:
+        """Reserve space unconditionally."""
+        reservation.reserved = reservation.num_bytes
+        self._reserved += reservation.reserved
 
-    def limit(self, room: Room, num_rows: int) -> None:
-        """Promise less, because a request has ended with so many rows."""
-        self.end(room)
-        room.most_rows = min(num_rows, room.most_rows)
-        self.promise(room)
+    def limit(self, reservation: Reservation, num_rows: int) -> None:
+        """Reduce a reservation, because a request has ended with `num_rows` rows."""
+        self.end(reservation)
+        reservation.most_rows = min(num_rows, reservation.most_rows)
+        self.reserve(reservation)
 
-    def end(self, room: Room) -> None:
-        """Release a promise: the file is counted by its rank, or there is none."""
-        self._promised -= room.promised
-        room.promised = 0
+    def end(self, reservation: Reservation) -> None:
+        """End a reservation, because a rank counts the file or there is no file."""
+        self._reserved -= reservation.reserved
+        reservation.reserved = 0
 
-    def refusal(self, room: Room, ranks: Sequence[RankState]) -> str:
-        """Return the reason for a request that has no room."""
-        size, used = room.num_bytes, self._stored(ranks) + self._promised
+    def refusal(self, reservation: Reservation, ranks: Sequence[RankState]) -> str:
+        """Return the reason for a request without space."""
+        size, used = reservation.num_bytes, self._stored(ranks) + self._reserved
         whose = "" if self._share == self._num_bytes else ", the share of this data-parallel rank,"
         problem = (
             f"the storage directory has no room for a file of up to {size} bytes: {used} of "
@@ -147,10 +151,8 @@ class DirectoryBudget:
                 f"{problem}; raise {OPTION}, which is {self._num_bytes}, or send a shorter "
                 "prompt or a smaller max_tokens"
             )
-        if any(state.looked < self.look for state in ranks):
-            return (
-                f"{problem}, and the storage does not answer whether consumers have removed files"
-            )
+        if any(state.checked < self.check for state in ranks):
+            return f"{problem}, and the storage does not answer the check for removed files"
         return f"{problem} ({OPTION} is {self._num_bytes}); {_REMEDY}"
 
     def _stored(self, ranks: Sequence[RankState]) -> int:
@@ -161,19 +163,20 @@ class StoredFiles:
     """The files of one rank in the storage directory. Not thread-safe, except for `missing`.
 
     Attributes:
-        num_bytes: bytes of the files. Removed files count until a look.
+        num_bytes: bytes of the files. Removed files count until a check.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._files: dict[str, tuple[int]] = {}  # bytes by path; a tuple of its own for each file
+        # Bytes by path. `forget` compares the identity of tuples, so each file has a new tuple.
+        self._files: dict[str, tuple[int]] = {}
 
     @classmethod
     def found_in(cls, directory: str, share: Share) -> StoredFiles:
         """Count this rank's share of the files that earlier servers have left.
 
-        All ranks of a server find the same files. Each file is one rank's to look for. The ranks
-        count equal parts of the bytes, so that none has less room because of a large file.
+        All ranks of a server find the same files. Each file is checked by one rank. The ranks count
+        equal parts of the bytes, because one large file must not take all the space of a rank.
 
         Raises UserError if a folder cannot be read.
         """
@@ -193,7 +196,7 @@ class StoredFiles:
                 DIRECTORY,
                 directory,
                 problem,
-                "Let the server read its folders, or leave the budget out.",
+                "Let the server read its folders, or leave directory_budget_bytes out.",
             ) from error
         found.num_bytes = -(-sum(parts) // share.of)
         return found
@@ -224,7 +227,7 @@ class StoredFiles:
 def _is_gone(path: str) -> bool:
     try:
         os.lstat(path)
-    except OSError as error:  # of a storage that fails, nothing is known
+    except OSError as error:  # other errors do not show that the file is gone
         return error.errno in _GONE
     return False
 

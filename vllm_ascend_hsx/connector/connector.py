@@ -80,9 +80,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                     config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes
                 ),
                 prefixes=prefixes,
-                fingerprint=weights_of(
-                    vllm_config
-                ),  # the target is loaded: the checkpoint is on this machine
+                fingerprint=weights_of(vllm_config),  # the target is loaded
                 budget=None
                 if config.directory_budget_bytes is None
                 else DirectoryBudget(
@@ -142,7 +140,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def beside_others(self) -> None:
-        """Take unknown parameters of requests; see compat.engine.name_other_connectors."""
+        """Accept unknown parameters of requests; see compat.engine.name_other_connectors."""
         if self.role is KVConnectorRole.SCHEDULER:
             self._scheduler.beside_others()
 
@@ -283,7 +281,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.ask_device()
 
     def shutdown(self) -> None:
-        """Write all computed rows, for at most drain_timeout_s, and end every thread."""
+        """Write all computed rows, for at most drain_timeout_s, then end all threads."""
         worker, self._worker = self._worker, None
         # A forked child has a copy of this object, but owns neither the threads nor the files.
         if worker is not None and os.getpid() == self._process:

@@ -36,22 +36,22 @@ logger = logging.getLogger(__name__)
 class State(Enum):
     """The state of a request. Once a request is decided, the state is ENDING or FAILED."""
 
-    OPENING = "its file is not open"
-    OPEN = "its file is open"
-    ENDING = "no more rows come; its file is published or removed"
-    FAILED = "a reason takes the place of its file"
+    OPENING = "the file is not open"
+    OPEN = "the file is open"
+    ENDING = "all rows have arrived; the file is being published or removed"
+    FAILED = "a reason is published in place of the file"
 
 
 class Extraction:
-    """An owned request. Keeps the contract of SinkFile.
+    """A request that this rank owns. Observes the contract of SinkFile.
 
     All work on the file passes through a lane: the opening, the copy of a prefix, writes, and the
-    end. The opening holds the lane until the file is open, or the request has failed. The first
+    end. The opening holds the lane until the file is open or the request has failed. The first
     write, a write of recomputed rows, the copy and the end run alone. The end enters the lane
-    behind the last row, so no thread has to count writes.
+    after the last row, so no thread has to count writes.
 
-    A failure does not wait in the lane, because storage may hang in a write. The reason is
-    published at once. Only the closing of the file enters the lane.
+    A failure does not wait in the lane, because a write may hang. The reason is published
+    immediately. Only closing the file waits in the lane.
 
     The opener calls `open`. The lander calls `enter` and `enter_end`. Writers run the jobs that
     have entered: `write`, `copy`, `complete` and `end`. Any thread may call the other methods.
@@ -63,7 +63,7 @@ class Extraction:
         row_bytes: bytes of one token, in memory and as stored.
         on_decided: called with the error, or None for a file that is complete or was discarded
             after an abort. Called once, but never after `give_up` decides the request.
-        on_ended: called once, when readers can see the outcome, or the file could not be opened.
+        on_ended: called once, when readers can see the outcome or the file could not be opened.
         open_sources: keeps the published file open if others may copy from it.
         stats: records writes and outcomes.
 
@@ -241,7 +241,7 @@ class Extraction:
         return self._lane.leave()
 
     def _end_aborted(self, file: SinkFile, token_ids: TokenIds) -> None:
-        """Publish the rows to keep, which no other request copies, or else discard the file."""
+        """Publish the rows to keep, without a source for other requests, or discard the file."""
         if len(token_ids):
             file.keeps_source = False
             self._commit(file, token_ids, is_aborted=True)
@@ -262,8 +262,8 @@ class Extraction:
         if adapter_of(self._lora) != self._adapter:
             self.fail(
                 (
-                    f"its adapter {self._adapter.name!r} was loaded again, with other weights, "
-                    "before its last row"
+                    f"adapter {self._adapter.name!r} was reloaded with other weights before the "
+                    "last row of this request"
                 ),
                 RELOADED,
             )
@@ -356,13 +356,13 @@ def _reason_of(error: Exception) -> str:
 def leave_reason(sink: Sink, request_id: str, path: str, reason: str) -> None:
     """Publish the reason for a request whose file was never opened. Blocks on storage.
 
-    Rows that already have this name stay.
+    A published file of the same name is not changed.
     """
     try:
         sink.open(request_id, path).fail(reason)
     except Exception as error:  # noqa: BLE001 - any error fails this request alone
         logger.error(
-            "request %r, %s: the reason of its failure could not be left there: %s",
+            "request %r, %s: the reason of the failure cannot be written: %s",
             request_id,
             path,
             error,
@@ -381,6 +381,6 @@ def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
         return None
     row, layer = (~torch.isfinite(rows).all(dim=-1)).nonzero()[0].tolist()
     return (
-        f"the row of token position {first + row} is not finite in layer {layer} of the "
-        f"{rows.shape[1]} that are stored"
+        f"the row of token position {first + row} is not finite in layer {layer} of "
+        f"{rows.shape[1]} stored layers"
     )

@@ -43,6 +43,6 @@ class WorkerFailure:
 
 def _end_process() -> None:
     logger.critical(
-        "the engine has failed, and vLLM has not ended this process for %g s: it ends now", _GRACE_S
+        "the engine has failed, and vLLM has not ended this process within %g s: exiting", _GRACE_S
     )
     os._exit(1)

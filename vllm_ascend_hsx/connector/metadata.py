@@ -113,7 +113,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
             vLLM asks the scheduler's side for stats only if workers have sent some
             (v1/core/sched/scheduler.py:1352 in 0.23.0).
         unresponsive: ranks whose storage is unresponsive.
-        look: number of the last look that the ranks are asked for; see DirectoryBudget.
+        check: number of the last requested check for removed files; see DirectoryBudget.
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
@@ -122,7 +122,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     weights: dict[str, tuple[WeightVersion, ...]] = field(default_factory=dict)
     stats_wanted: bool = False
     unresponsive: frozenset[int] = frozenset()
-    look: int = 0
+    check: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class RankState:
         opens_slowly: whether a step had to wait for new files; see StorageWatch.
         needs_space: whether the rank's open sources should be released; see OpenSources.
         stored: bytes of the rank's files in the storage directory; see StoredFiles.
-        looked: number of the last look that has ended; 0 before the first.
+        checked: number of the last completed check for removed files; 0 before the first.
     """
 
     backlog: int = 0
@@ -159,7 +159,7 @@ class RankState:
     opens_slowly: bool = False
     needs_space: bool = False
     stored: int = 0
-    looked: int = 0
+    checked: int = 0
 
 
 @dataclass

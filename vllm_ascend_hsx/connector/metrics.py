@@ -78,7 +78,7 @@ BY_RANK = (
     _Series(
         "batch_bytes",
         "batch_bytes",
-        "Of those bytes, rows that wait to be written together, by tensor-parallel rank.",
+        "Part of the backlog that waits to be written in batches, by tensor-parallel rank.",
     ),
     _Series(
         "storage_bytes_per_second",
@@ -93,7 +93,7 @@ BY_RANK = (
     _Series(
         "open_source_bytes",
         "open_source_bytes",
-        "Bytes of those files that consumers have removed, by tensor-parallel rank.",
+        "Bytes of open sources that consumers have removed, by tensor-parallel rank.",
     ),
 )
 LATENCIES = (

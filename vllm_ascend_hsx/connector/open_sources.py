@@ -85,10 +85,10 @@ class OpenSources:
             self._needs_space |= kind in _FULL
 
     def needs_space(self) -> bool:
-        """Return, once, whether removed files may hold space that new files need.
+        """Return whether removed files may hold space that new files need, once per occurrence.
 
-        Each step calls this. A count starts if there are files and the last count has ended and
-        began at least a second ago.
+        Each step calls this. A new count starts if there are files, and if the last count has
+        ended and began at least a second ago.
         """
         with self._mutex:
             now = self._clock()
@@ -109,9 +109,8 @@ class OpenSources:
             sources = list(self._sources.values())
             for source in sources:
                 source.retain()
-        removed: dict[
-            tuple[int, int], int
-        ] = {}  # by device and inode: members of a shard share a file
+        # By device and inode, because members of a shard share a file.
+        removed: dict[tuple[int, int], int] = {}
         free: dict[int, int] = {}
         for source in sources:
             with suppress(OSError):  # skip files of unknown size

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.connector.metadata import Prefix
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_S = 0.1  # longest wait for rows under computation while rates are unknown
-_UNTIL_RESET = "extracted requests compute all of their rows until the prefix cache is reset"
+
 BlockHash = Hashable  # vllm.v1.core.kv_cache_utils.BlockHash: a block and all tokens before it
 
 
@@ -173,11 +173,11 @@ class Reuse:
 class PrefixReuse:
     """Decide which rows a request copies from another request, and which rows it computes.
 
-    A request may read the prefix cache as far as the rows of the cached tokens are reusable: in the
-    file of a published request that the owner rank keeps open. If another request is computing the
-    rows, the request waits if they are published sooner than it could compute them. Requests with
-    an adapter (LoRA) compute all rows. vLLM 0.23.0 hashes a block with the adapter's name alone
-    (v1/core/kv_cache_utils.py:484), so the cache may have blocks of earlier weights.
+    A request may read the prefix cache as far as the rows of the cached tokens are reusable. Rows
+    are reusable if the owner rank keeps the file of a published request open. If another request is
+    computing the rows, a request waits for them if this is faster than computing them again.
+    Requests with an adapter (LoRA) compute all rows. vLLM 0.23.0 hashes a block with only the name
+    of the adapter (v1/core/kv_cache_utils.py:484), so the cache may have blocks of earlier weights.
 
     Args:
         index: index of the requests that have rows.
@@ -224,7 +224,7 @@ class PrefixReuse:
         if found is not None and not self._answers(found[0].rank):
             found = None
         reuse.source, reuse._num_blocks = found or (None, 0)
-        reuse.waits = self._is_sooner_at_hand(reuse, hashes)
+        reuse.waits = self._should_wait(reuse, hashes)
         return reuse._num_blocks * block_size
 
     def start(
@@ -310,7 +310,8 @@ class PrefixReuse:
         self.reset()
         if not self._is_stale:
             logger.info(
-                "a client has called the workers, which may change weights: %s", _UNTIL_RESET
+                "a client has called the workers, and the call may have changed weights: extracted "
+                "requests compute all rows until the prefix cache is reset"
             )
         self._is_stale = True
 
@@ -326,7 +327,7 @@ class PrefixReuse:
         state = self._loads[rank].state
         return not state.unresponsive and not state.paused
 
-    def _is_sooner_at_hand(self, reuse: Reuse, hashes: Sequence[BlockHash]) -> bool:
+    def _should_wait(self, reuse: Reuse, hashes: Sequence[BlockHash]) -> bool:
         """Return True if another request publishes rows sooner than this request computes them."""
         twin = self._index.find_computing(hashes)
         if twin is None or twin[1] <= reuse._num_blocks or not self._answers(twin[0].rank):
@@ -341,9 +342,8 @@ class PrefixReuse:
         )
         wait = state.backlog / state.write_rate if state.write_rate else 0.0
         if left and tokens_per_s and state.step_rate:
-            wait += (
-                left / tokens_per_s + 2 / state.step_rate
-            )  # the next step reports that it is published
+            # Two steps, because the step after the last row reports the publication.
+            wait += left / tokens_per_s + 2 / state.step_rate
         elif left:
             return False
         now = self._clock()

@@ -107,7 +107,7 @@ class StepRate:
 
     @property
     def longest(self) -> float:
-        """Seconds of the second-longest recent step, because an idle engine makes one look long."""
+        """Seconds of the second-longest recent step. The longest may include idle time."""
         return min(sorted(self._lengths)[-2], _LONGEST_S) if len(self._lengths) > 1 else _LONGEST_S
 
 
@@ -121,8 +121,8 @@ class RankProgress:
     Args:
         row_bytes: bytes of one token's rows in memory.
         num_writers: number of writing threads.
-        files: the rank's files in the storage directory, after the first look; None if nobody
-            counts them.
+        files: the rank's files in the storage directory, after the first check; None if they are
+            not counted.
 
     Attributes:
         backlog: bytes of rows that were computed but are not yet in their files.
@@ -144,7 +144,7 @@ class RankProgress:
         self._finishing = 0  # copies of prefixes and ends of files in progress
         self._answered_at = 0.0
         self._files = files
-        self._looked = 0 if files is None else 1
+        self._checked = 0 if files is None else 1
         self._reported = RankState()
 
     def begin(self, request: Extraction, prompt_rows: int) -> None:
@@ -170,7 +170,7 @@ class RankProgress:
             self._coming.pop(request, None)
             self._decided.append((request, error))
 
-    def look(self, number: int) -> None:
+    def check(self, number: int) -> None:
         """Stop counting files that consumers have removed. Blocks on storage."""
         assert self._files is not None
         with self._mutex:
@@ -178,7 +178,7 @@ class RankProgress:
         missing = self._files.missing(files)
         with self._mutex:
             self._files.forget(missing)
-            self._looked = number
+            self._checked = number
 
     def staged(self, num_rows: int, parts: Iterable[tuple[Extraction, Span]] = ()) -> None:
         """Record rows of a step. The prompt rows in `parts` are computed now."""
@@ -268,7 +268,7 @@ class RankProgress:
                 opens_slowly=opens_slowly,
                 needs_space=needs_space,
                 stored=0 if self._files is None else self._files.num_bytes,
-                looked=self._looked,
+                checked=self._checked,
             )
             if not self._decided and not self._refused and state == self._reported:
                 return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_ascend_hsx.compat.engine import limit_prefix_cache, stopped_by_string
 from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, RequestLimits
-from vllm_ascend_hsx.connector.budget import DIRECTORY_FULL, DirectoryBudget, Room
+from vllm_ascend_hsx.connector.budget import DIRECTORY_FULL, DirectoryBudget, Reservation
 from vllm_ascend_hsx.connector.metadata import (
     HsxConnectorMetadata,
     RankState,
@@ -39,7 +39,7 @@ from vllm_ascend_hsx.sinks.base import REFUSED
 from vllm_ascend_hsx.sinks.destination import Destination
 
 _NOT_ENDED = (
-    "an earlier request of this id or name has not ended, because the storage does not answer"
+    "an earlier request with this id or name has not ended, because the storage does not answer"
 )
 
 
@@ -57,12 +57,12 @@ class _Request:
     decided: bool = False
     reuse: Reuse | None = None  # None if rows are not reused
     num_rows: int = 0  # rows of the prompt; the end adds rows of generated tokens
-    room: Room | None = None  # None without a budget
+    reservation: Reservation | None = None  # None without a budget
     skips_cache: bool = False  # whether the request would read no prefix cache without extraction
 
 
 class ExtractionScheduler:
-    """State of all extracted requests, from arrival to end.
+    """Keep the state of all extracted requests, from arrival to end.
 
     Args:
         destination: destination of the rows.
@@ -120,11 +120,11 @@ class ExtractionScheduler:
         self._stopping = False
 
     def beside_others(self) -> None:
-        """Take parameters of requests that another connector reads."""
+        """Accept parameters of requests that another connector reads."""
         self._params = replace(self._params, has_others=True)
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether to extract the request. If so, make it compute all rows it cannot reuse.
+        """Decide whether to extract a request. If so, limit how much of the prefix cache it reads.
 
         Args:
             request: vllm.v1.request.Request that has just entered the waiting queue.
@@ -162,12 +162,12 @@ class ExtractionScheduler:
                 num_rows=prompt_tokens,
             )
             if self._budget is not None:
-                state.room = self._budget.room(
+                state.reservation = self._budget.reservation(
                     request, state.placeholders, prompt_tokens + output_rows
                 )
                 state.skips_cache = request.skip_reading_prefix_cache
-                if self._has_room(state) is False:
-                    self._refuse_without_room(request, state)
+                if self._has_space(state) is False:
+                    self._refuse_without_space(request, state)
                     return
             self._requests[request.request_id] = self._writing[path] = state
             # Tokens that are read from the prefix cache are not computed and make no rows.
@@ -177,15 +177,15 @@ class ExtractionScheduler:
             else:
                 limit_prefix_cache(request, self.reusable_rows)
 
-    def _has_room(self, state: _Request) -> bool | None:
-        """Return whether the directory has room for a request, or None while ranks look."""
-        if self._budget is None or state.room is None or state.room.promised:
+    def _has_space(self, state: _Request) -> bool | None:
+        """Return whether the directory has space for a request, or None while ranks check."""
+        if self._budget is None or state.reservation is None or state.reservation.reserved:
             return True
-        return self._budget.admits(state.room, self._rank_states)
+        return self._budget.admits(state.reservation, self._rank_states)
 
-    def _refuse_without_room(self, request: Any, state: _Request) -> None:
-        assert self._budget is not None and state.room is not None
-        reason = self._budget.refusal(state.room, self._rank_states)
+    def _refuse_without_space(self, request: Any, state: _Request) -> None:
+        assert self._budget is not None and state.reservation is not None
+        reason = self._budget.refusal(state.reservation, self._rank_states)
         self._refuse(request.request_id, reason, DIRECTORY_FULL)
 
     @property
@@ -197,8 +197,8 @@ class ExtractionScheduler:
             return "prompt_embeds have no token ids to store; send token ids or text"
         if others := {item.modality for item in request.mm_features} - {"image"}:
             return (
-                f"a prompt with {' and '.join(sorted(others))} is not extracted; of media, only "
-                "images are supported"
+                f"a prompt with {' and '.join(sorted(others))} is not extracted; images are the "
+                "only supported media"
             )
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
@@ -266,11 +266,11 @@ class ExtractionScheduler:
             self._release(self._requests.pop(request.request_id))
             self._refuse(request.request_id, _NOT_ENDED)
             return False
-        if (has_room := self._has_room(state)) is None:
+        if (has_space := self._has_space(state)) is None:
             return True
-        if not has_room:
+        if not has_space:
             self._release(self._requests.pop(request.request_id))
-            self._refuse_without_room(request, state)
+            self._refuse_without_space(request, state)
             request.skip_reading_prefix_cache = state.skips_cache
             return True  # the next step reads the prefix cache without limits
         if state.reuse is not None and state.reuse.waits:
@@ -309,13 +309,17 @@ class ExtractionScheduler:
             request.owner, request.cost = starts[new.req_id]
             metadata.started.append(self._start(new, request, request.owner))
         if self._budget is not None:
-            metadata.look = self._budget.look
+            metadata.check = self._budget.check
         metadata.weights = self.weights.follow(scheduler_output)
         return metadata
 
     def _start(self, new: Any, request: _Request, rank: int) -> RequestStart:
-        if self._budget is not None and request.room is not None and not request.room.promised:
-            self._budget.promise(request.room)  # vLLM did not call `must_wait`
+        if (
+            self._budget is not None
+            and request.reservation is not None
+            and not request.reservation.reserved
+        ):
+            self._budget.reserve(request.reservation)  # vLLM did not call `must_wait`
         start = RequestStart(
             new.req_id,
             request.path,
@@ -423,8 +427,8 @@ class ExtractionScheduler:
             if self._reuse is not None and state.reuse is not None:
                 self._reuse.end(state.reuse, request, state.num_rows)
         self._ended.append(end)
-        if self._budget is not None and state.room is not None and not state.decided:
-            self._budget.limit(state.room, max(state.num_rows, end.most_kept))
+        if self._budget is not None and state.reservation is not None and not state.decided:
+            self._budget.limit(state.reservation, max(state.num_rows, end.most_kept))
         if not state.decided:
             self._undecided[request_id] = self._undecided_paths[state.path] = state
         answer = self._destination.answer(state.path, state.num_rows, state.include_output)
@@ -436,10 +440,10 @@ class ExtractionScheduler:
         return answer
 
     def _release(self, request: _Request) -> None:
-        """Release name and room of a request that makes no more rows."""
+        """Release the name and the reservation of a request that makes no more rows."""
         self._release_name(request)
-        if self._budget is not None and request.room is not None:
-            self._budget.end(request.room)
+        if self._budget is not None and request.reservation is not None:
+            self._budget.end(request.reservation)
 
     def _release_name(self, request: _Request) -> None:
         if self._writing.get(request.path) is request:
@@ -469,7 +473,7 @@ def _keeping(
         end: the end without rows.
         request: vllm.v1.request.Request.
         state: the request's state.
-        computation: how the rows were computed.
+        computation: the weights that computed the rows.
     """
     generated = np.asarray(
         request.output_token_ids[:] if state.include_output else [], dtype=np.int64

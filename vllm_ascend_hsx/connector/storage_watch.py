@@ -24,8 +24,8 @@ _PAUSE = 3.0
 _REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
 _TOO_SLOW = (
-    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
-    "storage, raise pinned_ring_bytes, or set it to 'wait'"
+    "storage is too slow for the rows of this request, and slow_storage is 'fail': use faster "
+    "storage, raise pinned_ring_bytes, or set slow_storage to 'wait'"
 )
 
 
@@ -45,7 +45,7 @@ class Reminder:
         self._before = 0.0  # seconds of earlier occurrences of the same problem
         self._began: float | None = None
         self._ended = -_REMIND_S
-        self._told = -_REMIND_S
+        self._logged_at = -_REMIND_S
 
     def begin(self) -> None:
         """Record the beginning of a problem, unless it has begun already."""
@@ -70,11 +70,11 @@ class Reminder:
 
     def due_in(self) -> float:
         """Return the seconds until a line is due, if the problem lasts."""
-        return max(0.0, self._first - self.seconds, self._told + _REMIND_S - self._clock())
+        return max(0.0, self._first - self.seconds, self._logged_at + _REMIND_S - self._clock())
 
     def logged(self) -> None:
         """Record that a line was logged."""
-        self._told = self._clock()
+        self._logged_at = self._clock()
 
 
 class StorageWatch:
@@ -170,9 +170,9 @@ class StorageWatch:
         """Make the step wait until the files of new requests are open.
 
         After a step that waited, no new request starts for a while, and running requests continue.
-        Their tokens are late by the time of one file, not of all files that wait. With 'fail', the
-        step waits no longer than a step takes, and new requests pause only if files are not open by
-        then.
+        Their tokens are delayed by one file, not by all files that wait. With 'fail', the step
+        waits at most as long as a usual step takes. New requests pause only if files are not open
+        by then.
 
         Returns:
             False if the files are not open in time.
@@ -224,9 +224,9 @@ class StorageWatch:
     def _warn(self) -> None:
         logger.warning(
             "slow storage: steps, and with them all requests, have waited %.1f s for rows to be "
-            "written to %s: %.1f MiB are computed, and storage takes %.1f MiB/s. Use faster "
-            "storage, raise pinned_ring_bytes to absorb bursts, or set slow_storage to 'fail' to "
-            "fail extracted requests instead.",
+            "written to %s: %.1f MiB are computed. Storage takes %.1f MiB/s. Use faster storage, "
+            "raise pinned_ring_bytes to absorb bursts, or set slow_storage to 'fail' to fail "
+            "extracted requests instead.",
             self._stall.seconds,
             self._description,
             self._progress.backlog / _MIB,

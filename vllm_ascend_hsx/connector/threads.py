@@ -1,6 +1,6 @@
-"""Threads that open and write files: slow storage must delay neither a step nor the exit.
+"""Threads that open and write files, because slow storage must delay neither steps nor the exit.
 
-Also the set of a file's token positions (`SpanSet`).
+Also `SpanSet`, the set of the token positions in a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 logger = logging.getLogger(__name__)
 
 Job: TypeAlias = "Callable[[], Iterable[Job] | None]"
-_NAMED = 8  # missing spans that an error lists; others are counted
+_NAMED = 8  # missing spans that an error lists; the others are counted
 
 
 class ThreadPool:
@@ -46,7 +46,7 @@ class ThreadPool:
         self.resize(num_threads)
 
     def resize(self, num_threads: int) -> None:
-        """Start threads, or let some end after all jobs submitted so far. For one thread only."""
+        """Start threads, or end some after all jobs submitted so far. For one thread only."""
         for _ in range(num_threads - self.num_threads):
             name = f"{self._name}-{len(self._threads)}" if self._threads else self._name
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
@@ -79,7 +79,7 @@ class ThreadPool:
             return time.monotonic() - self._last_end if self._pending else 0.0
 
     def end(self) -> None:
-        """Let each thread end once all submitted jobs have been taken."""
+        """End each thread once all submitted jobs have been taken. Do not wait."""
         for _ in range(self.num_threads):
             self._jobs.put(None)
 

@@ -1,4 +1,4 @@
-"""Scheduler side: which weights compute the rows of each request."""
+"""Scheduler side: track the weights that compute the rows of each request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Computation:
 class WeightHistory:
     """The version of the weights, and the versions that have computed the rows of each request.
 
-    Costs nothing in steps without a request that begins, is in the middle of the prompt, or has
-    started with earlier weights.
+    Costs nothing in a step where no request begins, computes part of a prompt, or has rows of
+    earlier weights.
 
     Args:
         fingerprint: fingerprint of the checkpoint that the engine has loaded; empty if unknown.
@@ -113,7 +113,7 @@ class WeightHistory:
             computation.versions, computation.restarted = (self.current,), True
 
     def end(self, request_id: str) -> Computation:
-        """Forget a request that has started, and return how the rows were computed."""
+        """Forget a request that has started. Return the weights that computed its rows."""
         self._watched.discard(request_id)
         return self._requests.pop(request_id)
 
@@ -121,7 +121,7 @@ class WeightHistory:
 def _positions(scheduler_output: Any) -> dict[str, int]:
     """Return the position of the first token of each request in this step.
 
-    vLLM's model runner V2 is given preempted requests as new ones
+    vLLM's model runner V2 receives preempted requests as new requests
     (v1/core/sched/scheduler.py:1325 in 0.30.0).
     """
     running = scheduler_output.scheduled_cached_reqs

@@ -39,17 +39,17 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 logger = logging.getLogger(__name__)
 
-NAME_IN_USE = "another request of this name has not ended, because the storage is slow"
+NAME_IN_USE = "another request with this name has not ended, because the storage is slow"
 
 _MAX_REASONS = 10_000  # most reasons of refused requests that wait for unresponsive storage
 _JOB_BYTES = 1 << 20  # bytes that a write job collects, to outweigh the hand-over
 
 
 class ExtractionWorker:
-    """Extraction on one rank.
+    """Extract the requests of one rank.
 
-    The main thread stages rows and passes slots on, an opener opens files, the lander copies rows
-    to the host, and writers write and finish files. Threads exchange work through queues. Only the
+    The main thread stages rows and passes slots on. An opener opens files. The lander copies rows
+    to the host. Writers write and finish files. Threads exchange work through queues. Only the
     main thread and the lander use the device.
 
     Args:
@@ -91,12 +91,12 @@ class ExtractionWorker:
         self._owned: dict[str, Extraction] = {}
         self._weights: dict[int, str] = {}  # weights of adapters in the last step
         self._opening: list[Extraction] = []
-        # Runs jobs that may wait for storage and that nothing waits for.
+        # Runs jobs that may wait for storage. No other thread waits for these jobs.
         self._background = ThreadPool(1, "hsx-background")
         self._open_sources = OpenSources(self._background.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers(), files)
-        self._look = 1  # number of the last look that was asked for
+        self._check = 1  # number of the last requested check for removed files
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
         self._watch = StorageWatch(
             storage_timeout, slow_storage, description, self._progress, self._stats
@@ -139,9 +139,9 @@ class ExtractionWorker:
         if metadata.stats_wanted:
             self._stats.send()
         self._watch.peer_is_unresponsive = not metadata.unresponsive <= {self._rank}
-        if metadata.look > self._look:
-            self._look = metadata.look
-            self._background.submit(partial(self._progress.look, metadata.look))
+        if metadata.check > self._check:
+            self._check = metadata.check
+            self._background.submit(partial(self._progress.check, metadata.check))
         for number in metadata.released:
             self._open_sources.release(number)
         for ended in metadata.ended:
@@ -168,7 +168,7 @@ class ExtractionWorker:
     def _start(self, start: RequestStart) -> Extraction | None:
         """Return the request with a file to open, or None if the request was refused."""
         if start.request_id in self._owned:
-            self._refuse(start, "another request of this id is under way", REFUSED)
+            self._refuse(start, "another request with this id is running", REFUSED)
             return None
         if self._watch.is_unresponsive:
             self._refuse(start, *self._watch.failure)
@@ -176,12 +176,15 @@ class ExtractionWorker:
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, REFUSED)
             return None
-        row_bytes, callbacks = (
-            (self._row_bytes, self._stored_row_bytes),
-            (self._on_decided, self._on_ended, self._open_sources),
-        )
         extraction = Extraction(
-            start, self._writers, self._sink.writes_side_by_side, row_bytes, *callbacks, self._stats
+            start,
+            self._writers,
+            self._sink.writes_side_by_side,
+            (self._row_bytes, self._stored_row_bytes),
+            self._on_decided,
+            self._on_ended,
+            self._open_sources,
+            self._stats,
         )
         self._owned[start.request_id] = extraction
         with self._ended:
@@ -201,11 +204,11 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
-        if kind == REFUSED:  # the other request of this id or name publishes the outcome
+        if kind == REFUSED:  # the other request with this id or name publishes the outcome
             return
         if self._background.pending >= _MAX_REASONS:
             logger.error(
-                "%s%s will not be there: %d others wait for the storage",
+                "%s%s is not written: %d other reasons already wait for the storage",
                 start.path,
                 ERROR_SUFFIX,
                 _MAX_REASONS,
@@ -345,15 +348,15 @@ class ExtractionWorker:
         if self._progress.backlog and self._failure.reason is None and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
             logger.warning(
-                "the server stops when %d bytes of rows are in their files%s",
+                "the server stops after writing %d bytes of rows%s",
                 self._progress.backlog,
                 limit,
             )
         self._failure.vllm_ends_worker()
-        why = "it was interrupted while it wrote"
+        why = "interrupted while writing"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
-            # earlier, the lander would wait forever for memory that nobody releases.
+            # earlier, no thread would release memory, and the lander would wait forever.
             self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)
@@ -362,9 +365,9 @@ class ExtractionWorker:
                 and self._writers.join(left())
                 and self._background.close(left())
             ):
-                why = "they were not complete"
+                why = "the requests were not complete"
             elif self._lander.waits_for_device:
-                why = f"the device did not complete the copies of their rows within {timeout:g} s"
+                why = f"the device did not complete the copies of rows within {timeout:g} s"
             else:
                 why = (
                     f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
@@ -382,13 +385,13 @@ class ExtractionWorker:
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
             logger.error(
-                "stopping without the files of %d requests, %s: %s", len(unfinished), why, names
+                "stopping without the files of %d requests (%s): %s", len(unfinished), why, names
             )
         self._background.close(0)
         self._opener.submit(partial(self._end_files, not_ended))
         if not self._opener.close(timeout):
             logger.error(
-                "the storage does not answer: some of these files may have no reason in their place"
+                "the storage does not answer: some of these requests may have no error file"
             )
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:

@@ -24,10 +24,7 @@ class CacheOnlyMetadata:
 
 
 class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]):
-    """Build the metadata of a step.
-
-    The layer is in no KV cache group, so nobody calls this builder.
-    """
+    """Build the metadata of a step. Never called, because the layer is in no KV cache group."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -37,7 +34,7 @@ class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CacheOnlyMetadata:
-        """Return metadata without spans: requests are unknown here, so nothing is staged."""
+        """Return metadata without spans, because requests are unknown here."""
         return CacheOnlyMetadata(())
 
 
@@ -54,7 +51,7 @@ class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
 
 
 class AscendCacheOnlyAttentionBackend(AttentionBackend):
-    """Backend of the drafter's only layer. vLLM asks it for the metadata builder alone."""
+    """Backend of the drafter's only layer. vLLM uses only the metadata builder."""
 
     @staticmethod
     def get_name() -> str:
@@ -78,17 +75,17 @@ class AscendCacheOnlyAttentionBackend(AttentionBackend):
 class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
     """A layer whose "KV cache" is a staging slot.
 
-    It subclasses vLLM's layer only so that vllm-ascend recognises it (MR:3989, MR:5003), and shares
-    none of its state. Its `get_kv_cache_spec` is None: it has no KV pool memory, no KV cache group
-    and no page size, and does not affect the graph mode.
+    The class derives from vLLM's layer only because vllm-ascend checks for it (MR:3989, MR:5003).
+    No state of the base class is used. `get_kv_cache_spec` returns None, so the layer has no memory
+    in the KV pool, no KV cache group and no page size, and does not affect the graph mode.
 
     Args:
         staging: receives the rows.
-        prefix: the layer's name, unique in the engine. It must contain `cache_only_layers`.
-        vllm_config: the configuration in which the layer is registered.
+        prefix: name of the layer, unique in the engine. Must contain `cache_only_layers`.
+        vllm_config: the configuration that registers the layer.
 
     Raises:
-        ValueError: if a layer of that name exists.
+        ValueError: if a layer with this name exists.
     """
 
     def __init__(self, staging: StagingCache, prefix: str, vllm_config: Any) -> None:
@@ -99,16 +96,16 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         self.impl = AscendCacheOnlyImpl(
             num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3]
         )
-        self.kv_cache = staging.rows  # the "KV layer" that the connector gets
+        self.kv_cache = staging.rows  # the connector receives this as the "KV layer"
         register_layer(vllm_config, prefix, self)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
-        """Stage the rows of a step once, and pass them to the connector.
+        """Stage the rows of a step, and notify the connector.
 
         Args:
             target_rows: one [tokens, hidden] per extracted layer, in ascending layer order, in the
                 model's dtype.
-            metadata: of this step.
+            metadata: the spans of this step.
         """
         self.staging.write(target_rows, metadata.spans)
         _hand_over(self.layer_name, self.kv_cache, metadata)

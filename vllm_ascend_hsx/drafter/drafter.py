@@ -1,4 +1,4 @@
-"""Drafter: what the drafters of both model runners do with the rows of a step."""
+"""Drafter: the common part of the drafters for both model runners."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vllm_ascend_hsx.settings import read_settings
 
 
 def check_start(vllm_config: Any) -> None:
-    """Refuse settings and targets that cannot be used, before weights are loaded.
+    """Refuse unusable settings and targets, before weights are loaded.
 
-    One rank of all logs the caveats of the target.
+    Only one rank of the server logs the caveats of the target.
 
     Raises:
-        UserError: one cannot.
+        UserError: if a setting or the target cannot be used.
     """
     settings = read_settings(vllm_config)
     require_collecting_target(vllm_config.model_config, settings.target.layer_ids)
@@ -39,8 +39,8 @@ class Drafter:
 
     Attributes:
         vllm_config: vllm.config.VllmConfig.
-        model: AscendExtractHiddenStatesModel, or None before it is loaded.
-        staging: its staging slots.
+        model: AscendExtractHiddenStatesModel, or None before loading.
+        staging: staging slots of the model.
     """
 
     vllm_config: Any
@@ -48,14 +48,14 @@ class Drafter:
     staging: StagingCache
 
     def finish_loading(self, target: torch.nn.Module) -> None:
-        """Set `staging` and test it, once target and drafter are loaded.
+        """Set and test `staging`, after target and drafter are loaded.
 
         Args:
-            target: the model with its weights.
+            target: the loaded model.
 
         Raises:
-            UserError: if the target is rotated and nothing says so.
-            SelfTestError: if known rows do not reach the host as they should.
+            UserError: if the target is rotated without a declared rotation.
+            SelfTestError: if known rows do not arrive unchanged on the host.
         """
         settings = read_settings(self.vllm_config)
         if settings.config.rotation == "undo" and not settings.row_format.basis:
@@ -70,7 +70,7 @@ class Drafter:
         Args:
             layout: the requests of the batch and their rows.
             target_rows: one [tokens, hidden] per extracted layer, in ascending layer order. Rows
-                after those of the batch are padding.
+                may be padded at the end.
         """
         spans = select_spans(layout, self.staging.wanted)
         if spans:

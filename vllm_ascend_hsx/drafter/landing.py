@@ -1,13 +1,13 @@
-"""Landing: copy filled slots into the pinned ring, and hand out the rows that have arrived.
+"""Landing: copy filled slots into the pinned ring, and deliver the rows that have arrived.
 
 One thread issues the copies and waits for them. The copies run in order on one stream, so they
-also arrive in order. This thread sets the device, and no other thread records, queries or drops
-events. A thread without a device would open a context on NPU 0 (~NPUEvent in torch_npu
+also complete in order. This thread sets the device, and no other thread records, queries or drops
+events. A thread that has set no device would open a context on NPU 0 (~NPUEvent in torch_npu
 2.10.0.post4, csrc/core/npu/NPUEvent.cpp:65, takes the current stream of the calling thread).
 
 A failed device task is reported once, to the next thread that enters the task queue. All later
-work is dropped without an error (csrc/core/npu/NPUQueue.cpp:543-592). So an error that reaches
-this thread is an error of the whole worker.
+work is dropped without an error (csrc/core/npu/NPUQueue.cpp:543-592). So an error in this thread
+is an error of the whole worker.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from vllm_ascend_hsx.drafter.staging import StagingSlot, npu
 
 # Poll, because Event.synchronize would spin for the rest of a forward pass (NPUEvent.cpp:233).
 _PAUSE_S = 0.0005
-_ASK_S = 1.0  # an idle engine would miss a failed task: nothing else enters the task queue
-_WRITES_S = 0.05  # time for rows that have just landed to be written, before storage counts as slow
-_OTHERS_S = 2.0  # time for the thread that received a device error to report it
+# Interval of entering the task queue. In an idle engine, no other thread would receive an error.
+_ASK_S = 1.0
+_WRITES_S = 0.05  # time to write rows that have just landed, before storage counts as slow
+_OTHERS_S = 2.0  # time for another thread that has received a device error to report it
 
 
 class DeviceError(RuntimeError):
-    """The device has failed. No later work of this process can be trusted."""
+    """The device has failed. Later results of this process are not reliable."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class HostChunk:
     """Rows of one slot in host memory.
 
     Attributes:
-        rows: pinned [rows, layers, hidden]. The rows of a span are valid until they are released.
+        rows: pinned [rows, layers, hidden]. The rows of a span are valid until `release`.
         data: bytes of `rows`.
         spans: contents of the chunk. `Span.row` is an index into the chunk.
         requests: the requests of the slot, by id.
@@ -74,21 +75,21 @@ class HostChunk:
 
 @dataclass
 class _Batch:
-    """Chunks on their way to the host, and the event that is recorded after their copies."""
+    """Chunks with issued copies, and the event recorded after the copies."""
 
     chunks: list[HostChunk]
     event: Any
 
 
-_End = None  # ends the thread
+_End = None  # the job that ends the thread
 Action = Callable[[], object]
 
 
 class Lander:
-    """A thread that copies filled slots into the ring, and hands out chunks that have landed.
+    """A thread that copies filled slots into the ring, and delivers chunks that have landed.
 
-    A full ring makes a copy wait for storage. The worker's main thread must not wait, so copies
-    have a thread.
+    A full ring makes a copy wait for storage. The worker's main thread must not wait, so another
+    thread issues the copies.
 
     Args:
         ring: destination of the rows.
@@ -96,8 +97,8 @@ class Lander:
         deliver: called from the lander's thread with each chunk that has landed, in order.
         on_failure: called from the lander's thread with the first exception of a device call or of
             `deliver`. Nothing is copied after this. Not called after `abandon`.
-        make_room: called from the lander's thread if the ring stays full: has all delivered rows
-            written.
+        make_room: called from the lander's thread if the ring stays full. Must cause all delivered
+            rows to be written.
     """
 
     def __init__(
@@ -148,12 +149,14 @@ class Lander:
         landed.wait()
 
     def finish_call(self) -> None:
-        """Wait until the lander's device call, if any, has ended and an error has been reported."""
+        """Wait for the lander's current device call, including the report of an error."""
         with self._calling:
             pass
 
     def ask(self) -> None:
-        """Enter the task queue from the calling thread. The caller must have set the device.
+        """Enter the task queue to receive the error of a failed task.
+
+        The calling thread must have set the device.
 
         Raises:
             RuntimeError: from torch_npu, if a task has failed and no thread has received the error.
@@ -161,9 +164,9 @@ class Lander:
         self._asked_by_others.record(self._stream)
 
     def abandon(self) -> None:
-        """Copy nothing more, because the device has failed. Any thread may call this."""
+        """Stop copying, because the device has failed. Any thread may call this."""
         self._abandoned.set()
-        self.then(lambda: None)  # wakes the thread
+        self.then(lambda: None)  # wakes the lander's thread
 
     @property
     def waits_for_device(self) -> bool:
@@ -171,7 +174,7 @@ class Lander:
         return bool(self._under_way)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Land all submitted copies and end the thread. No copy reads a slot after this.
+        """Land all submitted copies and end the thread. No copy reads a slot afterwards.
 
         Returns:
             False if this takes longer than `timeout` seconds, because the ring stays full or the
@@ -207,7 +210,7 @@ class Lander:
         self._land_all()
 
     def _next_job(self) -> StagingSlot | Action | None:
-        """Return the next job. While there is none, hand out chunks that land."""
+        """Return the next job. Deliver chunks that land in the meantime."""
         while True:
             self._hand_out()
             with suppress(queue.Empty):
@@ -240,7 +243,7 @@ class Lander:
             self._expect(chunks)
 
     def _expect(self, chunks: list[HostChunk]) -> None:
-        """Hand out these chunks once all copies issued so far are complete."""
+        """Deliver these chunks once all copies issued so far are complete."""
         if not chunks:
             return
         event = self._unused.pop() if self._unused else npu().Event()
@@ -267,7 +270,7 @@ class Lander:
                 self._abandoned.wait(_PAUSE_S)
 
     def _hand_out(self) -> None:
-        """Hand out the chunks that have landed, and run the actions that follow them."""
+        """Deliver the chunks that have landed, and run the actions that were queued after them."""
         if self._abandoned.is_set():
             raise DeviceError("the device has failed in another thread")
         while self._under_way:
@@ -286,9 +289,9 @@ class Lander:
         """Return whether the copies of a batch are complete.
 
         Raises:
-            DeviceError: if the device has dropped a copy. A recorded event does not prove the copy:
+            DeviceError: if the device has dropped a copy. A recorded event is no proof of the copy:
                 a failed task also drops queued records, and a reused event then shows the earlier
-                one (ReadQueue and ClearUnrecordedCount, csrc/core/npu/NPUQueue.cpp:469).
+                record (ReadQueue and ClearUnrecordedCount, csrc/core/npu/NPUQueue.cpp:469).
         """
         with self._device_call():
             complete = batch.event.query()
@@ -328,7 +331,7 @@ class Lander:
             self._on_failure(error)
 
     def _decline(self) -> None:
-        """Release all slots without a copy and run all actions, until the end of the queue."""
+        """Run all actions and release all slots without copying, until the thread must end."""
         for each in self._under_way:
             if not isinstance(each, _Batch):
                 each()

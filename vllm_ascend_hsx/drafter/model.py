@@ -1,4 +1,4 @@
-"""The drafter's "model": it holds the cache-only layer and has no weights."""
+"""The drafter's model: the cache-only layer, without weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.settings import read_settings
 
 
 class AscendExtractHiddenStatesModel(nn.Module):
-    """Replace `ExtractHiddenStatesModel` in vLLM's model registry, which needs no patch.
+    """Replace `ExtractHiddenStatesModel` in vLLM's model registry, without a patch.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -40,7 +40,7 @@ class AscendExtractHiddenStatesModel(nn.Module):
             if settings.rotation is None
             else read_rotation(settings.rotation, target.hidden_size, device),
         )
-        # vLLM reads a layer's index from its name. This one follows the target's layers.
+        # vLLM reads the index of a layer from the name. The target's layers have lower indexes.
         index = str(vllm_config.model_config.get_total_num_hidden_layers())
         name = ".".join(part for part in (prefix, "cache_only_layers", index) if part)
         self.layer = AscendCacheOnlyLayer(staging, name, vllm_config)

@@ -22,22 +22,21 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         runner: the v1 NPUModelRunner.
 
     Raises:
-        UserError: if a setting or the target cannot be used. Raised
-            before weights are loaded.
-        IncompatibleVersionError: if there is no runner, or it lacks the methods that keep DP ranks
-            in step.
+        UserError: if a setting or the target cannot be used. Raised before weights are loaded.
+        IncompatibleVersionError: if there is no runner, or the runner lacks the methods that keep
+            DP ranks in step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         require_runner_hooks(runner)
         check_start(vllm_config)
         super().__init__(vllm_config, device, runner)
-        # Upstream gathers rows and slots in these buffers. Rows are written directly from the
-        # target's output into the staging slot instead.
+        # Upstream gathers rows and slots in these buffers. We write rows directly from the target's
+        # output into a staging slot.
         del self.hidden_states, self._slot_mapping_buffer
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the drafter, which creates the cache-only layer and its staging slots."""
+        """Load the drafter. This creates the cache-only layer and the staging slots."""
         with without_weights(self.vllm_config):
             super().load_model(target_model)
         self.finish_loading(target_model)
@@ -54,11 +53,11 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         """Stage the rows of this step.
 
         Args:
-            num_speculative_tokens: 0. vllm-ascend 0.26 gives it (MR:1587), 0.23 does not.
+            num_speculative_tokens: 0. vllm-ascend 0.26 passes it (MR:1587), 0.23 does not.
             sampled_token_ids: int [requests, 1], the tokens that the target sampled.
             target_hidden_states: one [tokens, hidden] per extracted layer, in ascending layer
                 order, without padding rows.
-            common_attn_metadata: layout of the batch, of any KV cache group: only
+            common_attn_metadata: layout of the batch, for any KV cache group. Only
                 `query_start_loc_cpu` is read.
             slot_mappings: unused. Rows are addressed by request and position, not by KV slot.
 
@@ -76,18 +75,18 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
     ) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
         """Pad for sequence parallelism, then agree with the other DP ranks on the number of tokens.
 
-        The ranks agree through the runner's own [2, dp] collective. This is the only communication
-        between ranks in the drafter, for busy and idle ranks alike. Padding comes first, so that
-        the agreed number is a multiple of the TP size. vLLM's own `coordinate_batch_across_dp`
-        would post [4, dp] into the same group.
+        The ranks agree through the runner's [2, dp] collective. This is the only communication
+        between ranks in the drafter, on busy and idle ranks. Padding comes first, because the
+        agreed number must be a multiple of the TP size. vLLM's `coordinate_batch_across_dp` would
+        post [4, dp] into the same group.
 
         Args:
             num_tokens: rows of this rank's batch, without padding.
-            use_cudagraphs: as upstream. Ignored: the drafter has no graph.
+            use_cudagraphs: ignored, because the drafter has no graph.
 
         Returns:
-            Mode NONE; the padded number of tokens of this rank; int32 [dp] on the host, or None
-            with one DP rank.
+            Mode NONE; the padded number of tokens of this rank; and the numbers of all ranks, int32
+            [dp] on the host, or None with one DP rank.
         """
         num_tokens_padded = self.runner._pad_for_sequence_parallelism(num_tokens)
         mode = CUDAGraphMode.NONE
@@ -99,11 +98,11 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         return mode, int(num_tokens_across_dp[self.dp_rank]), num_tokens_across_dp
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        """Ask for the batch layout of KV cache group 0; the cache-only layer is in none.
+        """Use the batch layout of KV cache group 0, because the cache-only layer is in no group.
 
-        Upstream raises then (vllm/v1/spec_decode/extract_hidden_states.py:401, 0.26). Since 0.30
-        the runner chooses by this number whose metadata the drafter gets (MR:3870), and calls no
-        drafter whose group it does not find. Each group has the same layout.
+        Upstream would raise (vllm/v1/spec_decode/extract_hidden_states.py:401, 0.26). Since 0.30
+        the runner passes the metadata of this group to the drafter (MR:3870), and does not call a
+        drafter without a group. All groups have the same layout.
         """
         self.kv_cache_gid = 0
 
@@ -111,15 +110,14 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Issue the collectives of a step, and nothing else.
 
-        Idle DP ranks call this, and every rank while memory is profiled or graphs are captured.
-        Staging memory is already allocated. The self-test has launched the layer's kernels, and the
-        layer is in no graph.
-        Other arguments of vllm-ascend are for drafters that compute.
+        Idle DP ranks call this. Every rank calls this while memory is profiled or graphs are
+        captured. Staging memory is already allocated, the self-test has launched the kernels of
+        the layer, and the layer is in no graph. The other arguments are for drafters that compute.
         """
         self._determine_batch_execution_and_padding(num_tokens)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Keep the drafter out of all graphs, whatever the target's mode is."""
+        """Keep the drafter out of all graphs, whatever the mode of the target."""
         self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
 
     def prepare_next_token_ids_padded(
@@ -130,9 +128,9 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         discard_request_indices: torch.Tensor,
         num_discarded_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next input token of each request, which the runner discards (MR:1644).
+        """Return the next input token of each request. The runner discards it (MR:1644).
 
-        Upstream builds it on the host and copies it to the device in each step
+        Upstream builds this on the host and copies it to the device in each step
         (extract_hidden_states_proposer.py:169).
 
         Args:
@@ -140,8 +138,8 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
             requests, gpu_input_batch, discard_request_indices, num_discarded_requests: unused.
 
         Returns:
-            int [requests], the sampled tokens, twice. The second is upstream's number of accepted
-            tokens, which nothing reads.
+            int [requests], the sampled tokens, twice. Upstream returns the number of accepted
+            tokens as the second value, and the runner does not read it.
         """
         assert sampled_token_ids.shape[1] == 1, "draft tokens were scheduled"
         return sampled_token_ids[:, 0], sampled_token_ids[:, 0]

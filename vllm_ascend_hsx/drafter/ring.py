@@ -19,10 +19,10 @@ _PAGE = 4096  # alignment of memory that direct I/O may require
 
 
 class FreeRows:
-    """Track the free rows of `num_rows` rows. At first all rows are free.
+    """Track free rows. At first all `num_rows` rows are free.
 
     Attributes:
-        intervals: free rows as ascending intervals [first, end), no two of which touch.
+        intervals: free rows as ascending intervals [first, end) that do not touch.
         count: number of free rows.
     """
 
@@ -31,7 +31,7 @@ class FreeRows:
         self.count = num_rows
 
     def take(self, wish: int, least: int = 1) -> tuple[int, int] | None:
-        """Take one run: the first run that is long enough, else the longest run.
+        """Take rows from the first run that is long enough, else from the longest run.
 
         Args:
             wish: most rows to take.
@@ -79,7 +79,7 @@ class Run(NamedTuple):
     Attributes:
         first: index of the first row.
         rows: pinned [rows, layers, hidden].
-        data: the bytes of `rows`.
+        data: bytes of `rows`.
     """
 
     first: int
@@ -90,8 +90,8 @@ class Run(NamedTuple):
 class PinnedRing:
     """A fixed amount of pinned host memory, allocated in runs of rows.
 
-    The rows begin at a page, for direct I/O. The documentation of aclrtMallocHost promises an
-    alignment of only 64 bytes, so up to a page of the pinned memory may not hold rows.
+    The rows begin at a page boundary, for direct I/O. aclrtMallocHost documents an alignment of
+    only 64 bytes, so up to a page of the pinned memory is unused.
 
     Args:
         num_bytes: bytes to pin. torch rounds them up to a power of two; see shapes.ring_bytes.
@@ -136,16 +136,16 @@ class PinnedRing:
         return 1 - least / self.num_rows
 
     def take(self, wish: int) -> Run | None:
-        """Take up to `wish` rows, at most `rows_per_chunk`. Return None if there is no room."""
+        """Take up to `wish` rows, at most `rows_per_chunk`. Return None if the ring is full."""
         with self._changed:
             return self._take(wish)
 
     def wait(self, wish: int, timeout: float | None = None) -> Run | None:
-        """Take rows as `take` does. Block until there is room. For one thread only.
+        """Take rows as `take` does, but block while the ring is full. For one thread only.
 
         Args:
             wish: most rows to take.
-            timeout: most seconds, None for no limit. Return None if there was no room by then.
+            timeout: most seconds to block, None for no limit. Return None after this time.
         """
         with self._changed:
             return self._changed.wait_for(lambda: self._take(wish), timeout)
@@ -160,7 +160,7 @@ class PinnedRing:
         return Run(first, self._memory[first : first + count], data)
 
     def free(self, *runs: tuple[int, int]) -> None:
-        """Free runs or parts of them, as (first row, rows). Thread-safe."""
+        """Free runs or parts of runs, given as (first row, rows). Thread-safe."""
         with self._changed:
             for first, count in runs:
                 self._free.give_back(first, count)
@@ -182,7 +182,7 @@ def _pin(num_bytes: int) -> torch.Tensor:
     Raises:
         UserError: if the memory cannot be allocated.
     """
-    reason = "the driver has returned a null pointer and no reason"
+    reason = "the driver returned a null pointer without an error"
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Rows of rotated targets (QuaRot), turned back into the model's own basis."""
+"""Turn rows of rotated targets (QuaRot) back into the basis of the original model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class TurnBack:
-    """Undo the rotation of rows on their way to a slot: X = (X @ Q) @ Q.T, in float32.
+    """Undo the rotation of rows before they are staged: X = (X @ Q) @ Q.T, in float32.
 
-    The buffers are allocated here: see StagingCache. The matrix reaches the device with the first
-    rows after the start, and with the first rows after `before_sleep`.
+    The constructor allocates all device memory; see StagingCache. The matrix is copied to the
+    device with the first rows after the start, and with the first rows after `before_sleep`.
 
     Args:
         rotation: Q, float32 [hidden, hidden], orthogonal, on the host.
-        most_rows: rows of a buffer; more are turned one buffer after the other.
+        most_rows: rows of a buffer. More rows are processed in several passes.
         device: the worker's NPU.
     """
 
@@ -31,7 +31,7 @@ class TurnBack:
         return self._transposed
 
     def before_sleep(self) -> None:
-        """Copy the matrix to the host: sleep level 2 discards device memory.
+        """Copy the matrix to the host, because sleep level 2 discards device memory.
 
         Raises:
             RuntimeError: if the device has failed.
@@ -40,7 +40,7 @@ class TurnBack:
             self._on_host = self._transposed.cpu()
 
     def __call__(self, layers: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write rows on the current stream.
+        """Write turned rows to `out`, on the current stream.
 
         Args:
             layers: one [rows, hidden] per layer of `out`.

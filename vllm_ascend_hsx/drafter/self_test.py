@@ -1,7 +1,7 @@
-"""The self-test at load: rows that are known pass through each step that extracted rows pass.
+"""The self-test after loading: send known rows through every step of an extracted row.
 
-It runs before vLLM measures memory. It launches each operator of a later step for the first time,
-and ends the start with an error that names the step if rows are wrong or the device fails.
+The test runs before vLLM measures memory, and launches each operator of an engine step for the
+first time. If rows are wrong or the device fails, the start ends with an error that names the step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_ascend_hsx.protocol.errors import UserError
 _LANDS_IN_S = 60.0
 _RING_BYTES = 1 << 20
 _PERIOD = 127  # rows of the pattern; values from -63 to 63 are exact in bfloat16
-_STRIDE = 3  # rows by which a layer begins after the one before; rows and layers must not be alike
-_RTOL, _ATOL = 2**-6, 1.0  # for rows that are turned back: their values have a deviation of 37
+_STRIDE = 3  # offset in rows between two layers, because rows and layers must differ
+_RTOL, _ATOL = 2**-6, 1.0  # for rows that are turned back; the standard deviation is 37
 _CHECK_DEVICE = "Run `hsx doctor`: the versions of CANN, torch_npu and the driver must fit."
 
 
@@ -33,14 +33,14 @@ class SelfTestError(UserError):
 
 
 class Difference(NamedTuple):
-    """The first element that is wrong: index of its row, and the difference in words."""
+    """The first wrong element: the index of the row, and a description."""
 
     row: int
     text: str
 
 
 class Step(Enum):
-    """A step on the path of a row, and the remedy if it fails."""
+    """A step on the path of a row, and the remedy for a failure."""
 
     RING = (
         "ring",
@@ -58,7 +58,7 @@ class Step(Enum):
         self.label, self.remedy = label, remedy
 
     def failed(self, problem: str) -> SelfTestError:
-        """Return the error that names the step."""
+        """Return an error that names the step."""
         return SelfTestError("self-test", self.label, f"has failed: {problem}", self.remedy)
 
 
@@ -69,7 +69,7 @@ def run_self_test(staging: StagingCache) -> None:
         staging: slots that no request has used.
 
     Raises:
-        SelfTestError: if a step fails, or its rows are wrong.
+        SelfTestError: if a step fails or produces wrong rows.
     """
     fill = Step.STACK if staging.matrix is None else Step.TURN_BACK
     rows = Pattern(staging)
@@ -98,14 +98,14 @@ def run_self_test(staging: StagingCache) -> None:
 
 
 class Pattern:
-    """Rows that differ by position and layer, as the target would return them.
+    """Known rows, in the form in which the target returns rows. They differ by position and layer.
 
     Args:
         staging: as for run_self_test.
 
     Attributes:
         shape: (rows, layers, hidden) of the rows in the slot.
-        table: [127, hidden] in the model's dtype, the distinct rows.
+        table: distinct rows, [127, hidden] in the model's dtype.
     """
 
     def __init__(self, staging: StagingCache) -> None:
@@ -113,11 +113,8 @@ class Pattern:
         self.shape = torch.Size((turned_rows(slot_rows), num_layers, hidden_size))
         self._order, self._device = staging.layer_order, staging.rows.device
         self._rtol = self._atol = 0.0
-        positions, elements = (
-            torch.arange(_PERIOD, device="cpu"),
-            torch.arange(hidden_size, device="cpu"),
-        )
-        values = positions[:, None] * 37 + elements * 11
+        positions = torch.arange(_PERIOD, device="cpu")
+        values = positions[:, None] * 37 + torch.arange(hidden_size, device="cpu") * 11
         self.table = (values % _PERIOD - _PERIOD // 2).to(staging.rows.dtype)
 
     def upload(self) -> list[torch.Tensor]:
@@ -130,7 +127,7 @@ class Pattern:
         ]
 
     def turn_back(self, matrix: torch.Tensor) -> None:
-        """Expect rows that were multiplied by `matrix`, float32 [hidden, hidden] on the device.
+        """Expect rows multiplied by `matrix`, float32 [hidden, hidden] on the device.
 
         Raises:
             SelfTestError: if the first row of the matrix is not orthogonal to the others.
@@ -144,10 +141,10 @@ class Pattern:
         self._rtol, self._atol = _RTOL, _ATOL
 
     def difference(self, first: int, rows: torch.Tensor) -> Difference | None:
-        """Compare rows with the expected ones.
+        """Compare rows with the expected rows. Return None if they are equal.
 
         Args:
-            first: index of the first.
+            first: index of the first row.
             rows: [rows, layers, hidden] on the host.
         """
         layers = torch.tensor(self._order, device="cpu")
@@ -165,11 +162,11 @@ class Pattern:
 
 
 def _land(slot: StagingSlot, ring: PinnedRing, rows: Pattern) -> Difference | None:
-    """Copy the slot to the host and compare its rows there.
+    """Copy the slot to the host and compare the rows.
 
     Raises:
-        TimeoutError: if the rows do not reach the host.
-        Exception: of the thread that copies them.
+        TimeoutError: if the rows do not reach the host in time.
+        Exception: from the lander.
     """
     found, errors, landed = list[Difference](), list[Exception](), 0
 
@@ -194,7 +191,7 @@ def _land(slot: StagingSlot, ring: PinnedRing, rows: Pattern) -> Difference | No
 
 @contextmanager
 def _attributed(step: Step) -> Iterator[None]:
-    """Name the step at which an exception was raised."""
+    """Convert an exception into a SelfTestError that names the step."""
     try:
         yield
     except SelfTestError:

@@ -1,10 +1,10 @@
-"""How large buffers are. A module of its own, because `hsx plan` runs without torch."""
+"""Sizes of buffers. `hsx plan` imports this module without torch."""
 
 from __future__ import annotations
 
-_RING_BYTES = 256 << 20  # two prompts of some thousand tokens: their files are written side by side
+_RING_BYTES = 256 << 20  # two prompts of some thousand tokens, so files are written in parallel
 _SLACK_BYTES = 32 << 20
-_MIN_CHUNKS = 8  # so that some rows of a step are written while others are copied
+_MIN_CHUNKS = 8  # per ring, so rows are written while other rows of the step are copied
 _MAX_CHUNK_BYTES = 4 << 20
 _TURNED_AT_ONCE = 1024  # rows of a rotated target
 
@@ -12,8 +12,8 @@ _TURNED_AT_ONCE = 1024  # rows of a rotated target
 def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
     """Return the rows of a staging slot: an equal share of a step for each tensor-parallel rank.
 
-    A request has one owner, so a rank may own any part of a step. More than a slot takes several;
-    see StagingCache.
+    Each request has one owner, so a rank may own any part of a step. If it owns more than a slot
+    holds, it uses several slots; see StagingCache.
     """
     return -(-max_tokens // tensor_parallel)
 
@@ -21,13 +21,13 @@ def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
 def ring_bytes(
     given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int
 ) -> int:
-    """Return the pinned bytes of the ring: as given, or else at least with what the slots lack.
+    """Return the pinned bytes of the ring: the given size, or the default.
 
-    Slots and ring then hold all rows of the steps that `num_slots` slots of whole steps would hold,
-    and more, so that one prompt that fills its steps does not make them wait for storage.
+    By default, slots and ring together hold more than `num_slots` full steps. So one prompt that
+    fills these steps does not wait for storage.
 
-    The bytes are rounded up to a power of two, because torch pins no other size. The ring uses all
-    of them.
+    The size is rounded up to a power of two, because torch pins no other size. The ring uses all
+    bytes.
 
     Args:
         given: `pinned_ring_bytes`, or None.
@@ -49,7 +49,7 @@ def pinned_size(num_bytes: int) -> int:
 
 
 def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """Return the number of rows of the ring, and the most rows of a chunk.
+    """Return the number of rows of the ring, and the maximum number of rows of a chunk.
 
     Raises:
         ValueError: if fewer than two rows fit.
@@ -63,10 +63,10 @@ def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
 
 
 def turned_rows(slot_rows: int) -> int:
-    """Return how many rows of a layer are turned back at once."""
+    """Return the number of rows of a layer that are turned back at once."""
     return min(slot_rows, _TURNED_AT_ONCE)
 
 
 def turn_back_bytes(hidden_size: int, slot_rows: int) -> int:
-    """Return the bytes of a rotation and of the two float32 buffers; see TurnBack."""
+    """Return the device bytes of a rotation and the two float32 buffers; see TurnBack."""
     return 4 * hidden_size * (hidden_size + 2 * turned_rows(slot_rows))

@@ -52,7 +52,7 @@ def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Spa
 def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """Return ranges (first row, rows) that cover `spans` in order.
 
-    Adjacent spans are joined, because one copy is enough for them.
+    Adjacent spans are joined, because they need only one copy.
     """
     ranges: list[tuple[int, int]] = []
     for span in spans:
@@ -64,9 +64,9 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]:
-    """Cut spans into groups of `most_rows` rows; the last group has the rest.
+    """Cut spans into groups of `most_rows` rows. The last group has the remaining rows.
 
-    `Span.row` still counts from the same row.
+    `Span.row` keeps the same origin.
     """
     if 0 < sum(span.num_rows for span in spans) <= most_rows:  # as in most steps
         yield spans
@@ -89,8 +89,8 @@ def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]
 def rows_in_chunk(spans: Sequence[Span], begin: int, most: int) -> int:
     """Return the number of rows for a chunk that begins at row `begin`, at most `most`.
 
-    Short requests should be written in one piece. So the chunk ends where a span ends, unless that
-    leaves less than half a chunk.
+    Short requests should be written in one piece. So a chunk ends at the end of a span, unless it
+    would be less than half full.
     """
     ends = [span.row + span.num_rows for span in spans]
     whole = max((end - begin for end in ends if end <= begin + most), default=0)

@@ -15,10 +15,10 @@ from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
 
 
 class HsxSpeculator(Drafter, DraftModelSpeculator):
-    """Replace vLLM's speculator for the method `extract_hidden_states`, which vllm-ascend uses too.
+    """Replace the speculator of vLLM and vllm-ascend for the method `extract_hidden_states`.
 
-    There is no collective in it: this runner agrees with the other DP ranks once per step, before
-    the target's forward pass, and gives busy and idle ranks what they agreed on.
+    The speculator issues no collective. This runner agrees with the other DP ranks once per step,
+    before the target's forward pass, and passes the result to the speculator on every rank.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -36,7 +36,7 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        """Load the drafter, which creates the cache-only layer and its staging slots."""
+        """Load the drafter. This creates the cache-only layer and the staging slots."""
         with without_weights(self.vllm_config):
             return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
 
@@ -48,7 +48,7 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
         """Do nothing: the cache-only layer is in no KV cache group."""
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Keep the drafter out of all graphs, whatever the target's mode is."""
+        """Keep the drafter out of all graphs, whatever the mode of the target."""
 
     def capture(self) -> None:
         """Capture nothing."""
@@ -76,10 +76,10 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
             aux_hidden_states: one [tokens with padding, hidden] per extracted layer, in ascending
                 layer order.
             last_sampled: int [requests of the engine, 1], by request state.
-            dp_sync: what the DP ranks agreed on, or None with one DP rank.
-            dummy_run: whether the batch is one of an idle DP rank, or of a profile run.
+            dp_sync: the agreement of the DP ranks, or None with one DP rank.
+            dummy_run: whether this is a step of an idle DP rank, or a profile run.
 
-        Other arguments are for drafters that compute.
+        The other arguments are for drafters that compute.
 
         Returns:
             int [requests, 0]: no drafts.

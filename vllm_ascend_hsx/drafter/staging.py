@@ -1,15 +1,15 @@
 """Staging: device slots for the rows of a step.
 
-Each slot holds one of `tensor_parallel` equal shares of a step. If a rank owns more rows of a step,
-they take several slots, or the same slot again after the copy. `landing.py` copies the slots to the
-host. These orderings must hold:
+A slot holds 1 / `tensor_parallel` of a step. If a rank owns more rows of a step, the rows take
+several slots, or the same slot again after the copy. `landing.py` copies the slots to the host.
+These orderings must hold:
 * the copy reads a slot after it was written           the copy stream waits for `slot.written`
 * a slot is written again after its copy was issued    the host waits for `slot.issued`
-* ... and after that copy has completed                the device waits for `slot.copied`
-* a writer reads pinned memory after the copy          the lander hands out landed rows only
+* ... and after this copy has completed                the device waits for `slot.copied`
+* a writer reads pinned memory after the copy          the lander delivers landed rows only
 * pinned memory is reused after it was read            each reader calls `HostChunk.release`
 The host waits for `slot.issued` because a full ring delays the lander. Within a step, this wait
-also lasts until the lander has taken the slot.
+also covers the time until the lander has taken the slot.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows
 
 
 def npu() -> Any:
-    """Return torch.npu: the device-neutral and CUDA names are placeholders (MR:5177)."""
+    """Return torch.npu, because the device-neutral and CUDA names are placeholders (MR:5177)."""
     return torch.npu  # type: ignore[attr-defined]
 
 
-# A stack of more inputs needs a temporary as large as the output (SplitToStack in CANN 9.1.0,
+# With more inputs, a stack needs a temporary as large as the output (SplitToStack in CANN 9.1.0,
 # ops-math, conversion/pack/op_api/aclnn_stack.cpp:157). vLLM would not have counted this memory. A
-# copy into a part of a slot needs none (conversion/view_copy/op_api/aclnn_copy.cpp:106).
+# copy into a part of a slot needs no temporary (conversion/view_copy/op_api/aclnn_copy.cpp:106).
 _STACKED_AT_ONCE = 32
 
 
@@ -67,18 +67,18 @@ class StagingSlot:
 class StagingCache:
     """A fixed number of staging slots, used in turn.
 
-    Slots are allocated with the drafter, before vLLM profiles the device. So vLLM counts their
-    memory and does not give it to the KV cache.
+    Slots are allocated with the drafter, before vLLM profiles the device. So vLLM counts this
+    memory and does not use it for the KV cache.
 
     Args:
         num_slots: number of slots.
         slot_rows: rows of a slot; see shapes.slot_rows.
         num_layers, hidden_size: shape of a row.
-        dtype: the target's dtype; rows are never converted.
+        dtype: dtype of the target; rows are never converted.
         device: the worker's NPU.
-        layer_order: index in the target's list of each layer of a row (see ExtractionTarget).
-        rotation: float32 [hidden, hidden] on the host, Q of a target that returns X @ Q; rows
-            become X. None for other targets.
+        layer_order: for each layer of a row, the index in the target's list; see ExtractionTarget.
+        rotation: Q of a target that returns X @ Q, float32 [hidden, hidden] on the host. Slots then
+            receive X. None for other targets.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class StagingCache:
         self._filled: StagingSlot | None = None
         # The connector sets this at the start of each step. Without a connector nothing is staged.
         self.wanted: dict[str, int] = {}
-        # Waits until the slot's last copy was issued. Returns False if that takes too long. If
-        # so, the rows of these spans are dropped, and later rows of their requests in this step.
+        # Waits until the last copy of the slot was issued. Returns False if this takes too long. In
+        # this case the rows of these spans are dropped, and later rows of the same requests in this
+        # step.
         self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: (
             slot.issued.wait()
         )
@@ -116,13 +117,13 @@ class StagingCache:
 
     @property
     def matrix(self) -> torch.Tensor | None:
-        """Qᵀ on the device, float32 [hidden, hidden], or None if nothing is turned back."""
+        """Qᵀ on the device, float32 [hidden, hidden], or None without a rotation."""
         return None if self._turn_back is None else self._turn_back.matrix
 
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """Write the rows of `spans` into the next slots, once, on the current stream.
+        """Write the rows of `spans` into the next slots, on the current stream.
 
-        If the slots cannot hold all rows, slots are used again in this step, and the stream waits
+        If the slots cannot hold all rows, slots are reused within the step, and the stream waits
         for their copies.
 
         Args:
@@ -160,10 +161,8 @@ class StagingCache:
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            layers, out = (
-                [target_rows[source][row : row + count] for source in self.layer_order],
-                slot.rows[at : at + count],
-            )
+            layers = [target_rows[source][row : row + count] for source in self.layer_order]
+            out = slot.rows[at : at + count]
             if self._turn_back is not None:
                 self._turn_back(layers, out)
             elif len(layers) <= _STACKED_AT_ONCE:
@@ -186,7 +185,7 @@ class StagingCache:
             self._turn_back.before_sleep()
 
     def take(self) -> StagingSlot | None:
-        """Return the last filled slot, or None if it was returned before.
+        """Return the last filled slot, or None if it was already returned.
 
         The caller owns the rows until the lander sets `issued`.
         """

@@ -1,7 +1,7 @@
-"""The backend `hsx` of speculators: servers with this connector, files with this reader.
+"""The backend `hsx` of speculators: extract with this connector, read files with this reader.
 
-Importing this module registers the backend. Needs hs-connectors; training also needs speculators
-(both tested with 0.9.0).
+Importing this module registers the backend. It needs hs-connectors. Training also needs
+speculators. Both are tested with 0.9.0.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ TIMEOUT_S = 60.0
 class HsxTransfer(HiddenStatesTransfer):
     """Read samples like FileTransfer (hs_connectors/transfer.py:136), with a timeout.
 
-    It sleeps in the kernel while it waits.
+    Waiting for a file does not poll.
 
     Args:
-        directory: directory of samples that were generated in advance, `hs_<index>.safetensors`.
-        timeout: most seconds to wait for a file that is being written. Infinity waits forever.
+        directory: directory of samples generated in advance, `hs_<index>.safetensors`.
+        timeout: most seconds to wait for a file that is being written; infinity for no limit.
 
     Raises:
-        ValueError: if the timeout is not a number of seconds.
+        ValueError: if `timeout` is not a number of seconds.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout: float = TIMEOUT_S) -> None:
-        deadline_after(timeout)  # raises here, not at the first sample
+        deadline_after(timeout)  # raises now, not at the first sample
         self.directory = Path(directory)
         self.timeout = timeout
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """Return a sample that was generated in advance, or None.
+        """Return a sample generated in advance, or None.
 
         Raises like `vllm_ascend_hsx.load`.
         """
@@ -53,14 +53,14 @@ class HsxTransfer(HiddenStatesTransfer):
             return None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return a request's sample, given its kv_transfer_params.
+        """Return the sample of a request with these kv_transfer_params.
 
         Raises like `vllm_ascend_hsx.load`.
         """
         return self._load(Path(hs_transfer_params["hidden_states_path"]))
 
     def delete(self, handle: str | os.PathLike[str]) -> None:
-        """Remove a generated sample with its lock and error file."""
+        """Remove a generated sample, and its lock and error file."""
         remove(handle)
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
@@ -74,8 +74,7 @@ class HsxBackend(HiddenStatesBackend):
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        # Only types and defaults: speculators copies no other properties of options
-        # (train/config/resolution.py:252).
+        # Only types and defaults have an effect (train/config/resolution.py:252 in speculators).
         _add(
             parser,
             "--hidden-states-path",
@@ -113,8 +112,7 @@ class HsxBackend(HiddenStatesBackend):
             default={},
             metavar="JSON",
             help=(
-                'Further options of the connector, e.g. \'{"io": "direct"}\'. Used with '
-                "backend=hsx."
+                'Other options of the connector, e.g. \'{"io": "direct"}\'. Used with backend=hsx.'
             ),
         )
 
@@ -139,13 +137,13 @@ class HsxBackend(HiddenStatesBackend):
 
 
 def _add(parser: argparse.ArgumentParser, option: str, **kwargs: Any) -> None:
-    """Add an option unless another backend has added it: in launch_vllm.py all share one parser."""
+    """Add an option, unless another backend has added it. In launch_vllm.py they share a parser."""
     if option not in parser._option_string_actions:
         parser.add_argument(option, **kwargs)
 
 
 def _options(text: str) -> dict[str, Any]:
-    """Parse options of the connector, with the server's checks."""
+    """Parse options of the connector. Check them like the server."""
     try:
         options = json.loads(text)
         if not isinstance(options, dict):

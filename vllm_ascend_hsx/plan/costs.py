@@ -1,4 +1,4 @@
-"""Compute a plan: bytes of rows, staging, ring and files, and the KV cache that remains."""
+"""Compute a plan: size of rows, staging, ring and files, and the remaining KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.target import validate_layer_ids
 
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_REQUEST_ID = "cmpl-" + 40 * "0"  # as long as the API server's ids, which the header contains
+_REQUEST_ID = "cmpl-" + 40 * "0"  # in the header; as long as ids of the API server
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Request:
         layer_ids: residual streams to extract.
         tensor_parallel, data_parallel: parallel sizes of the server.
         max_num_batched_tokens: most tokens of one step.
-        kv_bytes: an NPU's memory for the KV cache, without extraction.
-        staging_slots, ring_bytes: the connector's options, per NPU; None for the default.
-        prompts: number of prompts, for the size of their files.
+        kv_bytes: memory of an NPU for the KV cache, without extraction.
+        staging_slots, ring_bytes: options of the connector, per NPU; None for the default ring.
+        prompts: number of prompts, for the size of all files.
         prompt_tokens: mean length of a prompt.
         prefill_speed: tokens per second of the whole server.
-        quantization: format of stored rows. NPU and host memory hold the model's values.
+        quantization: format of stored rows. Rows in memory are never quantized.
         rotated: whether the weights are rotated (QuaRot), and rows are turned back.
     """
 
@@ -54,7 +54,7 @@ class Request:
 class Plan:
     """Costs of extraction, in bytes per NPU unless stated otherwise.
 
-    Each rank holds whole rows of the requests that it owns: with tensor parallelism a share of a
+    With tensor parallelism, each rank holds whole rows of the requests that it owns: a share of a
     step.
 
     Attributes:
@@ -62,20 +62,21 @@ class Plan:
         row_bytes: hidden states of one token.
         slot_rows: rows of a staging slot.
         staging_bytes: device memory of the staging slots.
-        waiting_bytes: rows of a step that one prompt fills which its rank's slots do not hold. The
-            step ends when they are copied to the host.
-        turn_back_bytes: device memory of the rotation and its buffers; 0 for other targets.
-        turn_back_flops: floating-point operations for a token's rows, on each NPU.
-        collected_bytes: memory that the target holds until its forward pass ends: a tensor for each
-            extracted layer except the last. With any extraction it adds to the activation peak that
-            vLLM measures, in full if the peak is in the last layers, else less.
+        waiting_bytes: if one prompt fills a step, the rows that do not fit into the slots of the
+            owner. The step ends once these rows are copied to the host.
+        turn_back_bytes: device memory of the rotation and its buffers; 0 without a rotation.
+        turn_back_flops: floating-point operations for the rows of a token, on each NPU.
+        collected_bytes: memory that the target holds until the end of the forward pass: a tensor
+            for each extracted layer except the last. Any kind of extraction adds this to the
+            activation peak that vLLM measures: in full if the peak is in the last layers, else
+            less.
         ring_bytes: pinned host memory.
-        kept: share of the KV cache's memory that remains.
-        kept_at_least: the same if the extracted layers take their memory from it in full.
-        stored_bytes: of one token in a file: hidden states as they are stored, and the token's id.
-        prompts_bytes: files of all prompts.
-        prompts_seconds: time of all prompts, at the given prefill speed.
-        write_bytes_per_second: of all NPUs, at the given prefill speed.
+        kept: share of the KV cache that remains.
+        kept_at_least: the same, if `collected_bytes` is taken from the KV cache in full.
+        stored_bytes: bytes of one token in a file: the stored hidden states and the token id.
+        prompts_bytes: size of the files of all prompts.
+        prompts_seconds: time for all prompts, at the given prefill speed.
+        write_bytes_per_second: write rate of all NPUs, at the given prefill speed.
     """
 
     request: Request
@@ -115,9 +116,9 @@ def make_plan(request: Request) -> Plan:
     taken = staging + turn_back
     if taken >= request.kv_bytes:
         rotation = " and the rotation" if request.rotated else ""
-        problem = f"is not more than the staging slots{rotation} take, {taken / 2**20:,.1f} MiB"
+        problem = f"is not more than the {taken / 2**20:,.1f} MiB of the staging slots{rotation}"
         remedy = (
-            "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
+            "Raise it, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
         )
         raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
@@ -160,7 +161,7 @@ def _row_format(request: Request) -> RowFormat:
         )
     except ValueError as error:
         raise UserError(
-            "--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others."
+            "--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose other layers."
         ) from None
 
 

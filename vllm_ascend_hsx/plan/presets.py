@@ -9,11 +9,11 @@ class Preset(NamedTuple):
     """A published model.
 
     Attributes:
-        repository: its name on the Hugging Face hub, or ModelScope's for weights in W8A8.
-        architecture, hidden_size, layers, dtype: from its config.json. For multimodal models all
-            but the class are from `text_config`.
-        source: public copies of that file, or code with its values.
-        rotated: its weights are rotated (QuaRot).
+        repository: name on the Hugging Face hub, or on ModelScope for weights in W8A8.
+        architecture, hidden_size, layers, dtype: from the config.json. For multimodal models, all
+            fields except the architecture are from `text_config`.
+        source: public copies of the config.json, or code with the same values.
+        rotated: whether the weights are rotated (QuaRot).
     """
 
     repository: str
@@ -26,7 +26,7 @@ class Preset(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values as in its config.json."""
+        """The fields as in a config.json."""
         sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": self.layers}
         return {"architectures": [self.architecture], **sizes, "dtype": self.dtype}
 
@@ -35,7 +35,7 @@ _STATE_DTYPE = (
     "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later "
     "Qwen3.8-27B, same model_type)"
 )
-# Of the class and size of MiniMax-M2: 230B parameters, 10B active.
+# Both have the class and size of MiniMax-M2: 230B parameters, 10B active.
 _M2_5 = (
     "THUDM/slime pull request 1929 (62 layers); ai-dynamo/aiconfigurator pull request 405 (class)"
 )
@@ -112,5 +112,5 @@ PRESETS: dict[str, Preset] = {
 
 
 def is_rotated(model: str) -> bool:
-    """Return whether a preset has rotated weights; of a directory that is not known."""
+    """Return whether `model` is a preset with rotated weights. False for any directory."""
     return model in PRESETS and PRESETS[model].rotated

@@ -1,4 +1,4 @@
-"""Dimensions of a model, from its config.json."""
+"""Dimensions of a model, read from a config.json."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ class ModelShape:
 
 
 def read_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """Return the dimensions of a preset, or of a model given by its directory or config.json.
+    """Return the dimensions of a model.
+
+    Args:
+        model: a preset, a directory with a config.json, or the path of a config.json.
+        dtype: served dtype; "auto" for the dtype of the config.
 
     Raises:
-        UserError: if there is no such preset or file, or it is not a config.json with the needed
-            fields.
+        UserError: if there is no such preset or file, or the config.json is invalid or incomplete.
     """
     name, content = read_config(model)
     config = text_config(content)
@@ -54,15 +57,18 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
 
 
 def read_config(model: str) -> tuple[str, dict[str, Any]]:
-    """Return name and config.json of a preset, or of a model given by its directory or config.json.
+    """Return the name and the config.json of a model.
+
+    Args:
+        model: as for read_shape.
 
     Raises:
-        UserError: if there is no such preset or file, or it is not a config.json.
+        UserError: if there is no such preset or file, or the config.json is invalid.
     """
     if model in PRESETS:
         preset = PRESETS[model]
         return preset.repository, preset.config
-    path = Path(os.path.expanduser(model))  # unlike Path's, does not raise for an unknown user
+    path = Path(os.path.expanduser(model))  # Path.expanduser would raise for an unknown user
     directory = os.path.isdir(path)
     file = path / "config.json" if directory else path
     if not os.path.isfile(file):
@@ -74,7 +80,7 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
             f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.",
         )
     try:
-        # not strict: configs of Mamba models contain Infinity
+        # Not strict, because configs of Mamba models contain Infinity.
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(
@@ -94,9 +100,9 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def text_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the fields of a multimodal model's language model on top.
+    """Return a config.json, overridden with the language model's fields of a multimodal model.
 
-    Qwen3-Omni has them in `text_config` of `thinker_config`.
+    Qwen3-Omni has these fields in `text_config` of `thinker_config`.
     """
     config = content
     for part in ("thinker_config", "text_config"):
@@ -106,9 +112,9 @@ def text_config(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
-    """Resolve the dtype as vLLM does: float32 is served as bfloat16 unless it was requested.
+    """Resolve the dtype as vLLM does: float32 becomes bfloat16, unless float32 was requested.
 
-    See vllm/config/model.py:1996 (_resolve_auto_dtype) of 0.23.0.
+    Source: vllm/config/model.py:1996 (_resolve_auto_dtype) in 0.23.0.
     """
     if dtype != "auto":
         return dtype
@@ -117,13 +123,13 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
     )
     if found not in DTYPE_BYTES:
         raise UserError(
-            MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32."
+            MODEL, model, f"has dtype {found!r}", "Give --dtype bfloat16, float16 or float32."
         )
     return "bfloat16" if found == "float32" else found
 
 
 def whole_number(model: str, config: dict[str, Any], field: str) -> int:
-    """Return a field of a model's config. Raises UserError: it is missing or out of bounds."""
+    """Return a field of a model's config. Raises UserError if it is missing or out of bounds."""
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         problem = "has no" if value is None else f"has {value!r:.40} for"

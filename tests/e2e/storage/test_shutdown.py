@@ -313,7 +313,7 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         long.wait_for_tokens(len(long.tokens) + 20)
         os.killpg(server.process.pid, signal.SIGINT)
         deadline = time.monotonic() + STOP_SECONDS
-        while "the server stops when" not in server.log.read_text(errors="replace"):
+        while "the server stops after" not in server.log.read_text(errors="replace"):
             assert time.monotonic() < deadline
             server.check_running()
             with suppress(subprocess.TimeoutExpired):

@@ -267,7 +267,7 @@ def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(run: Ru
     assert load(run.path(before)).metadata["lora_weights"] == run.weights[B]
     with pytest.raises(
         HiddenStatesError,
-        match="its adapter 'b' was loaded again, with other weights, before its last row",
+        match="adapter 'b' was reloaded with other weights before the last row of this request",
     ):
         load(run.path(after))
 

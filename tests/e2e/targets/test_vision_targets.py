@@ -231,7 +231,7 @@ def test_a_video_is_refused_with_the_reason_and_the_request_generates(
     )
     stage.drain()
     assert video.kv_transfer_params == {
-        "hidden_states_error": "a prompt with video is not extracted; of media, only images are supported"
+        "hidden_states_error": "a prompt with video is not extracted; images are the only supported media"
     }
     assert len(video.tokens) == 3
     stage.check()

@@ -115,7 +115,7 @@ def test_turning_rows_back_takes_the_rotation_and_two_buffers() -> None:
         sum(each.numel() * each.element_size() for each in vars(turn).values() if each.is_meta)
         == taken
     )
-    with pytest.raises(UserError, match="not more than the staging slots and the rotation take"):
+    with pytest.raises(UserError, match="MiB of the staging slots and the rotation"):
         make_plan(replace(REQUEST, rotated=True, kv_bytes=98304 + taken))
 
 
@@ -300,11 +300,11 @@ def test_plan_needs_no_torch_vllm_or_emulator(model: str, tmp_path: Path) -> Non
         (["minimax-m2", "--layers", "2,2"], ["--layers='2,2' has id 2 twice", "distinct"]),
         (
             ["minimax-m2", "--kv-memory", "24MiB"],
-            ["--kv-memory=24MiB is not more than the staging slots take, 24.0 MiB", "lower --max"],
+            ["--kv-memory=24MiB is not more than the 24.0 MiB of the staging slots", "lower --max"],
         ),
         (
             ["minimax-m2", "--kv-memory", "0"],
-            ["--kv-memory=0 is not more than the staging slots", "Give more"],
+            ["--kv-memory=0 is not more than the", "of the staging slots", "Raise it"],
         ),
         (
             ["minimax-m2", "--ring", "10000"],
@@ -333,7 +333,8 @@ def test_invalid_input_gives_one_line_with_option_value_and_remedy(
 
 def test_rows_too_large_for_a_file_are_refused_with_their_layers(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^--layers='1' cannot be stored: .*multiple of 8 bytes\. Choose others\.$"
+        UserError,
+        match=r"^--layers='1' cannot be stored: .*multiple of 8 bytes\. Choose other layers\.$",
     ):
         run(write(tmp_path, {**DENSE, "hidden_size": 3}), "--layers", "1")
 
@@ -352,7 +353,7 @@ def test_rows_too_large_for_a_file_are_refused_with_their_layers(tmp_path: Path)
         (json.dumps({**DENSE, "hidden_size": "large"}), "has 'large' for hidden_size"),
         (json.dumps({**DENSE, "hidden_size": 0}), "has 0 for hidden_size"),
         (json.dumps({**DENSE, "num_hidden_layers": 10**100}), "for num_hidden_layers"),
-        (json.dumps({**DENSE, "torch_dtype": "float8_e4m3fn"}), "is of dtype 'float8_e4m3fn'"),
+        (json.dumps({**DENSE, "torch_dtype": "float8_e4m3fn"}), "has dtype 'float8_e4m3fn'"),
     ],
 )
 def test_invalid_config_is_refused(content: str, says: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Caveats: each is named where vllm-ascend's sources differ from transformers, and nowhere else."""
+"""Caveats are reported exactly where vllm-ascend's sources differ from transformers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def ascends_embeddings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vllm-ascend's rotary embeddings in the place of vLLM's, as a worker has them."""
+    """Replace vLLM's rotary embeddings with those of vllm-ascend, as in a worker."""
     from vllm_ascend import utils
 
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
@@ -71,7 +71,7 @@ def ascends_embeddings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def served(rope: dict[str, Any]) -> torch.Tensor:
-    """Frequencies of vllm-ascend."""
+    """Return the frequencies of vllm-ascend."""
     embedding = get_rope(HEAD, 4096, rope_parameters=dict(rope), dtype=torch.float32)
     assert type(embedding).__name__.startswith("Ascend"), "vllm-ascend replaces this class"
     if "inv_freq" in dict(embedding.named_buffers()):
@@ -91,10 +91,10 @@ def of_transformers(rope: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("ascends_embeddings")
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_upstream_frequencies_differ_where_the_caveat_says_and_by_as_much(
+def test_upstream_frequencies_differ_by_as_much_as_the_caveat_says(
     rope: dict[str, Any],
 ) -> None:
-    """If one without the key `truncate` fails, a release may be mended: look at caveats.py."""
+    """If a case without `truncate` fails, upstream may have fixed the defect: see caveats.py."""
     difference = float((served(rope) / of_transformers(rope) - 1).abs().max())
     config = {"head_dim": HEAD, "rope_parameters": rope}
     found = caveats_of(config, config)
@@ -111,20 +111,20 @@ def test_upstream_frequencies_differ_where_the_caveat_says_and_by_as_much(
 
 
 def override_of(caveat: Caveat) -> dict[str, Any]:
-    """The value of --hf-overrides that a caveat names."""
+    """Return the value of --hf-overrides in a caveat."""
     (text,) = re.findall(r"--hf-overrides '(.*)'", caveat.remedy)
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def test_the_published_override_of_qwen3_changes_a_frequency_by_almost_five_percent() -> None:
+def test_published_override_of_qwen3_changes_a_frequency_by_almost_five_percent() -> None:
     (caveat,) = caveats_of(
         {"head_dim": HEAD, "rope_parameters": QWEN3}, {"head_dim": HEAD, "rope_parameters": QWEN3}
     )
     assert "by up to 4.7 %" in caveat.problem
 
 
-# Forms of a config.json, and the override that repairs it; None if nothing is to be repaired.
+# Forms of a config.json, and the override that repairs it; None if no repair is needed.
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
 REPAIRED = {**QWEN3, "truncate": True}
 SIZES = {"hidden_size": 2048, "num_attention_heads": 16}
@@ -195,15 +195,15 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize(("config", "override"), FORMS.values(), ids=FORMS)
-def test_any_form_of_config_is_read_and_its_override_is_whole(
+def test_override_keeps_all_parameters_of_any_form_of_config(
     config: dict[str, Any], override: dict[str, Any] | None
 ) -> None:
     found = caveats_of(config, {**config, **config.get("text_config", {})})
     assert [override_of(each) for each in found] == ([] if override is None else [override])
 
 
-def test_upstream_the_modules_that_round_by_themselves_are_known() -> None:
-    """Of the sources. Another module needs a look: is its YaRN that of vllm-ascend?"""
+def test_upstream_modules_with_another_rounding_are_known() -> None:
+    """For any new module, check whether its YaRN is that of vllm-ascend."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "model_executor/models"
@@ -257,7 +257,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int | None, bool]] = {
 
 
 @pytest.mark.parametrize(("config", "max_tokens", "wider"), WINDOWS.values(), ids=WINDOWS)
-def test_a_window_is_named_if_a_token_can_leave_it(
+def test_window_is_reported_if_sequences_can_be_longer(
     config: dict[str, Any], max_tokens: int | None, wider: bool
 ) -> None:
     found = caveats_of(config, config, None, max_tokens)
@@ -271,8 +271,8 @@ def test_a_window_is_named_if_a_token_can_leave_it(
         )
 
 
-def test_upstream_gives_the_window_to_cann_as_it_is_for_every_target() -> None:
-    """Of the sources. When this fails, a release may be mended; test_rows_of_caveats.py tells."""
+def test_upstream_passes_the_unchanged_window_to_cann() -> None:
+    """If this fails, upstream may have fixed the defect: run test_rows_of_caveats.py."""
     spec = importlib.util.find_spec("vllm_ascend")
     assert spec is not None and spec.origin is not None
     attention = (Path(spec.origin).parent / "attention/attention_v1.py").read_text()
@@ -284,7 +284,7 @@ def test_upstream_gives_the_window_to_cann_as_it_is_for_every_target() -> None:
     assert "sliding_window - 1" not in attention
 
 
-# Doctor, `hsx serve` and server say the same
+# Doctor, `hsx serve` and server
 
 BOTH = {
     "architectures": ["MistralForCausalLM"],
@@ -296,7 +296,7 @@ BOTH = {
 }
 
 
-def test_doctor_serve_and_server_say_the_same(
+def test_doctor_serve_and_server_report_the_same_caveats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BOTH))
@@ -316,7 +316,7 @@ def test_doctor_serve_and_server_say_the_same(
         "hf_overrides": {},
     }
     with caplog.at_level("WARNING", logger.name):
-        for _ in range(2):  # speculators
+        for _ in range(2):  # two speculators
             warn_of_caveats(SimpleNamespace(**model, hf_config=config, hf_text_config=config))
     assert [record.getMessage() for record in caplog.records] == [f"m: {each}" for each in by_serve]
 
@@ -351,7 +351,7 @@ def test_doctor_serve_and_server_say_the_same(
         (BOTH, "[]", ["YaRN", "sliding window"]),
     ],
 )
-def test_serve_knows_what_is_overridden(
+def test_serve_applies_overrides_before_reporting_caveats(
     tmp_path: Path, whole: dict[str, Any], overrides: Any, names: list[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(whole))

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: what changes it, what does not, and how much it reads."""
+"""The fingerprint of a checkpoint: changes that affect it, and the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE_FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 
 
 def make(place: Path, seed: int = 0, elements: int = 64) -> Path:
-    """A checkpoint of two shards of two tensors."""
+    """Make a checkpoint of two shards with two tensors each."""
     place.mkdir(parents=True)
     random = np.random.default_rng(seed)
     names = {}
@@ -53,7 +53,7 @@ def of(place: Path, load_format: str = "auto") -> str:
 
 
 def config(model: Path | str, **changes: Any) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     values: dict[str, Any] = {
         "revision": None,
         "download_dir": None,
@@ -75,7 +75,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", connect)
 
 
-def test_it_depends_neither_on_the_place_nor_on_times_nor_on_who_asks(tmp_path: Path) -> None:
+def test_fingerprint_depends_only_on_contents(tmp_path: Path) -> None:
     first = make(tmp_path / "a")
     second = Path(shutil.copytree(first, tmp_path / "b/c", copy_function=shutil.copyfile))
     for path in second.iterdir():
@@ -91,7 +91,7 @@ def test_it_depends_neither_on_the_place_nor_on_times_nor_on_who_asks(tmp_path: 
     assert len(of(first)) == 32 and set(of(first)) <= set("0123456789abcdef")
 
 
-def test_what_is_no_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_pipes_and_directories_are_ignored_without_blocking(tmp_path: Path) -> None:
     place = make(tmp_path / "a")
     before = of(place)
     os.mkfifo(place / "params.json")
@@ -106,7 +106,7 @@ def test_what_is_no_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path) ->
 
 @WHOLE_FILES
 @given(st.sampled_from([*SHARDS, "config.json", DESCRIPTION]), st.data())
-def test_any_byte_of_a_small_checkpoint_changes_it(
+def test_any_byte_of_a_small_checkpoint_changes_the_fingerprint(
     tmp_path: Path, name: str, data: st.DataObject
 ) -> None:
     place = tmp_path / "a"
@@ -124,7 +124,7 @@ def test_any_byte_of_a_small_checkpoint_changes_it(
 
 
 @pytest.mark.parametrize("name", [*SHARDS, "config.json", DESCRIPTION])
-def test_sizes_and_names_change_it(tmp_path: Path, name: str) -> None:
+def test_sizes_and_names_change_the_fingerprint(tmp_path: Path, name: str) -> None:
     place = make(tmp_path / "a")
     (place / "model.safetensors.index.json").unlink()
     before, path = of(place), place / name
@@ -141,8 +141,8 @@ def test_sizes_and_names_change_it(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "tensor", ["layers.0.q_proj", "layers.0.up_proj", "layers.1.q_proj", "layers.1.up_proj"]
 )
-def test_one_tensor_trained_further_changes_it(tmp_path: Path, tensor: str) -> None:
-    """Same shapes, and most bytes are not sampled."""
+def test_training_one_tensor_changes_the_fingerprint(tmp_path: Path, tensor: str) -> None:
+    """The shapes stay the same, and most bytes are not sampled."""
     place = make(tmp_path / "a", elements=100 * PIECE)
     before = of(place)
     name = SHARDS[int(tensor.split(".")[1])]
@@ -187,7 +187,9 @@ UNUSED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_files_that_are_not_loaded_do_not_count(tmp_path: Path, name: str) -> None:
+def test_files_that_vllm_does_not_load_do_not_change_the_fingerprint(
+    tmp_path: Path, name: str
+) -> None:
     place = make(tmp_path / "a")
     before = of(place)
     UNUSED[name](place)
@@ -211,22 +213,22 @@ def test_the_load_format_decides_which_files_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "modelexpress", "a plugin's"])
-def test_weights_from_elsewhere_are_unknown(tmp_path: Path, load_format: str) -> None:
+def test_weights_from_other_sources_have_no_fingerprint(tmp_path: Path, load_format: str) -> None:
     assert weights_of(config(make(tmp_path / "a"), load_format=load_format)) == ""
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_model_without_local_files_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")  # all that vLLM keeps of an object store
+def test_model_without_local_files_has_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        "{}"
+    )  # vLLM keeps only the configuration of a model in an object store
     for model in (tmp_path, "s3://bucket/model", "somebody/model"):
         assert weights_of(config(model, download_dir=str(tmp_path / "cache"))) == ""
 
 
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_a_name_of_the_hub_leads_to_the_snapshot_that_is_loaded(
-    tmp_path: Path, revision: str | None
-) -> None:
+def test_hub_name_resolves_to_the_loaded_snapshot(tmp_path: Path, revision: str | None) -> None:
     cache = tmp_path / "cache"
     repository = cache / "models--somebody--model"
     for seed, (name, commit) in enumerate({"main": "a" * 40, "v2": "b" * 40}.items()):
@@ -242,7 +244,7 @@ def test_a_name_of_the_hub_leads_to_the_snapshot_that_is_loaded(
     )
 
 
-def test_a_model_of_modelscope_is_looked_up_there(
+def test_modelscope_name_resolves_to_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, asked = make(tmp_path / "a"), []
@@ -263,7 +265,7 @@ def test_a_model_of_modelscope_is_looked_up_there(
     assert asked == [("somebody/model", {"revision": "v2", "local_files_only": True})]
 
 
-def test_a_model_that_modelscope_has_not_loaded_yet_has_no_files(
+def test_model_that_modelscope_has_not_downloaded_has_no_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def snapshot_download(model: str, **options: object) -> str:
@@ -281,7 +283,7 @@ def test_a_model_that_modelscope_has_not_loaded_yet_has_no_files(
 
 
 @pytest.mark.parametrize("damage", ["no index", "index", "unreadable"])
-def test_a_checkpoint_that_cannot_be_read_is_unknown_and_stops_nothing(
+def test_unreadable_checkpoint_is_logged_and_has_no_fingerprint(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = make(tmp_path / "a")
@@ -298,7 +300,7 @@ def test_a_checkpoint_that_cannot_be_read_is_unknown_and_stops_nothing(
 @pytest.mark.parametrize(
     "header", [b"", b"[1]", b'{"a":{"data_offsets":[-1,2]}}', b'{"a":{}}', b"{" * 100_000, b"\xff"]
 )
-def test_a_file_with_no_right_header_is_sampled_as_bytes(tmp_path: Path, header: bytes) -> None:
+def test_file_with_an_invalid_header_is_sampled_as_bytes(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 100)
     before = of(tmp_path)
@@ -307,7 +309,7 @@ def test_a_file_with_no_right_header_is_sampled_as_bytes(tmp_path: Path, header:
 
 
 @pytest.mark.parametrize(("files", "tensors"), [(1, 3), (1, 5000), (40, 200), (2100, 2)])
-def test_what_is_read_has_a_bound(
+def test_bytes_read_are_bounded(
     tmp_path: Path, files: int, tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = 1 << 20

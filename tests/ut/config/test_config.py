@@ -1,4 +1,4 @@
-"""Options: what is refused, and that the refusal names option, value and remedy."""
+"""Options: invalid values are refused with option, value and remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_defaults_need_only_the_directory() -> None:
     [
         ({}, "shared_storage_path", None, "directory of the files"),
         ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
-        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory of the files"),
+        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory for the files"),
         (
             GOOD | {"num_writer_thread": 8},
             "num_writer_thread",
@@ -40,7 +40,7 @@ def test_defaults_need_only_the_directory() -> None:
             GOOD | {"file_mode": 640},
             "file_mode",
             "640",
-            "is a number; write the octal digits as a text, such as '0640'",
+            "is a number; write the octal digits as a string, such as '0640'",
         ),
         (
             GOOD | {"file_mode": "7777"},
@@ -51,7 +51,7 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"zzz": 1}, "zzz", "1", "The options are: shared_storage_path"),
         (GOOD | {"num_writer_threads": "8"}, "num_writer_threads", "'8'", "Threads per worker"),
         (GOOD | {"num_writer_threads": 0}, "num_writer_threads", "0", "greater than or equal to 1"),
-        (GOOD | {"staging_slots": 1.5}, "staging_slots", "1.5", "Device buffers"),
+        (GOOD | {"staging_slots": 1.5}, "staging_slots", "1.5", "Number of device buffers"),
         (GOOD | {"use_synchronization_lock": "no"}, "use_synchronization_lock", "'no'", "flock"),
         (GOOD | {"pinned_ring_bytes": "32MB"}, "pinned_ring_bytes", "'32MB'", "KiB, MiB or GiB"),
         (GOOD | {"pinned_ring_bytes": "٣GiB"}, "pinned_ring_bytes", "'٣GiB'", "KiB, MiB or GiB"),
@@ -59,13 +59,13 @@ def test_defaults_need_only_the_directory() -> None:
             {"shared_storage_path": "/a\0b"},
             "shared_storage_path",
             r"'/a\x00b'",
-            "Directory of the files",
+            "Directory for the files",
         ),
         (
             {"shared_storage_path": "/\ud800"},
             "shared_storage_path",
             r"'/\ud800'",
-            "Directory of the files",
+            "Directory for the files",
         ),
         (GOOD | {"\ud800": 1}, r"\ud800", "1", "The options are: shared_storage_path"),
         (GOOD | {"a\nb": 1}, r"a\nb", "1", "The options are: shared_storage_path"),
@@ -85,7 +85,7 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"pinned_ring_bytes": -1}, "pinned_ring_bytes", "-1", "Pinned host memory"),
     ],
 )
-def test_a_bad_option_is_refused_with_its_name_value_and_remedy(
+def test_bad_option_is_refused_with_name_value_and_remedy(
     given_options: dict[str, Any], option: str, value: str, remedy: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
@@ -119,7 +119,7 @@ MASTER = {"master_server_address": "store:50051"}
         (
             {"sink": "mooncake"},
             (
-                "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set "
+                "kv_connector_extra_config.mooncake=None is missing, but sink is 'mooncake'. Set "
                 "it "
                 "to {"
             ),
@@ -141,7 +141,7 @@ MASTER = {"master_server_address": "store:50051"}
         (
             GOOD | {"extract": "sample"},
             (
-                "sample_rate=None is missing, and extract is 'sample'. Set it to the share of "
+                "sample_rate=None is missing, but extract is 'sample'. Set it to the share of "
                 "requests to"
             ),
         ),
@@ -149,7 +149,7 @@ MASTER = {"master_server_address": "store:50051"}
             GOOD | {"sample_rate": 0.5},
             (
                 "sample_rate=0.5 has no effect, because extract is 'all'. Set extract to 'sample', "
-                "or leave it out."
+                "or leave sample_rate out."
             ),
         ),
         (
@@ -159,15 +159,15 @@ MASTER = {"master_server_address": "store:50051"}
         (
             GOOD | {"sink": "shard", "directory_budget_bytes": "1GiB"},
             (
-                "directory_budget_bytes=1073741824 cannot be kept with sink 'shard': a shard takes "
-                "its space until the whole tar file"
+                "directory_budget_bytes=1073741824 is not supported with sink 'shard': a shard "
+                "holds its space until the whole tar file"
             ),
         ),
         (
             {"sink": "mooncake", "mooncake": MASTER, "directory_budget_bytes": 1},
             (
-                "directory_budget_bytes=1 cannot be kept with sink 'mooncake': the store has no "
-                "directory"
+                "directory_budget_bytes=1 is not supported with sink 'mooncake': the store has "
+                "no directory"
             ),
         ),
         (
@@ -203,7 +203,7 @@ MASTER = {"master_server_address": "store:50051"}
         ),
     ],
 )
-def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(
+def test_sink_without_a_required_option_is_refused_with_the_remedy(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
@@ -222,7 +222,7 @@ def test_a_mooncake_store_needs_no_directory() -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)]
 )
-def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None:
+def test_sizes_are_bytes_or_have_a_unit(text: object, size: int) -> None:
     assert HsxConfig.parse(GOOD | {"pinned_ring_bytes": text}).pinned_ring_bytes == size
 
 
@@ -246,12 +246,12 @@ def test_unusable_layer_ids_are_refused(layer_ids: object, problem: str) -> None
 
 
 @given(st.permutations(range(9)))
-def test_the_order_of_layer_ids_is_the_users(layer_ids: list[int]) -> None:
+def test_layer_ids_keep_the_order_of_the_user(layer_ids: list[int]) -> None:
     assert validate_layer_ids(layer_ids, 8) == tuple(layer_ids)
 
 
 def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     parallel = {
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -282,7 +282,7 @@ def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
     )
 
 
-def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() -> None:
+def test_layer_order_maps_ascending_layers_to_the_order_of_the_user() -> None:
     target = read_target(vllm_config((34, 2, 36)))
     assert target.layer_ids == (34, 2, 36)
     # The target collects 2, 34, 36; the first layer of a row, 34, is the second of these.
@@ -299,7 +299,7 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
         ({"decode_context_parallel_size": 2}, "order of the rows"),
     ],
 )
-def test_settings_that_cannot_be_right_are_refused_with_the_reason(
+def test_unsupported_settings_are_refused_with_the_reason(
     change: dict[str, Any], reason: str
 ) -> None:
     ((option, value),) = change.items()
@@ -309,10 +309,10 @@ def test_settings_that_cannot_be_right_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", None])
-def test_a_role_that_loads_is_refused(role: str | None) -> None:
+def test_consumer_role_is_refused(role: str | None) -> None:
     with pytest.raises(UserError, match=r'Set "kv_role": "kv_producer"'):
         require_producer(role)
 
 
-def test_the_producer_role_is_taken() -> None:
+def test_producer_role_is_accepted() -> None:
     require_producer("kv_producer")

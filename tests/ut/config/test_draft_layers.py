@@ -1,4 +1,4 @@
-"""`--layers DRAFT`: the layers that a draft reads, as vLLM understands its config.json."""
+"""`--layers DRAFT`: the layers that vLLM reads from the config.json of a draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.target import layer_ids
 
 LAYERS = 36
-# The forms of published drafts: what their config.json says, and the layers to extract.
+# The forms of published drafts: the config.json, and the layers to extract.
 DRAFTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "EAGLE-3 of speculators": (
         {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
@@ -44,7 +44,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (1, 17, 32, LAYERS),
     ),
 }
-# vLLM converts this one before it reads the ids (transformers_utils/configs/speculators/algos.py).
+# vLLM converts this form before it reads the ids (transformers_utils/configs/speculators/algos.py).
 OF_SPECULATORS = {"aux_hidden_state_layer_ids": [2, 10, 18]}
 
 
@@ -54,7 +54,7 @@ def draft(directory: Path, config: object) -> str:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_gets_the_layers_that_it_reads_and_the_last_one(name: str, tmp_path: Path) -> None:
+def test_draft_selects_its_layers_and_the_last_layer(name: str, tmp_path: Path) -> None:
     config, expected = DRAFTS[name]
     assert layers_of_draft(draft(tmp_path, config), LAYERS) == expected
     assert (
@@ -65,7 +65,7 @@ def test_a_draft_gets_the_layers_that_it_reads_and_the_last_one(name: str, tmp_p
 
 
 def given_by_vllm(config: dict[str, Any], function: Callable[[Any], Any]) -> set[int]:
-    """The layers that vLLM reads from a draft's configuration."""
+    """Return the layers that vLLM reads from the configuration of a draft."""
     return set(
         function(
             SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)))
@@ -74,7 +74,7 @@ def given_by_vllm(config: dict[str, Any], function: Callable[[Any], Any]) -> set
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" not in name])
-def test_the_layers_are_those_that_vllm_gives_the_draft(name: str) -> None:
+def test_layers_match_the_layers_that_vllm_gives_to_the_draft(name: str) -> None:
     config, expected = DRAFTS[name]
     read = GPUModelRunner._get_eagle3_aux_layers_from_config
     assert given_by_vllm(
@@ -84,14 +84,14 @@ def test_the_layers_are_those_that_vllm_gives_the_draft(name: str) -> None:
 
 @only_with(">=0.30", "vLLM knows DSpark since 0.30")
 @pytest.mark.parametrize("name", [name for name in DRAFTS if "DSpark" in name])
-def test_the_layers_are_those_that_vllm_gives_a_draft_of_dspark(name: str) -> None:
+def test_layers_match_the_layers_that_vllm_gives_to_a_dspark_draft(name: str) -> None:
     config, expected = DRAFTS[name]
     assert given_by_vllm(config, eagle3_utils.get_eagle3_aux_layers_from_config) | {LAYERS} == set(
         expected
     )
 
 
-def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_ids_of_speculators_need_no_offset(tmp_path: Path) -> None:
     assert layers_of_draft(draft(tmp_path, OF_SPECULATORS), LAYERS) == (2, 10, 18, LAYERS)
 
 
@@ -100,22 +100,22 @@ def test_ids_of_speculators_are_taken_as_they_are(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
-            "has no layer ids (it has none of eagle_aux_hidden_state_layer_ids, ",
+            "has no layer ids (none of the keys eagle_aux_hidden_state_layer_ids, ",
         ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
-            "Give ids, or eagle3 for the default layers.",
+            "Give layer ids, or eagle3 for the default layers.",
         ),
         (
             {"dflash_config": {"target_layer_ids": "1,2"}},
-            "has no list of integers as dflash_config.target_layer_ids",
+            "has no list of integers under dflash_config.target_layer_ids",
         ),
-        ({"target_layer_ids": [1, True]}, "has no list of integers as target_layer_ids"),
+        ({"target_layer_ids": [1, True]}, "has no list of integers under target_layer_ids"),
         (
             {"target_layer_ids": [1, 36]},
             "selects 2,37,36 of 36 layers, so it has id 37, which the target does not have",
         ),
-        ([1], "is not an object"),
+        ([1], "is not a JSON object"),
     ],
 )
 def test_a_draft_without_usable_ids_is_refused_by_option_and_path(
@@ -128,7 +128,7 @@ def test_a_draft_without_usable_ids_is_refused_by_option_and_path(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "has no config.json that can be read"), ("{", "is not JSON")]
+    ("content", "words"), [(None, "has no readable config.json"), ("{", "is not JSON")]
 )
 def test_a_draft_without_a_config_is_refused(
     content: str | None, words: str, tmp_path: Path

@@ -1,4 +1,4 @@
-"""This package's log lines in vLLM's processes: as vLLM's own, and where a user has said so."""
+"""Log lines of this package in vLLM's processes: like vLLM's, or as the user has configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("vllm_ascend_hsx", "vllm", None)
 
 @pytest.fixture
 def loggers() -> Iterator[dict[str | None, logging.Logger]]:
-    """Ours and the root as they are by themselves; vLLM's at its level, without its handler."""
+    """Yield unconfigured loggers, and vLLM's logger with its level but no handler."""
     found = {name: logging.getLogger(name) for name in NAMES}
     kept = {
         name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()
@@ -40,7 +40,7 @@ def handle(logger: logging.Logger, level: int = logging.NOTSET) -> io.StringIO:
 
 
 def say() -> None:
-    """Log as a fork of a process with our plugin, whose imports set the root logger to ERROR."""
+    """Log in a fork of a process with our plugin. Imports set the root logger to ERROR."""
     root = logging.getLogger()
     root.handlers = [
         each for each in root.handlers if type(each) is logging.StreamHandler
@@ -57,7 +57,7 @@ def say() -> None:
     [(logging.DEBUG, "debug info warning"), (logging.INFO, "info warning"), (logging.ERROR, "")],
     ids=["VLLM_LOGGING_LEVEL=DEBUG", "INFO, the default", "ERROR"],
 )
-def test_our_lines_go_where_vllms_go_from_its_level_on_whatever_the_root_loggers_is(
+def test_log_lines_use_vllms_handler_and_level_whatever_the_level_of_the_root_logger(
     loggers: dict[str | None, logging.Logger], level: int, expected: str
 ) -> None:
     loggers["vllm"].setLevel(level)
@@ -66,14 +66,16 @@ def test_our_lines_go_where_vllms_go_from_its_level_on_whatever_the_root_loggers
     assert printed.getvalue().split() == expected.split(), "once each"
 
 
-def test_a_level_and_handlers_of_ours_stay(loggers: dict[str | None, logging.Logger]) -> None:
+def test_existing_level_and_handlers_of_our_logger_are_kept(
+    loggers: dict[str | None, logging.Logger],
+) -> None:
     ours, vllms = handle(loggers["vllm_ascend_hsx"]), handle(loggers["vllm"])
     loggers["vllm_ascend_hsx"].setLevel(logging.WARNING)
     say()
     assert (ours.getvalue().split(), vllms.getvalue()) == (["warning"], "")
 
 
-def test_lines_that_a_user_has_switched_off_stay_off(
+def test_log_lines_disabled_by_the_user_stay_disabled(
     loggers: dict[str | None, logging.Logger],
 ) -> None:
     vllms = handle(loggers["vllm"])
@@ -82,7 +84,7 @@ def test_lines_that_a_user_has_switched_off_stay_off(
     assert vllms.getvalue() == ""
 
 
-def test_the_root_loggers_handlers_print_our_lines_where_there_are_some(
+def test_handlers_of_the_root_logger_print_our_lines(
     loggers: dict[str | None, logging.Logger],
 ) -> None:
     roots, vllms = handle(loggers[None]), handle(loggers["vllm"])
@@ -90,7 +92,7 @@ def test_the_root_loggers_handlers_print_our_lines_where_there_are_some(
     assert (roots.getvalue().split(), vllms.getvalue()) == (["info", "warning"], "")
 
 
-def test_a_root_handler_for_errors_alone_does_not_take_our_warnings(
+def test_root_handler_for_errors_does_not_hide_our_warnings(
     loggers: dict[str | None, logging.Logger],
 ) -> None:
     roots, vllms = handle(loggers[None], logging.ERROR), handle(loggers["vllm"])
@@ -98,10 +100,10 @@ def test_a_root_handler_for_errors_alone_does_not_take_our_warnings(
     assert (roots.getvalue(), vllms.getvalue().split()) == ("", ["info", "warning"])
 
 
-def test_without_logging_of_vllm_nothing_is_changed(
+def test_loggers_are_unchanged_if_vllm_configures_no_logging(
     loggers: dict[str | None, logging.Logger],
 ) -> None:
-    """VLLM_CONFIGURE_LOGGING=0."""
+    """With VLLM_CONFIGURE_LOGGING=0."""
     loggers["vllm"].setLevel(logging.NOTSET)
     loggers["vllm"].handlers = []
     say()

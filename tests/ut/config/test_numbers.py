@@ -25,7 +25,7 @@ from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 
 OPTIONS_PAGE = Path(__file__).parents[3] / "docs" / "options.md"
 STORE = {"master_server_address": "store:50051"}
-HUGE = 10**5000  # Python refuses to write it down
+HUGE = 10**5000  # Python refuses to convert it to a string
 EXTREMES = [
     math.inf,
     -math.inf,
@@ -50,7 +50,7 @@ NUMBERS = st.one_of(st.sampled_from(EXTREMES), st.floats(), st.integers(), st.bo
 
 
 def numeric(model: type[BaseModel]) -> dict[str, tuple[type, dict[str, float]]]:
-    """The options that are numbers: int or float, and their bounds by sign."""
+    """Return the numeric options: int or float, and the bounds by sign."""
     found = {}
     for name, field in model.model_fields.items():
         kinds = [kind for kind in (int, float) if field.annotation in (kind, kind | None)]
@@ -87,14 +87,14 @@ def parse(prefix: str, name: str, value: object) -> Any:
     return getattr(HsxConfig.parse({"shared_storage_path": "/data", **needed, name: value}), name)
 
 
-def test_there_are_options_that_are_numbers() -> None:
+def test_some_options_are_numbers() -> None:
     assert {"drain_timeout_s", "pinned_ring_bytes", "global_segment_size"} <= {
         name for _, name, *_ in CASES
     }
 
 
 @each_option
-def test_every_number_has_an_upper_and_a_lower_bound_which_its_page_names(
+def test_every_number_has_documented_upper_and_lower_bounds(
     prefix: str, name: str, kind: type, bounds: dict[str, float]
 ) -> None:
     assert set(bounds) in ({"≥", "≤"}, {">", "≤"})
@@ -107,7 +107,7 @@ def test_every_number_has_an_upper_and_a_lower_bound_which_its_page_names(
 
 @each_option
 @given(value=NUMBERS)
-def test_a_number_is_taken_only_within_its_bounds_and_refused_by_name(
+def test_number_outside_its_bounds_is_refused_by_name(
     prefix: str, name: str, kind: type, bounds: dict[str, float], value: float
 ) -> None:
     right = not isinstance(value, bool) and (kind is float or isinstance(value, int))
@@ -124,12 +124,12 @@ def test_a_number_is_taken_only_within_its_bounds_and_refused_by_name(
 
 
 @pytest.mark.parametrize("digits", [25, 5000])
-def test_a_size_in_words_has_the_bounds_of_a_number(digits: int) -> None:
+def test_size_with_a_unit_has_the_same_bounds_as_a_number(digits: int) -> None:
     with pytest.raises(UserError, match=r"kv_connector_extra_config\.pinned_ring_bytes='9+GiB'"):
         parse("", "pinned_ring_bytes", "9" * digits + "GiB")
 
 
-# What readers are given
+# Arguments of readers
 
 
 def held_lock(path: Path) -> int:
@@ -140,7 +140,7 @@ def held_lock(path: Path) -> int:
 
 @pytest.mark.parametrize("timeout", [math.nan, -math.inf, -1, -0.5, True, -(10**400)])
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused_whether_or_not_there_is_something_to_wait_for(
+def test_invalid_timeout_is_refused_even_without_anything_to_wait_for(
     tmp_path: Path, timeout: float, locked: bool
 ) -> None:
     fd = held_lock(tmp_path / "a.safetensors.lock") if locked else None
@@ -156,7 +156,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused_whether_or_not_there_
     "timeout",
     [None, math.inf, 1e300, threading.TIMEOUT_MAX, threading.TIMEOUT_MAX - 1, 10**400, 2**31, 3600],
 )
-def test_a_reader_may_wait_for_ever(tmp_path: Path, timeout: float | None) -> None:
+def test_reader_accepts_an_infinite_timeout(tmp_path: Path, timeout: float | None) -> None:
     fd = held_lock(tmp_path / "a.safetensors.lock")
     said: list[BaseException] = []
 
@@ -177,7 +177,7 @@ def test_a_reader_may_wait_for_ever(tmp_path: Path, timeout: float | None) -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, -1, True])
-def test_the_transfer_of_speculators_refuses_such_a_timeout_before_its_first_sample(
+def test_speculators_transfer_refuses_an_invalid_timeout_when_it_is_created(
     tmp_path: Path, value: float
 ) -> None:
     pytest.importorskip(
@@ -190,7 +190,7 @@ def test_the_transfer_of_speculators_refuses_such_a_timeout_before_its_first_sam
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, math.inf])
-def test_a_dataset_is_cut_to_a_whole_number_of_tokens(tmp_path: Path, value: Any) -> None:
+def test_dataset_is_truncated_to_a_whole_number_of_tokens(tmp_path: Path, value: Any) -> None:
     with pytest.raises(
         ValueError, match=r"^max_tokens=.*: give a whole number of at least 1, or None"
     ):

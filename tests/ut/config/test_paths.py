@@ -1,4 +1,4 @@
-"""A path may be a text or a pathlib.Path wherever Python code gives us one."""
+"""The Python API accepts paths as strings and as pathlib.Path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 
 
 @each_kind
-def test_what_reads_and_removes_files_takes_both(
+def test_readers_and_remove_accept_strings_and_paths(
     kind: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     path = write(tmp_path, "cmpl-1-0", rows_of(5))
@@ -36,7 +36,7 @@ def test_what_reads_and_removes_files_takes_both(
 
 
 @each_kind
-def test_the_directory_in_the_configuration_of_an_llm_is_either(
+def test_llm_configuration_accepts_a_directory_as_string_or_path(
     kind: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     assert HsxConfig.parse({"shared_storage_path": kind(tmp_path)}).shared_storage_path == str(
@@ -51,7 +51,7 @@ def test_the_directory_in_the_configuration_of_an_llm_is_either(
 
 
 @each_kind
-def test_the_file_that_a_request_chooses_is_either(
+def test_request_may_choose_a_file_as_string_or_path(
     kind: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     server = ServerParams(tmp_path, allow_path=True)
@@ -68,7 +68,7 @@ def test_the_file_that_a_request_chooses_is_either(
 
 
 @each_kind
-def test_a_server_is_built_from_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_serve_accepts_strings_and_paths(kind: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}'
     )
@@ -78,7 +78,9 @@ def test_a_server_is_built_from_either(kind: Callable[[Path], Any], tmp_path: Pa
 
 
 @each_kind
-def test_speculators_transfer_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_speculators_transfer_accepts_strings_and_paths(
+    kind: Callable[[Path], Any], tmp_path: Path
+) -> None:
     pytest.importorskip(
         "hs_connectors", reason="hs-connectors is only in the environment of the tests"
     )

@@ -1,4 +1,4 @@
-"""Start-up: each setting that cannot be used is refused before weights are loaded."""
+"""Start-up: invalid settings are refused before weights are loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> Any:
-    """As much of a VllmConfig as is read."""
+    """Return the part of a VllmConfig that is read."""
     config = vllm_config()
     config.model_config.dtype = dtype
     config.kv_transfer_config = SimpleNamespace(
@@ -45,7 +45,7 @@ def serve(
     return config
 
 
-def test_what_is_settled_at_start(tmp_path: Path) -> None:
+def test_settings_read_at_start(tmp_path: Path) -> None:
     settings = read_settings(serve(tmp_path / "new"))
     assert settings.destination == InDirectory(tmp_path / "new") and (tmp_path / "new").is_dir()
     assert (
@@ -55,7 +55,7 @@ def test_what_is_settled_at_start(tmp_path: Path) -> None:
     ) == ((3, 64), "BF16", (34, 2, 36))
 
 
-def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
+def test_options_are_found_inside_multi_connector(tmp_path: Path) -> None:
     config = serve(tmp_path, connector="MultiConnector", role="kv_both")
     ours = {
         "kv_connector": "AscendHiddenStatesConnector",
@@ -68,7 +68,7 @@ def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
     assert read_settings(config).destination.directory == tmp_path / "ours"
 
 
-def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
+def test_vllms_connector_next_to_ours_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, connector="MultiConnector")
     names = ("AscendHiddenStatesConnector", "ExampleHiddenStatesConnector")
     config.kv_transfer_config.kv_connector_extra_config = {
@@ -85,7 +85,7 @@ def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
     ("now", "named"),
     [({}, "ascend,ascend_model"), ({"VLLM_PLUGINS": "ascend_hsx,ascend_model"}, "ascend_model")],
 )
-def test_another_connector_is_told_how_to_start_without_our_plugin(
+def test_error_for_another_connector_explains_how_to_disable_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, str], named: str
 ) -> None:
     points = {
@@ -120,20 +120,20 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
         ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
         (
             {"storage_timeout_s": 241},
-            r"storage_timeout_s=241 cannot be used.*timeouts, the first of which is 300 seconds",
+            r"storage_timeout_s=241 cannot be used.*timeouts of the server\. The shortest of these is 300 seconds",
         ),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_refused(
+def test_invalid_setting_is_refused_at_start(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(serve(tmp_path, **change))
 
 
-def test_a_step_waits_for_storage_for_less_than_the_executor_waits_for_a_step(
+def test_storage_timeout_is_shorter_than_the_timeout_of_the_executor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
@@ -143,7 +143,7 @@ def test_a_step_waits_for_storage_for_less_than_the_executor_waits_for_a_step(
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> None:
+def test_slots_and_ring_have_the_sizes_of_the_plan(tmp_path: Path, ranks: int) -> None:
     config = serve(tmp_path)
     config.parallel_config.tensor_parallel_size = ranks
     config.compilation_config = SimpleNamespace(static_forward_context={})
@@ -174,14 +174,16 @@ def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> Non
     config.model_config.get_hidden_size = lambda: 6144
     settings = read_settings(config)
     lacking = 2 * (8192 - 8192 // ranks) * 3 * 6144 * 2
-    least = 256 << 20 if ranks == 1 else (32 << 20) + lacking  # wide rows: what the slots lack
+    least = (
+        256 << 20 if ranks == 1 else (32 << 20) + lacking
+    )  # wide rows, so the ring holds the part that does not fit into the slots
     assert least <= ring_bytes_of(settings) < 2 * least
     assert ring_bytes_of(settings).bit_count() == 1, "torch pins powers of two"
     config.kv_transfer_config.kv_connector_extra_config["pinned_ring_bytes"] = "1MiB"
     assert ring_bytes_of(read_settings(config)) == 1 << 20
 
 
-def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None:
+def test_ring_for_fewer_than_two_rows_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, pinned_ring_bytes=8192)
     config.model_config.get_hidden_size = lambda: 4096
     with pytest.raises(
@@ -205,7 +207,7 @@ def test_rows_that_direct_io_cannot_align_are_refused(
 def test_direct_io_has_no_effect_on_shards_and_the_server_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows that direct I/O could not align are accepted, and writers do not wait for the disk."""
+    """Rows that direct I/O cannot align are accepted, and writers do not wait for the disk."""
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     for _ in range(3):  # proposer, drafter, connector
         settings = read_settings(serve(tmp_path, io="direct", sink="shard"))
@@ -223,7 +225,7 @@ def test_direct_io_has_no_effect_on_shards_and_the_server_warns_once(
 @pytest.mark.parametrize(
     ("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)]
 )
-def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(
+def test_fp8_stores_one_byte_per_element_of_any_dtype(
     tmp_path: Path, dtype: torch.dtype, row_bytes: int
 ) -> None:
     row_format = read_settings(serve(tmp_path, dtype=dtype, quantization="fp8")).row_format
@@ -234,7 +236,7 @@ def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(
     )
 
 
-def test_direct_io_has_to_align_what_is_stored(
+def test_direct_io_aligns_stored_rows_not_rows_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
@@ -249,17 +251,17 @@ def test_direct_io_has_to_align_what_is_stored(
     assert read_settings(config).row_format.row_bytes == 1536
 
 
-def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path: Path) -> None:
+def test_fp8_rows_that_misalign_the_token_ids_are_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, quantization="fp8")
     config.model_config.get_hidden_size = lambda: 60
     with pytest.raises(
         UserError,
-        match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180",
+        match=r"quantization='fp8' needs rows of a multiple of 8 elements, but 3 layers of 60 make 180",
     ):
         read_settings(config)
 
 
-def test_storage_is_probed_once_in_a_process_unless_it_was_refused(
+def test_storage_is_probed_once_per_process_unless_the_probe_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probed: list[Path] = []
@@ -271,7 +273,7 @@ def test_storage_is_probed_once_in_a_process_unless_it_was_refused(
     )
     for _ in range(3):  # proposer, drafter, connector
         read_settings(serve(tmp_path / "a"))
-    read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another question
+    read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another configuration
     assert probed == [tmp_path / "a"] * 2
     (tmp_path / "b").write_text("")
     for _ in range(2):
@@ -287,7 +289,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         read_settings(serve(tmp_path / "file" / "directory"))
 
 
-def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded() -> None:
+def test_unreachable_mooncake_store_is_refused_before_weights_are_loaded() -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": address})
@@ -313,7 +315,7 @@ def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.Monke
         read_settings(config)
 
 
-def test_writers_that_wait_for_a_store_are_at_least_four(tmp_path: Path) -> None:
+def test_at_least_four_writers_serve_a_store(tmp_path: Path) -> None:
     settings = read_settings(serve(tmp_path))
     assert settings.num_writers(10_000)() == 2
     store = HsxConfig.parse(

@@ -1,4 +1,4 @@
-"""Only names that vLLM makes unique are not looked for in the storage directory."""
+"""The sink looks for a name in the storage directory unless vLLM makes ids unique."""
 
 from __future__ import annotations
 

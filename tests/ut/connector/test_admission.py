@@ -1,4 +1,4 @@
-"""Admitted rows fit into the ring and into the limits of an API request."""
+"""Admission: rows fit into the ring and into the limits of an API request."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Clock:
     share=st.floats(0.2, 1.5),
     known=st.booleans(),
 )
-def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
+def test_admitted_prompts_fit_into_the_ring_and_all_prompts_are_admitted(
     ring: int, prompts: list[int], made: int, share: float, known: bool
 ) -> None:
-    """Only a prompt that never fits may fill the memory.
+    """Only a prompt larger than the ring may fill the ring.
 
-    Steps produce `made` bytes of one prompt after another while storage writes its share of that.
-    A worker's report arrives one step late.
+    Steps produce `made` bytes of one prompt after another, and storage writes `share` of them.
+    Reports of the worker arrive one step late.
     """
     load = RankLoad(ring, row_bytes=1)
     rates = {"write_rate": made * share, "prompt_rate": float(made)} if known else {}
@@ -52,7 +52,7 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
         comes = min(made, sum(running))
         too_large = [size for size in prompts if size * (1 - share if known else 1) > ring]
         backlog = max(0.0, backlog + comes - made * share)
-        # What comes within a step comes at once, and what is written is known in whole bytes.
+        # All rows of a step arrive at once, and written rows are known in whole bytes.
         assert backlog <= ring + made + 1 or too_large
         left = comes
         while left:
@@ -74,7 +74,11 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
     [
         (RankState(), Cost(80, 0), True),
         (RankState(), Cost(81, 0), False),
-        (RankState(backlog=30), Cost(101, 0), True),  # larger than the ring, of which half is free
+        (
+            RankState(backlog=30),
+            Cost(101, 0),
+            True,
+        ),  # larger than the ring, and half of the ring is free
         (RankState(backlog=31), Cost(101, 0), False),
         (RankState(coming=50, started=1), Cost(50, 0), True),
         (RankState(coming=50, started=1), Cost(51, 0), False),
@@ -82,14 +86,14 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
             RankState(prompt_rate=10.0, write_rate=5.0, backlog=60),
             Cost(60, 0),
             True,
-        ),  # storage writes half while they come
+        ),  # storage writes half of the rows while they are computed
         (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(61, 0), False),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=100), Cost(1000, 0), True),
         (RankState(prompt_rate=10.0, write_rate=10.0, backlog=101), Cost(1, 0), False),
         (RankState(paused=True), Cost(1, 0), False),
     ],
 )
-def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answers(
+def test_request_is_admitted_if_the_debt_fits_and_storage_responds(
     state: RankState, request_cost: Cost, admitted: bool
 ) -> None:
     load = RankLoad(ring_bytes=100, row_bytes=1)
@@ -108,13 +112,13 @@ def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answer
         (
             RankState(write_rate=100.0, step_rate=10.0),
             True,
-        ),  # two requests of 5 bytes in 10 steps a second
+        ),  # two requests of 5 bytes at 10 steps per second
         (RankState(write_rate=99.0, step_rate=10.0), False),
         (RankState(write_rate=99.0, step_rate=10.0, prompt_rate=99.0), False),
         (RankState(write_rate=99.0, prompt_rate=99.0), True),  # no request has generated for long
     ],
 )
-def test_a_second_request_generates_if_storage_takes_the_rows_of_both(
+def test_second_request_generates_if_storage_keeps_up_with_both(
     state: RankState, admitted: bool
 ) -> None:
     load = RankLoad(ring_bytes=1000, row_bytes=5)
@@ -127,7 +131,7 @@ def test_a_second_request_generates_if_storage_takes_the_rows_of_both(
     assert load.admits(Cost(5, 5))
 
 
-def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() -> None:
+def test_prompt_rows_are_expected_until_computed_or_decided() -> None:
     progress = RankProgress(row_bytes=10, num_writers=1)
     one, two = object(), object()
     progress.begin(one, 5)  # type: ignore[arg-type]
@@ -153,13 +157,13 @@ def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() 
 @pytest.mark.parametrize(
     ("rates", "second", "admitted"),
     [
-        ({}, Cost(10, 50), True),  # all rows of both fit into the ring
-        ({}, Cost(10, 51), False),  # the speed of storage is not known
+        ({}, Cost(10, 50), True),  # all rows of both requests fit into the ring
+        ({}, Cost(10, 51), False),  # the write rate is unknown
         ({"prompt_rate": 100.0, "write_rate": 20.0, "step_rate": 10.0}, Cost(10, 51), True),
         ({"prompt_rate": 100.0, "write_rate": 19.0, "step_rate": 10.0}, Cost(10, 51), False),
     ],
 )
-def test_requests_that_generate_run_together_if_they_fit_or_storage_keeps_up(
+def test_requests_generate_together_if_rows_fit_or_storage_keeps_up(
     rates: dict[str, float], second: Cost, admitted: bool
 ) -> None:
     load = RankLoad(100, row_bytes=1)
@@ -173,7 +177,7 @@ def test_requests_that_generate_run_together_if_they_fit_or_storage_keeps_up(
 # Rates
 
 
-def test_a_write_rate_is_that_of_all_threads_and_light_load_does_not_lower_it() -> None:
+def test_write_rate_counts_all_threads_and_ignores_idle_time() -> None:
     clock = Clock()
     rate = WriteRate(2, clock)
     assert rate.value() is None
@@ -185,7 +189,7 @@ def test_a_write_rate_is_that_of_all_threads_and_light_load_does_not_lower_it() 
     assert rate.value() == pytest.approx(400.0)
 
 
-def test_a_write_that_takes_long_lowers_the_rate_before_it_has_ended() -> None:
+def test_long_write_lowers_the_rate_before_it_ends() -> None:
     clock = Clock()
     rate = WriteRate(1, clock)
     for _ in range(100):
@@ -202,7 +206,7 @@ def test_a_write_that_takes_long_lowers_the_rate_before_it_has_ended() -> None:
     assert rate.value() == pytest.approx(10.0, rel=0.1)
 
 
-def test_what_is_written_after_a_change_counts_soon_and_what_was_before_is_forgotten() -> None:
+def test_write_rate_follows_a_change_of_speed() -> None:
     clock = Clock()
     rate = WriteRate(2, clock)
     for size in (10_000, 100):
@@ -213,7 +217,7 @@ def test_what_is_written_after_a_change_counts_soon_and_what_was_before_is_forgo
     assert rate.value() == pytest.approx(2000.0, rel=0.1)
 
 
-def test_step_rates_are_peaks_without_the_time_that_steps_waited() -> None:
+def test_step_rates_are_peaks_and_exclude_waiting_time() -> None:
     clock = Clock()
     steps = StepRate(clock)
     for waited in (0.0, 0.0, 50.0, 0.0, 0.0, 3.0):
@@ -228,7 +232,7 @@ def test_step_rates_are_peaks_without_the_time_that_steps_waited() -> None:
     assert steps.bytes_per_s == pytest.approx(200.0, rel=0.05)
 
 
-def test_steps_that_stage_nothing_are_no_steps_of_a_request_that_generates() -> None:
+def test_steps_without_rows_do_not_change_the_step_rate() -> None:
     clock = Clock()
     steps = StepRate(clock)
     for index in range(40):
@@ -238,7 +242,7 @@ def test_steps_that_stage_nothing_are_no_steps_of_a_request_that_generates() -> 
     assert steps.steps_per_s is None
 
 
-def test_an_engine_that_had_nothing_to_do_makes_no_long_step() -> None:
+def test_idle_time_is_not_a_long_step() -> None:
     clock = Clock()
     steps = StepRate(clock)
     assert steps.longest == 1.0
@@ -251,7 +255,7 @@ def test_an_engine_that_had_nothing_to_do_makes_no_long_step() -> None:
 # Lines in the log
 
 
-def test_a_line_is_due_soon_and_then_every_ten_seconds_while_trouble_lasts() -> None:
+def test_log_line_is_due_soon_and_then_every_ten_seconds() -> None:
     clock = Clock()
     reminder = Reminder(0.5, clock)
     told = []
@@ -266,7 +270,7 @@ def test_a_line_is_due_soon_and_then_every_ten_seconds_while_trouble_lasts() -> 
     assert reminder.end() == 0.0
 
 
-def test_trouble_that_comes_back_adds_up_and_is_forgotten_after_ten_seconds() -> None:
+def test_problem_that_returns_within_ten_seconds_counts_as_the_same() -> None:
     clock = Clock()
     reminder = Reminder(0.5, clock)
     for _ in range(3):
@@ -286,7 +290,7 @@ def test_trouble_that_comes_back_adds_up_and_is_forgotten_after_ten_seconds() ->
     assert reminder.due_in() == 0.5
 
 
-# An API request stores at most its limit, whatever its prompts, samples and names
+# The limits of an API request hold for any prompts, samples and names
 
 ROW_BYTES = 64
 DIGITS = "0123abcd"
@@ -297,7 +301,7 @@ def make_limits(files: int = 4, rows: int = 1000) -> RequestLimits:
 
 
 def completion(name: str, prompts: int, samples: int = 1, digits: str = DIGITS) -> list[str]:
-    """vLLM's ids of a request for completions."""
+    """Return vLLM's ids of a completion request."""
     return [
         "".join(
             (
@@ -319,7 +323,7 @@ def chat(name: str, samples: int = 1, digits: str = DIGITS) -> list[str]:
 
 
 def stored(limits: RequestLimits, ids: list[str], rows: int = 1) -> int:
-    """How many of the files are allowed."""
+    """Return the number of files that are allowed."""
     return sum(limits.refusal(each, rows) is None for each in ids)
 
 
@@ -337,7 +341,7 @@ def test_prompts_and_samples_of_a_completion_are_counted_together(
 
 
 @given(name=st.text(max_size=60))
-def test_whatever_a_client_calls_its_request_its_samples_are_counted_together(name: str) -> None:
+def test_samples_are_counted_together_for_any_request_id(name: str) -> None:
     assert stored(make_limits(), chat(name, samples=9)) == 4
     assert stored(make_limits(), completion(name, 3, 3)) == 4
 
@@ -345,12 +349,12 @@ def test_whatever_a_client_calls_its_request_its_samples_are_counted_together(na
 @pytest.mark.parametrize(
     "digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"]
 )
-def test_items_that_are_scored_together_are_counted_together(digits: str) -> None:
+def test_items_of_one_score_request_are_counted_together(digits: str) -> None:
     ids = [f"generative-scoring-row-7-{item}{'-' if digits else ''}{digits}" for item in range(9)]
     assert stored(make_limits(), ids) == 4
 
 
-def test_requests_are_counted_alone_however_their_client_numbers_them() -> None:
+def test_numbered_request_ids_are_counted_separately() -> None:
     limits = make_limits()
     ids = [
         each
@@ -361,14 +365,14 @@ def test_requests_are_counted_alone_however_their_client_numbers_them() -> None:
     assert stored(limits, ids) == len(ids)
 
 
-def test_requests_that_all_have_one_id_are_counted_alone() -> None:
+def test_requests_with_the_same_id_are_counted_separately() -> None:
     limits = make_limits()
     assert [stored(limits, completion("same", 1, digits=f"{n:08x}")) for n in range(9)] == [1] * 9
     assert [stored(limits, completion("same", 3, digits=f"{n:08x}")) for n in range(9)] == [3] * 9
     assert [stored(limits, chat("same", 3, digits=f"{n:08x}")) for n in range(9)] == [3] * 9
 
 
-def test_prompts_that_come_late_are_counted_with_the_first_while_others_come_in_between() -> None:
+def test_late_prompts_are_counted_with_the_first_despite_other_requests() -> None:
     limits = make_limits()
     assert (
         sum(
@@ -379,21 +383,21 @@ def test_prompts_that_come_late_are_counted_with_the_first_while_others_come_in_
     )
 
 
-def test_bytes_are_counted_together_too_and_what_still_fits_is_stored() -> None:
+def test_bytes_of_an_api_request_are_limited_and_smaller_prompts_still_fit() -> None:
     limits = make_limits(files=100, rows=50)
     first, second, third, fourth = completion("x", 4)
     assert limits.refusal(first, 30) is None
     reason = limits.refusal(second, 21)
     assert reason is not None
     assert (
-        f"up to {51 * ROW_BYTES} bytes, and kv_connector_extra_config.max_bytes_per_request is "
+        f"up to {51 * ROW_BYTES} bytes, but kv_connector_extra_config.max_bytes_per_request is "
         f"{50 * ROW_BYTES}; send fewer"
     ) in reason
     assert limits.refusal(third, 20) is None
     assert limits.refusal(fourth, 1) is not None
 
 
-def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counted(
+def test_refusals_are_logged_once_in_ten_seconds_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0

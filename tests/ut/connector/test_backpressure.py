@@ -1,4 +1,4 @@
-"""Requests wait while rows of others fill the memory, and no longer than they must."""
+"""Back-pressure: requests wait while the ring is full, and no longer than necessary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.sinks.destination import InDirectory
 
 
-def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones_do_not() -> None:
+def test_new_requests_wait_while_the_ring_is_full_and_started_requests_do_not() -> None:
     scheduler, running, waiting = (
         make_scheduler(num_ranks=1),
         make_request("running"),
@@ -39,7 +39,7 @@ def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones
     assert not scheduler.must_wait(waiting)
 
 
-def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
+def test_admitted_request_counts_before_the_worker_reports_it() -> None:
     scheduler = make_scheduler(num_ranks=1)
     requests = [make_request(f"r{index}", 5, arrival_time=index) for index in range(5)]
     for request in requests:
@@ -51,16 +51,16 @@ def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
         True,
         True,
     ]
-    schedule(scheduler, *requests[:2])  # there was no room in the KV cache for the third
+    schedule(scheduler, *requests[:2])  # the KV cache was too full for the third request
     assert [scheduler.must_wait(request) for request in requests[2:]] == [
         False,
         True,
         True,
-    ]  # it has been overtaken by nobody
+    ]  # no request has overtaken it
 
 
-def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> None:
-    """vLLM asks first and may then find no room in the KV cache."""
+def test_admitted_request_that_is_not_scheduled_adds_no_debt() -> None:
+    """vLLM asks the connector first, and may then find the KV cache full."""
     scheduler, large, small = make_scheduler(), make_request("large", 10), make_request("small", 1)
     for request in (large, small):
         scheduler.on_new_request(request)
@@ -88,7 +88,7 @@ def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> Non
         pytest.param({"write_rate": 100.0}, True, id="how fast prompts come is not known"),
     ],
 )
-def test_what_storage_writes_while_rows_come_needs_no_memory(
+def test_rows_written_during_the_prompt_need_no_memory(
     rates: dict[str, float], waits: bool
 ) -> None:
     scheduler = make_scheduler(num_ranks=1)
@@ -100,8 +100,8 @@ def test_what_storage_writes_while_rows_come_needs_no_memory(
     assert scheduler.must_wait(asking) == waits
 
 
-def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
-    """A hundred steps a second make 100 rows of 64 bytes, for each request."""
+def test_generated_rows_count_at_the_step_rate() -> None:
+    """A hundred steps per second make 100 rows of 64 bytes per second for each request."""
     rates = {"prompt_rate": 1e6, "step_rate": 100.0}
     for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
         scheduler = make_scheduler(num_ranks=1)
@@ -118,9 +118,7 @@ def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
         assert scheduler.must_wait(asking) == waits
 
 
-def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_not_overtaken() -> (
-    None
-):
+def test_request_larger_than_the_ring_starts_when_half_is_free_and_is_not_overtaken() -> None:
     scheduler = make_scheduler(num_ranks=1)
     first, large, small = (
         make_request("first", 5),
@@ -143,7 +141,7 @@ def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_no
     ]
 
 
-def test_an_urgent_request_is_let_through_first() -> None:
+def test_request_with_higher_priority_is_admitted_first() -> None:
     scheduler = make_scheduler(num_ranks=1)
     patient, urgent = make_request("patient", priority=1), make_request("urgent", arrival_time=9.0)
     for request in (patient, urgent):
@@ -157,7 +155,7 @@ def test_an_urgent_request_is_let_through_first() -> None:
     assert not scheduler.must_wait(patient)
 
 
-def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() -> None:
+def test_paused_rank_holds_requests_and_unresponsive_rank_refuses_them() -> None:
     scheduler, request = make_scheduler(num_ranks=1), make_request("r")
     scheduler.on_new_request(request)
     paused, full = {"backlog": 1, "paused": True}, {"backlog": 2000}
@@ -175,7 +173,7 @@ def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() 
         schedule(scheduler)
 
 
-def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(
+def test_held_requests_are_logged_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 100.0
@@ -198,7 +196,7 @@ def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(
 
 
 @pytest.mark.parametrize("end", ["admitted", "aborted"])
-def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: str) -> None:
+def test_stats_count_held_requests_until_they_start_or_end(end: str) -> None:
     scheduler, running, waiting = (
         make_scheduler(num_ranks=1),
         make_request("running"),
@@ -233,10 +231,10 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
 @pytest.mark.parametrize(
     "name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"]
 )
-def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(
+def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
     name: str | None,
 ) -> None:
-    """An idle engine asks no worker, so a file can be complete long before the scheduler knows."""
+    """Workers report only with steps, so a file can be complete long before the scheduler knows."""
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -251,7 +249,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
     assert schedule(scheduler).started == []
-    for _ in range(2):  # as report_before_answers has it
+    for _ in range(2):  # as with report_before_answers
         scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
     assert not scheduler.must_wait(second)
     (start,) = schedule(scheduler, second).started
@@ -261,7 +259,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
-def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
+def test_request_that_ends_while_waiting_for_a_file_does_not_release_the_next_request() -> None:
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -284,9 +282,7 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
-def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> (
-    None
-):
+def test_chosen_name_belongs_to_the_first_prompt_and_sample_on_any_rank() -> None:
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
     )
@@ -301,7 +297,7 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
         ["cmpl-x-0-0123abcd", "cmpl-x-1-0123abcd"],
         ["0_cmpl-y-0-0123abcd", "1_cmpl-y-0-0123abcd", "0_cmpl-y-1-0123abcd"],
         ["0_chatcmpl-z-0123abcd", "1_chatcmpl-z-0123abcd", "2_chatcmpl-z-0123abcd"],
-        ["2026_run_0-0123abcd"],  # turns of /v1/responses, whose clients choose the ids
+        ["2026_run_0-0123abcd"],  # turns of /v1/responses; clients choose the ids
         ["20261124_0001_0-0123abcd"],
         ["7_0-0123abcd"],
         ["3_cmpl-q-1_0-0123abcd"],
@@ -326,8 +322,10 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
 
 
 @pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["id", "name"])
-def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: str | None) -> None:
-    """The rank could not tell two requests of one id apart."""
+def test_id_or_name_in_use_by_an_unresponsive_rank_is_generated_without_extraction(
+    name: str | None,
+) -> None:
+    """The rank could not distinguish two requests with the same id."""
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True
     )
@@ -347,7 +345,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     scheduler.on_worker_report(WorkerReport({"r": None}, {start.owner: RankState(started=1)}))
     assert scheduler.on_finished(second) == {
         "hidden_states_error": (
-            "an earlier request of this id or name has not ended, because the storage does not "
+            "an earlier request with this id or name has not ended, because the storage does not "
             "answer"
         )
     }
@@ -355,7 +353,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
     assert [load.unfinished for load in scheduler._loads] == [0, 0]
 
 
-def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:
+def test_unresponsive_rank_gets_no_request_while_another_rank_responds() -> None:
     scheduler = make_scheduler()
     report(scheduler, rank=0, backlog=1, paused=True, unresponsive=True)
     for request in (make_request(f"r{index}", 1, arrival_time=index) for index in range(3)):
@@ -365,8 +363,8 @@ def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_anot
         assert start.owner == 1
 
 
-def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> None:
-    """Its load falls with each request that it refuses."""
+def test_unresponsive_rank_refuses_requests_only_if_all_ranks_are_unresponsive() -> None:
+    """Refused requests reduce the load of a rank, so it would attract more requests."""
     scheduler = make_scheduler()
     requests = [make_request(f"r{index}", 1, arrival_time=index) for index in range(6)]
 
@@ -384,13 +382,13 @@ def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> Non
     assert owners(requests[5:]) == [1]
 
 
-def test_while_a_rank_rests_no_other_one_starts_a_request_and_all_are_told_of_a_stuck_one() -> None:
-    """They share the storage: the next step would wait for the same silence."""
+def test_paused_rank_stops_admission_on_all_ranks_and_all_learn_of_an_unresponsive_rank() -> None:
+    """Ranks share the storage, so the next step would wait for the same stall."""
     scheduler, request = make_scheduler(num_ranks=2), make_request("one")
     scheduler.on_new_request(request)
     report(scheduler, 0, paused=True)
     assert scheduler.must_wait(request)
-    report(scheduler, 0, paused=True, unresponsive=True)  # perhaps of this rank alone
+    report(scheduler, 0, paused=True, unresponsive=True)  # perhaps only on this rank
     assert not scheduler.must_wait(request)
     metadata = schedule(scheduler, request)
     assert [start.owner for start in metadata.started] == [1]

@@ -1,4 +1,4 @@
-"""A simulated engine: no step waits for slow storage, and fast storage costs nothing."""
+"""Back-pressure in a simulated engine: steps never wait, and fast storage costs nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED = BUDGET / (STEP_S + BUDGET * TOKEN_S)  # rows per second of prompts that
 
 @dataclass(eq=False)
 class Request:
-    """Rows of a request that are yet to be computed."""
+    """The rows of a request that are not computed yet."""
 
     prompt: int
     output: int = 0
@@ -132,15 +132,15 @@ def test_no_step_waits_for_slow_storage_and_storage_is_never_idle(
 
 
 @pytest.mark.parametrize("share", [0.1, 0.01])
-def test_prompts_that_are_computed_side_by_side_all_count(share: float) -> None:
-    """As with vLLM's long_prefill_token_threshold."""
+def test_prompts_computed_concurrently_all_count(share: float) -> None:
+    """As with vLLM's option long_prefill_token_threshold."""
     engine = Engine(share * NEEDED, 1500, in_flight=16, chunk=BUDGET // 8)
     engine.run(120.0)
     assert engine.longest_wait == 0.0
 
 
 @SLOW
-def test_a_burst_after_an_idle_spell_does_not_make_a_step_wait(share: float) -> None:
+def test_burst_after_idle_time_does_not_make_a_step_wait(share: float) -> None:
     engine = Engine(share * NEEDED, 250, in_flight=16)
     engine.run(60.0)
     engine.in_flight = 0
@@ -166,7 +166,7 @@ def test_all_requests_that_generate_run_at_once_on_fast_storage() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
-def test_only_as_many_requests_generate_as_storage_can_follow(share: float) -> None:
+def test_number_of_generating_requests_is_limited_by_storage(share: float) -> None:
     engine = Engine(share * NEEDED, 100, output=4096)
     engine.run(120.0)
     assert engine.longest_wait <= STEP_S + BUDGET * TOKEN_S
@@ -177,7 +177,7 @@ def test_only_as_many_requests_generate_as_storage_can_follow(share: float) -> N
 
 
 @SLOW
-def test_prompts_larger_than_the_ring_begin_one_after_another(share: float) -> None:
+def test_prompts_larger_than_the_ring_start_one_at_a_time(share: float) -> None:
     engine = Engine(share * NEEDED, 8 * BUDGET, in_flight=16)
     engine.run(10 * 8 * BUDGET / engine.storage)
     assert engine.begun >= 10

@@ -1,4 +1,4 @@
-"""Rows that come one per step are written together and in order, and take bounded memory."""
+"""Batches: rows that arrive one per step are written together, in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Each write: request id, first position, number of rows."""
+    """Record each write: request id, first position, number of rows."""
     found: list[tuple[str, int, int]] = []
     original = RequestFile.write
 
@@ -51,7 +51,7 @@ def settle(engine: Engine) -> None:
 
 
 def decode(engine: Engine, request_id: str, first: int, end: int) -> None:
-    """Generate tokens, one per step; each step is copied by itself."""
+    """Generate one token per step. Each step is copied separately."""
     for position in range(first, end):
         engine.step(NOTHING, [(request_id, position, 1)])
         engine.worker.drain_copies()
@@ -107,7 +107,7 @@ def test_the_last_row_of_a_prompt_is_written_at_once(
     engine.assert_file_is_right("a", 3)
 
 
-def test_rows_that_are_computed_again_are_written_after_their_batch(
+def test_recomputed_rows_are_written_after_their_batch(
     engine: Engine, writes: list[tuple[str, int, int]]
 ) -> None:
     engine.values = {("a", position): -1.0 for position in range(5)}
@@ -123,7 +123,7 @@ def test_rows_that_are_computed_again_are_written_after_their_batch(
     engine.assert_file_is_right("a", 5)
 
 
-def test_collected_rows_are_not_work_of_the_storage(engine: Engine) -> None:
+def test_collected_rows_do_not_count_as_waiting_for_storage(engine: Engine) -> None:
     engine.step(started(engine.start("a", 1, include_output=True)), [])
     decode(engine, "a", 0, 2)
     settle(engine)
@@ -162,13 +162,13 @@ def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(
         engine.assert_file_is_right(name, 3)
 
 
-def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
+def test_batches_are_written_when_the_ring_is_full(
     make_engine: Callable[..., Engine], writes: list[tuple[str, int, int]]
 ) -> None:
     engine = make_engine(ring_rows=16)
     engine.step(started(engine.start("a", 1, include_output=True), engine.start("prompt", 4)), [])
     decode(engine, "a", 0, 3)
-    others = []  # as rows of requests whose writes hang
+    others = []  # like rows of requests with hanging writes
     while (run := engine.ring.take(16)) is not None:
         others.append((run.first, len(run.rows)))
     engine.step(NOTHING, [("prompt", 0, 4)])
@@ -181,7 +181,7 @@ def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(
 
 
 @pytest.mark.parametrize("end", ["aborted", "failed", "server stops"])
-def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(
+def test_failed_request_leaves_no_rows_in_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
@@ -214,11 +214,11 @@ def test_a_row_of_a_batch_that_is_not_finite_fails_its_file(
 
 @settings(max_examples=60)
 @given(ring_rows=st.integers(6, 40), data=st.data())
-def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
+def test_files_are_right_after_any_decodes_preemptions_and_aborts(
     tmp_path_factory: pytest.TempPathFactory, ring_rows: int, data: st.DataObject
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)
-    with closing(engine):  # also if the example ends early
+    with closing(engine):  # even if the example ends early
         prompts = {
             f"r{index}": data.draw(st.integers(1, 6))
             for index in range(data.draw(st.integers(1, 4)))

@@ -1,4 +1,4 @@
-"""directory_budget_bytes: no rank's files exceed its share, and room that is freed is found."""
+"""directory_budget_bytes: files of a rank stay within its share, and freed space is detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.sinks.destination import InDirectory
 
 FORMAT = RowFormat((0, 1), ROW_BYTES // 8, "F32", "tiny")
 LAYOUT = FileLayout(FORMAT, "a")
-SIZE = LAYOUT.file_size(5)  # of a request of `make_request`
+SIZE = LAYOUT.file_size(5)  # layout of a request from `make_request`
 FULL = "the storage directory has no room"
 
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Served:
-    """A scheduler with a budget, its clock, and what its ranks have reported."""
+    """A scheduler with a budget, the clock, and the reports of the ranks."""
 
     def __init__(
         self, files: float, num_engines: int = 1, num_ranks: int = 1, **options: Any
@@ -48,7 +48,7 @@ class Served:
         self.scheduler = ExtractionScheduler(
             InDirectory(Path("/data")), ROW_BYTES, num_ranks, 1 << 20, budget=self.budget, **options
         )
-        self.states = {rank: RankState(looked=1) for rank in range(num_ranks)}
+        self.states = {rank: RankState(checked=1) for rank in range(num_ranks)}
         self.report()
 
     def report(self, outcomes: dict[str, str | None] | None = None, **state: Any) -> None:
@@ -56,7 +56,7 @@ class Served:
         self.scheduler.on_worker_report(WorkerReport(outcomes or {}, dict(self.states)))
 
     def asks(self, request: Any) -> str:
-        """Send a new request, or ask again about one that waits."""
+        """Send a new request, or ask again about a waiting request."""
         if not self.scheduler.extracts(request.request_id):
             self.scheduler.on_new_request(request)
         if not self.scheduler.extracts(request.request_id):
@@ -66,25 +66,25 @@ class Served:
             return "starts"
         return "waits" if self.scheduler.extracts(request.request_id) else "refused"
 
-    def look(self) -> int:
-        """Return the number of the look that the ranks are asked for in the next step."""
-        return schedule(self.scheduler).look
+    def check(self) -> int:
+        """Return the number of the check that the next step requests from the ranks."""
+        return schedule(self.scheduler).check
 
     def error(self, request: Any) -> str:
         return str(self.scheduler.on_finished(request)["hidden_states_error"])
 
 
-def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> None:
+def test_request_without_space_waits_for_a_check_and_is_then_not_extracted() -> None:
     served = Served(files=1.9)
     first, second, third = (make_request(name) for name in ("first", "second", "third"))
     assert served.asks(first) == "starts"
-    assert served.look() == 1
-    assert [served.asks(second), served.look(), served.asks(second)] == ["waits", 2, "waits"]
-    served.report(looked=2)
+    assert served.check() == 1
+    assert [served.asks(second), served.check(), served.asks(second)] == ["waits", 2, "waits"]
+    served.report(checked=2)
     assert served.asks(second) == "refused"
     assert second.skip_reading_prefix_cache is False, "it reads the prefix cache as any other"
     assert not served.scheduler.must_wait(second)
-    assert served.asks(third) == "refused", "the look is new enough for others"
+    assert served.asks(third) == "refused", "the check is recent enough for others"
     error = served.error(second)
     assert error.startswith(
         f"{FULL} for a file of up to {SIZE} bytes: {SIZE} of {int(1.9 * SIZE)} bytes are used"
@@ -96,16 +96,16 @@ def test_a_request_without_room_waits_for_a_look_and_is_then_not_extracted() -> 
     assert (stats.failures, stats.counter("failed")) == ({"directory_full": 1}, 1)
 
 
-def test_a_request_that_skips_the_prefix_cache_itself_still_does_without_room() -> None:
+def test_request_without_space_keeps_its_own_setting_to_skip_the_prefix_cache() -> None:
     served, request = Served(files=1), make_request("a", skip_reading_prefix_cache=True)
     served.report(stored=1)
     assert served.asks(request) == "waits"
-    served.report(looked=2)
+    served.report(checked=2)
     assert served.asks(request) == "refused"
     assert request.skip_reading_prefix_cache is True
 
 
-def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() -> None:
+def test_file_larger_than_the_budget_is_refused_immediately_with_another_remedy() -> None:
     served, request = Served(files=0.5), make_request("a")
     assert served.asks(request) == "refused"
     assert "; raise kv_connector_extra_config.directory_budget_bytes, which is" in served.error(
@@ -114,7 +114,7 @@ def test_a_file_larger_than_the_budget_is_refused_at_once_with_another_remedy() 
 
 
 @pytest.mark.parametrize("ended", ["aborted in the queue", "failed", "discarded", "removed"])
-def test_room_is_free_again_when_a_request_has_no_file(ended: str) -> None:
+def test_space_of_a_request_without_a_file_is_freed(ended: str) -> None:
     served, first, second = Served(files=1), make_request("first"), make_request("second")
     if ended == "aborted in the queue":
         served.scheduler.on_new_request(first)
@@ -128,34 +128,32 @@ def test_room_is_free_again_when_a_request_has_no_file(ended: str) -> None:
         )
     if ended == "removed":
         assert served.asks(second) == "waits"
-        served.report(stored=0, looked=2)
+        served.report(stored=0, checked=2)
     assert served.asks(second) == "starts"
 
 
-def test_each_data_parallel_rank_has_its_share_for_all_of_its_ranks() -> None:
+def test_tensor_parallel_ranks_share_the_budget_of_a_data_parallel_rank() -> None:
     served = Served(files=4, num_engines=2, num_ranks=2)
     first, second, third = (make_request(name) for name in "abc")
-    served.states[1] = RankState(looked=1, stored=SIZE)
+    served.states[1] = RankState(checked=1, stored=SIZE)
     served.report()
     assert served.asks(first) == "starts"
     assert served.asks(second) == "waits"
-    served.report(looked=2)
-    assert served.asks(second) == "waits", "the other rank is still looking"
-    served.states[1] = RankState(looked=2, stored=SIZE)
+    served.report(checked=2)
+    assert served.asks(second) == "waits", "the other rank is still checking"
+    served.states[1] = RankState(checked=2, stored=SIZE)
     served.report()
     assert served.asks(second) == "refused"
     assert (
         f"{2 * SIZE} of {2 * SIZE} bytes, the share of this data-parallel rank, are used"
         in served.error(second)
     )
-    served.states[1] = RankState(looked=2)
+    served.states[1] = RankState(checked=2)
     served.report()
     assert served.asks(third) == "starts"
 
 
-def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits_for_them_forever() -> (
-    None
-):
+def test_requests_wait_for_a_limited_time_until_ranks_report_earlier_files() -> None:
     served = Served(files=9)
     served.scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, 1, 1 << 20, budget=served.budget
@@ -164,46 +162,44 @@ def test_no_request_starts_before_the_ranks_have_told_of_earlier_files_nor_waits
     assert served.asks(request) == "waits"
     served.clock.now += 5.1
     assert served.asks(request) == "refused"
-    assert "and the storage does not answer whether consumers have removed files" in served.error(
-        request
-    )
+    assert "and the storage does not answer the check for removed files" in served.error(request)
     assert served.asks(later) == "waits"
     served.report()
     assert served.asks(later) == "starts"
 
 
-def test_a_look_is_made_at_most_once_per_second_however_many_requests_come() -> None:
+def test_files_are_checked_at_most_once_per_second() -> None:
     served = Served(files=1)
     served.report(stored=1)
     for number in range(100):
         served.asks(make_request(str(number)))
-        served.report(looked=served.look())
-    assert served.look() == 2
+        served.report(checked=served.check())
+    assert served.check() == 2
     served.clock.now += 1.1
     assert served.asks(make_request("later")) == "waits"
-    assert served.look() == 3
+    assert served.check() == 3
 
 
-def test_rows_of_generated_tokens_have_room_as_max_tokens_until_their_number_is_known() -> None:
+def test_space_for_generated_rows_is_reserved_by_max_tokens_until_the_end() -> None:
     served = Served(files=6, include_output=True)
     first, second = (
         make_request("first", output_token_ids=list(range(11)), max_tokens=201),
         make_request("second", max_tokens=200),
     )
     assert served.asks(first) == "starts"
-    assert served.budget._promised == LAYOUT.file_size(5 + 200)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 200)
     assert served.asks(second) == "waits"
     served.scheduler.on_finished(first)
-    assert served.budget._promised == LAYOUT.file_size(5 + 10)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 10)
     assert served.asks(second) == "starts"
     served.report({"first": None}, stored=LAYOUT.file_size(5 + 10))
-    assert served.budget._promised == LAYOUT.file_size(5 + 199)
+    assert served.budget._reserved == LAYOUT.file_size(5 + 199)
 
 
-# What ranks count
+# Files that ranks count
 
 
-def test_a_later_file_of_the_same_name_is_not_forgotten_by_an_earlier_look() -> None:
+def test_later_file_of_the_same_name_stays_counted_after_an_earlier_check() -> None:
     files = StoredFiles()
     files.add("/nowhere/a", 10)
     seen = files.all()
@@ -215,9 +211,7 @@ def test_a_later_file_of_the_same_name_is_not_forgotten_by_an_earlier_look() -> 
     assert files.num_bytes == 0
 
 
-def test_a_storage_that_fails_does_not_free_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_storage_frees_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         raise OSError(errno.EIO, "broken", path)
 
@@ -229,7 +223,7 @@ def test_a_storage_that_fails_does_not_free_room(
 
 @settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, 1000), max_size=12), ranks=st.integers(1, 5), data=st.data())
-def test_all_ranks_together_count_each_earlier_file_once(
+def test_each_earlier_file_is_counted_by_one_rank(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], ranks: int, data: Any
 ) -> None:
     directory = tmp_path_factory.mktemp("earlier")
@@ -271,7 +265,7 @@ def test_a_directory_whose_files_cannot_be_counted_is_refused_at_start(tmp_path:
         StoredFiles.found_in(str(tmp_path / "file"), Share(0, 1))
 
 
-def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path: Path) -> None:
+def test_published_file_is_counted_in_the_report_of_its_outcome(tmp_path: Path) -> None:
     progress = RankProgress(1, 1, StoredFiles())
     path = tmp_path / "a.safetensors"
     path.touch()
@@ -281,24 +275,24 @@ def test_a_published_file_is_counted_in_the_report_that_has_its_outcome(tmp_path
             paused=False, unresponsive=False, opens_slowly=False, needs_space=False
         )
         assert found is not None
-        return found[0].stored, found[0].looked, len(found[1])
+        return found[0].stored, found[0].checked, len(found[1])
 
     assert news() == (0, 1, 0)
     progress.decide(SimpleNamespace(path=str(path), stored_bytes=7), None)  # type: ignore[arg-type]
     assert news() == (7, 1, 1)
-    progress.look(2)
+    progress.check(2)
     assert news() == (7, 2, 0)
     path.unlink()
-    progress.look(3)
+    progress.check(3)
     assert news() == (0, 3, 0)
 
 
-def test_the_number_of_engines_is_that_of_the_server_also_where_each_is_alone() -> None:
+def test_number_of_engines_is_remembered_for_targets_without_experts() -> None:
     parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=0)
     remember_engines(parallel)
     parallel.data_parallel_size, parallel.data_parallel_index = (
         1,
         3,
-    )  # as vLLM does for a target without experts
+    )  # as in vLLM for a target without experts
     remember_engines(parallel)
     assert engine_of(parallel) == (3, 4)

@@ -1,4 +1,4 @@
-"""A device error ends the worker: each file has the text, and the main thread raises it."""
+"""A device error ends the worker: each file has the error, and the main thread raises it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def fail_copies(engine: Engine) -> None:
-    """Let the device report an earlier failure to the lander's next call."""
+    """Make the device report an earlier failure at the next call of the lander."""
 
     def wait_event(event: Any) -> None:
         raise RuntimeError(TEXT)
@@ -57,7 +57,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_next_call_of_the_main_thread_raises_what_the_lander_met(
+def test_main_thread_raises_the_error_of_the_lander_at_the_next_call(
     engine: Engine, call: str
 ) -> None:
     fail_copies(engine)
@@ -69,7 +69,7 @@ def test_the_next_call_of_the_main_thread_raises_what_the_lander_met(
         CALLS[call](engine)
 
 
-def test_each_file_that_is_not_complete_has_the_devices_text(engine: Engine) -> None:
+def test_each_incomplete_file_has_the_error_of_the_device(engine: Engine) -> None:
     engine.step(started(engine.start("complete", 4)), [("complete", 0, 4)])
     engine.wait_until_decided("complete")
     engine.collect()
@@ -91,7 +91,7 @@ def test_each_file_that_is_not_complete_has_the_devices_text(engine: Engine) -> 
     engine.assert_file_is_right("complete", 4)
 
 
-def test_a_file_that_opens_after_the_failure_has_the_devices_text(
+def test_file_opened_after_the_failure_has_the_error_of_the_device(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opens = threading.Event()
@@ -110,14 +110,14 @@ def test_a_file_that_opens_after_the_failure_has_the_devices_text(
     assert reasons(engine) == {"late": FAILED}
 
 
-def test_a_request_that_begins_while_the_device_fails_has_the_devices_text(
+def test_request_that_starts_during_the_failure_has_the_error_of_the_device(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = engine.worker._progress.begin
 
     def fail_first(*args: Any) -> None:
         engine.worker._on_device_error(RuntimeError(TEXT))
-        engine.worker._not_ended.clear()  # as if it had not been there yet
+        engine.worker._not_ended.clear()  # as if the request had not started yet
         begin(*args)
 
     monkeypatch.setattr(engine.worker._progress, "begin", fail_first)
@@ -127,20 +127,18 @@ def test_a_request_that_begins_while_the_device_fails_has_the_devices_text(
     assert reasons(engine) == {"new": FAILED}
 
 
-def test_an_exception_of_a_step_is_in_each_file_and_the_lander_stops(engine: Engine) -> None:
+def test_exception_of_a_step_fails_each_file_and_stops_the_lander(engine: Engine) -> None:
     engine.step(started(engine.start("a", 9)), [("a", 0, 4)])
     engine.worker.fail(RuntimeError(TEXT))
     engine.worker._writers.wait(30)
     assert reasons(engine) == {"a": f"the engine failed: RuntimeError: {TEXT}"}
-    fail_copies(engine)  # nothing is copied anymore, so nobody meets this one
+    fail_copies(engine)  # nothing is copied anymore, so no thread receives this error
     engine.worker._lander.drain()
     with pytest.raises(DeviceError, match="the engine failed: RuntimeError"):
         engine.worker.start_step(ended("a"))
 
 
-def test_the_first_error_is_in_the_files_and_in_the_log_once(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_first_error_is_reported(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     engine.step(started(engine.start("a", 9)), [("a", 0, 4)])
     with caplog.at_level(logging.CRITICAL, failure.logger.name):
         engine.worker.fail(RuntimeError(TEXT))
@@ -150,10 +148,10 @@ def test_the_first_error_is_in_the_files_and_in_the_log_once(
     ]
 
 
-def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(
+def test_missing_copies_are_blamed_on_the_device_not_the_storage(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An event that the device has dropped never completes."""
+    """A dropped event never completes."""
     engine.worker._lander._has_landed = lambda batch: False  # type: ignore[method-assign]
     engine.step(started(engine.start("a", 4)), [("a", 0, 4)])
     assert engine.worker._progress.stalled_for() == 0.0
@@ -161,15 +159,15 @@ def test_rows_that_do_not_arrive_are_not_blamed_on_the_storage(
         engine.worker.close(0.2)
     engine.worker._lander.abandon()
     (line,) = caplog.messages
-    assert "the device did not complete the copies of their rows within 0.2 s" in line
+    assert "the device did not complete the copies of rows within 0.2 s" in line
     assert reasons(engine) == {"a": SERVER_STOPPED}
 
 
 @pytest.mark.parametrize(("in_a_child", "ends"), [(True, True), (False, False)])
-def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does_not(
+def test_failed_worker_ends_its_process_unless_it_is_the_process_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_child: bool, ends: bool
 ) -> None:
-    """The main thread may wait for an event that the device has dropped."""
+    """The main thread may wait for a dropped event."""
     ended_by_us = threading.Event()
     monkeypatch.setattr(failure, "_GRACE_S", 0.05)
     monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
@@ -186,7 +184,7 @@ def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does
     engine.worker.close()
 
 
-def test_a_worker_that_vllm_closes_does_not_end_its_process(
+def test_closed_worker_does_not_end_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended_by_us = threading.Event()
@@ -199,7 +197,7 @@ def test_a_worker_that_vllm_closes_does_not_end_its_process(
     assert not ended_by_us.wait(0.4)
 
 
-# With the emulator's queue mode: torch_npu's rules after a failed task.
+# With the emulator's queue mode, which follows torch_npu after a failed task.
 
 ERROR = "The Inner error is reported as above."
 FAULTS = {
@@ -216,7 +214,7 @@ FAULTS = {
 @pytest.fixture(params=[True, False], ids=["late", "at once"])
 def queue_mode(request: pytest.FixtureRequest) -> Iterator[None]:
     late, queue = core.late(), core.queue()
-    torch.npu.synchronize()  # what earlier tests have left
+    torch.npu.synchronize()  # objects of earlier tests
     core.set_late(request.param)
     core.set_queue(True)
     yield
@@ -227,7 +225,7 @@ def queue_mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def steps_until_the_engine_ends(engine: Engine) -> Exception:
-    """Run steps as vLLM does, and return the exception that ends the engine."""
+    """Run steps as vLLM does. Return the exception that ends the engine."""
     for number in range(8):
         request = f"r{number}"
         try:
@@ -241,7 +239,7 @@ def steps_until_the_engine_ends(engine: Engine) -> Exception:
 
 @pytest.mark.usefixtures("queue_mode")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text(
+def test_any_failed_device_call_ends_the_engine_and_fails_each_file(
     tmp_path: Path, fault: str
 ) -> None:
     engine = Engine(
@@ -260,7 +258,7 @@ def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text
     }
     failed = reasons(engine)
     assert failed
-    for request_id in begun - failed.keys():  # none is undecided: these are complete
+    for request_id in begun - failed.keys():  # all requests are decided: these are complete
         engine.assert_file_is_right(request_id, 4)
     for reason in failed.values():
         assert ERROR in reason
@@ -270,12 +268,10 @@ def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text
 
 @pytest.mark.usefixtures("queue_mode")
 @pytest.mark.parametrize("who_asks", ["the lander", "the main thread"])
-def test_rows_behind_a_failed_task_are_in_no_file_although_their_events_look_complete(
-    tmp_path: Path, who_asks: str
-) -> None:
-    """The failure also drops the copies and records that are in the queue."""
+def test_rows_after_a_failed_task_are_never_published(tmp_path: Path, who_asks: str) -> None:
+    """The failure also drops queued copies and event records."""
     engine = Engine(tmp_path / "out", ring_rows=64)
-    for name in ("first", "second"):  # so that each event has completed before
+    for name in ("first", "second"):  # so each event has completed before
         engine.step(started(engine.start(name, 4)), [(name, 0, 4)])
         engine.wait_until_decided(name)
     copied = engine.staging.slots[0].issued

@@ -1,4 +1,4 @@
-"""Extraction keeps SinkFile's contract under any threads: one end, no pending write, all rows."""
+"""Extraction observes SinkFile's contract in any thread: one end, no pending write, all rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS, ROW = 8, 4
 
 
 class StrictFile(SinkFile):
-    """Has each break of the contract in `broken`; first writes and commits wait until they may."""
+    """Record violations of the contract in `broken`. First writes and commits wait for the test."""
 
     def __init__(self) -> None:
         self.request_id, self.path = "r", Path("r.safetensors")
@@ -102,7 +102,7 @@ class StrictSink(Sink):
 
 
 class Life:
-    """An extraction of a prompt, with what became of it."""
+    """An extraction of a prompt, and the outcome."""
 
     def __init__(self, writers: ThreadPool) -> None:
         self.file = StrictFile()
@@ -144,7 +144,7 @@ class Life:
         return written[0]
 
     def end(self, aborted: bool) -> None:
-        """End the request, when all of its rows have entered the lane."""
+        """End the request once all rows have entered the lane."""
         job = partial(self.extraction.end, RequestEnd("r", aborted=aborted))
         with self.lander:
             enters = self.extraction.enter_end(job)
@@ -156,7 +156,7 @@ class Life:
         self.extraction.stop()
 
     def check(self, *ends: str) -> None:
-        """It has ended, once and in one of these ways, and its file is closed."""
+        """Check that the request ended once, in one of these ways, and that the file is closed."""
         assert self.ended.acquire(timeout=10)
         assert not self.ended.acquire(blocking=False)
         assert self.file.broken == []
@@ -167,7 +167,7 @@ class Life:
 
 
 def run(job: Job) -> None:
-    """Run a job, and those that it returns, as a thread of a pool does."""
+    """Run a job and the jobs that it returns, as a thread of the pool does."""
     ready = [job]
     while ready:
         ready += ready.pop(0)() or ()
@@ -186,7 +186,7 @@ def writers() -> Iterator[ThreadPool]:
     assert pool.close(10)
 
 
-def test_a_file_is_published_after_the_last_of_its_writes(writers: ThreadPool) -> None:
+def test_file_is_published_after_its_last_write(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(4, 6)
     life.file.may_write.clear()
@@ -216,7 +216,7 @@ def test_first_write_runs_alone() -> None:
     life.check("commit")
 
 
-def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> None:
+def test_recomputed_rows_are_written_alone(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(0, 6)
     life.file.write_begun.clear()
@@ -231,7 +231,7 @@ def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> 
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stops: bool) -> None:
+def test_failure_reason_does_not_wait_for_a_hanging_write(writers: ThreadPool, stops: bool) -> None:
     life = Life(writers).open()
     life.file.may_write.clear()
     writer = in_thread(lambda: life.write(0, 8))
@@ -247,7 +247,7 @@ def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stop
     life.check(SERVER_STOPPED, "too slow")
 
 
-def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(
+def test_give_up_does_not_affect_a_file_that_is_being_published(
     writers: ThreadPool,
 ) -> None:
     life = Life(writers).open()
@@ -264,7 +264,7 @@ def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(
+def test_request_that_failed_before_opening_publishes_the_reason(
     writers: ThreadPool, stops: bool
 ) -> None:
     life = Life(writers)
@@ -274,7 +274,7 @@ def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(
     assert life.decided == ([] if stops else ["too slow"])
 
 
-def test_a_fault_that_is_no_sink_error_fails_its_file(
+def test_unexpected_exception_fails_its_file(
     writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(writers).open()
@@ -288,7 +288,7 @@ def test_a_fault_that_is_no_sink_error_fails_its_file(
     assert life.decided == ["RuntimeError: a mistake"]
 
 
-def test_file_ends_once_and_is_closed_behind_its_last_write(
+def test_file_ends_once_and_is_closed_after_its_last_write(
     writers: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = set()
@@ -317,7 +317,7 @@ def test_file_ends_once_and_is_closed_behind_its_last_write(
             thread.join(10)
         assert writers.wait(10)
         life.end(aborted=turn % 7 == 0)
-        life.stop()  # else a failure whose writer has not got there
+        life.stop()  # otherwise the writer of the failure has not run yet
         life.check("commit", "discard", "late", "no room", SERVER_STOPPED)
         ends.add(life.file.ends[0])
     assert len(ends) >= 3

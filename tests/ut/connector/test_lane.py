@@ -1,4 +1,4 @@
-"""Jobs of a lane keep their order, and run beside each other only if they share it."""
+"""Jobs of a lane keep their order, and run concurrently only if they share it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_ascend_hsx.connector.threads import Job
 
 
 class LaneMachine(RuleBasedStateMachine):
-    """A lane beside a list of all jobs in order: waiting, running, ended."""
+    """A lane, and a model: the list of all jobs in order, waiting, running or ended."""
 
     shares = True
 
@@ -71,7 +71,7 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 class ExclusiveLaneMachine(LaneMachine):
-    """A lane that no jobs share."""
+    """A lane in which every job runs alone."""
 
     shares = False
 

@@ -39,20 +39,20 @@ from vllm_ascend_hsx.sinks.file import FileSink
 REQUESTS = 10_000
 RATE = 0.1
 BUDGET = 64 << 20
-KEPT = 24 << 20  # bytes that `hsx clean` leaves
+KEPT = 24 << 20  # bytes that `hsx clean` keeps
 CLEANED_EVERY = 100  # steps
 ENGINES = 2
 RUNNING, CHUNK = 12, 16
 STEP_S = 0.05
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=1024, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
-# Parts of the day, by requests, in which the consumer sleeps.
+# Parts of the day in which the consumer sleeps, by number of requests.
 NIGHTS = ((0.1, 0.4), (0.6, 0.9))
 
 
 @dataclass
 class Chat:
-    """A request of a client, and how far the engine is."""
+    """A request of a client, and the progress of the engine."""
 
     request: Any
     max_tokens: int
@@ -69,7 +69,7 @@ def value(request_id: str) -> float:
 
 
 class Engine:
-    """A data-parallel rank: vLLM's scheduling in small, and our two sides."""
+    """A data-parallel rank: a minimal scheduler like vLLM's, and both sides of the connector."""
 
     def __init__(self, directory: Path, number: int, day: Day) -> None:
         self.day = day
@@ -167,7 +167,7 @@ class Engine:
 
 @dataclass
 class Day:
-    """Clients, the server, a consumer and a cleaner."""
+    """The clients, the server, a consumer and a cleaner."""
 
     directory: Path
     luck: random.Random = field(default_factory=lambda: random.Random(7))
@@ -262,7 +262,7 @@ class Day:
             self.keys.setdefault(key, set()).add(outcome == "ordinary")
 
     def consume(self) -> None:
-        """Compare a file with what its rows must be, then acknowledge or remove it."""
+        """Compare a file with the expected rows, then acknowledge or remove it."""
         path, chat = self.answers.pop(0)
         states = vllm_ascend_hsx.load(path, verify=True)
         tokens = chat.prompt + (chat.max_tokens - 1 if chat.wants_output else 0)
@@ -280,14 +280,14 @@ class Day:
         self.counts["right"] += 1
 
     def look(self) -> None:
-        """Compare the bytes of all files, hidden ones too, with the budget."""
+        """Compare the bytes of all files, including hidden files, with the budget."""
         used = sum(size for size in dict(_files(self.directory)).values())
         self.most = max(self.most, used)
         assert used <= BUDGET
 
 
 def _files(directory: Path) -> Iterator[tuple[int, int]]:
-    """Yield inode and bytes of each file with rows, perhaps twice while it is renamed."""
+    """Yield inode and bytes of each file with rows. A file may appear twice while it is renamed."""
     with os.scandir(directory) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
@@ -301,7 +301,7 @@ def _files(directory: Path) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_day_of_live_traffic_keeps_its_budget_and_each_sampled_file_is_right(
+def test_day_of_live_traffic_stays_within_the_budget_and_sampled_files_are_right(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "storage"
@@ -315,7 +315,7 @@ def test_a_day_of_live_traffic_keeps_its_budget_and_each_sampled_file_is_right(
     assert counts["skipped"] > REQUESTS // 100, "the budget was never reached"
     assert day.most > 0.9 * BUDGET
     assert all(len(outcomes) == 1 for outcomes in day.keys.values())
-    # Nothing of ordinary requests is in the metrics.
+    # Metrics have nothing of ordinary requests.
     assert day.stats.counter("published") == counts["extracted"]
     assert day.stats.failures == {"directory_full": counts["skipped"]}
     names = {name.partition(".")[0] for name in os.listdir(directory)}

@@ -1,4 +1,4 @@
-"""Our Prometheus series, fed by vLLM's classes: exact per engine, with other connectors, in Ray."""
+"""Prometheus series through vLLM's classes: per engine, with other connectors, and in Ray."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 
 def busy(rank: int) -> HsxStats:
-    """Stats of a rank that did a bit of everything."""
+    """Return the stats of a rank with every kind of event."""
     gauges = {
         "ring_fill": 0.25 * (rank + 1),
         "backlog_bytes": 100 * (rank + 1),
@@ -75,7 +75,10 @@ def busy(rank: int) -> HsxStats:
 
 
 def held() -> HsxStats:
-    """Stats of a scheduler that has held two requests for three seconds; two blocks were reused."""
+    """Return the stats of a scheduler.
+
+    It has held two requests for three seconds and reused two blocks.
+    """
     clock = iter([0.0, 3.0])
     recorder = SchedulerRecorder(clock=lambda: next(clock))
     recorder.held(2)
@@ -86,7 +89,7 @@ def held() -> HsxStats:
 
 
 def values(registry: CollectorRegistry, engine: int) -> dict[str, float]:
-    """What /metrics shows of one engine, by name and further labels."""
+    """Return the values of one engine in /metrics, by name and other labels."""
     found = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -138,7 +141,7 @@ EXPECTED = {
 }
 
 
-def test_each_engine_has_its_own_series_which_are_there_at_zero_from_the_start() -> None:
+def test_series_of_each_engine_start_at_zero() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry)
     zero = {
@@ -150,7 +153,7 @@ def test_each_engine_has_its_own_series_which_are_there_at_zero_from_the_start()
     assert values(registry, 0) == zero
 
 
-def test_counters_add_up_over_steps_and_gauges_are_those_of_the_last_that_says_any() -> None:
+def test_counters_add_up_and_gauges_keep_the_last_value() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry)
     for stats in (held(), busy(0), busy(0)):
@@ -190,7 +193,7 @@ SERIES = re.compile(r"(vllm:hsx_\w+)(?:\{([^}]*)\})?(\[[^]]*\])?")
 
 
 def labels_of_samples() -> dict[str, set[str]]:
-    """The labels of each sample that /metrics shows, those of histograms included."""
+    """Return the labels of each sample in /metrics, including the labels of histograms."""
     registry = CollectorRegistry()
     make_metrics(registry).observe(busy(0).data, 0)
     found: dict[str, set[str]] = {}
@@ -202,7 +205,7 @@ def labels_of_samples() -> dict[str, set[str]]:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Each expression of the dashboard with the legend, those of variables included."""
+    """Return each expression of the dashboard with the legend, including variables."""
     variables = [
         (each["query"], "") for each in DASHBOARD["templating"]["list"] if each["type"] == "query"
     ]
@@ -214,9 +217,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("query", "legend"), queries())
-def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(
-    query: str, legend: str
-) -> None:
+def test_dashboard_queries_use_existing_series_and_labels(query: str, legend: str) -> None:
     ((name, matchers, interval),) = SERIES.findall(query)
     labels = labels_of_samples()[name]
     grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", query)))
@@ -227,7 +228,7 @@ def test_a_query_of_the_dashboard_names_a_series_that_has_these_labels(
     else:
         assert asked == LABELS
     assert {*grouped, *shown, *asked} <= labels and set(shown) <= set(grouped)
-    # A reason of a failure has no series before the first one, so its rate would miss that one.
+    # A failure reason has no series before the first failure, so a rate would miss this failure.
     is_counted = name.endswith(("_total", "_bucket")) and not name.endswith("failures_total")
     assert query.startswith("label_values") or ("rate(" in query) == bool(interval) == is_counted
     assert ("histogram_quantile" in query) == ("le" in grouped) == name.endswith("_bucket")
@@ -244,8 +245,8 @@ def test_the_dashboard_shows_every_series() -> None:
     assert shown == set(listed)
 
 
-def test_the_dashboard_has_the_parts_of_grafana_s_model() -> None:
-    """Of the classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
+def test_dashboard_follows_grafanas_model() -> None:
+    """The classic model: kinds/dashboard/dashboard_kind.cue of Grafana 10."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", *LABELS]
     assert (
@@ -288,7 +289,7 @@ nanoseconds = st.one_of(
 
 
 @given(st.lists(st.lists(nanoseconds, max_size=20), max_size=4))
-def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
+def test_histograms_equal_histograms_of_single_observations(steps: list[list[int]]) -> None:
     registry, reference = (
         CollectorRegistry(),
         Histogram("reference", "", buckets=BUCKETS, registry=None),
@@ -317,13 +318,13 @@ def test_histograms_are_those_of_the_single_observations(steps: list[list[int]])
 
 
 def payload(stats: Any) -> dict[str, Any]:
-    """What the scheduler puts into SchedulerStats: `data`, or since 0.30 what to_dict returns."""
+    """Return the stats in SchedulerStats: `data`, or since 0.30 the result of to_dict."""
     data: dict[str, Any] = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
     return data
 
 
 def sent(worker_stats: list[Any], scheduler_stats: Any) -> dict[str, Any]:
-    """What the API server receives of a step: KVOutputAggregator, update_from_output, msgpack."""
+    """Send the stats of a step to the API server: KVOutputAggregator, scheduler, msgpack."""
     outputs = []
     for stats in worker_stats:
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -340,7 +341,7 @@ def sent(worker_stats: list[Any], scheduler_stats: Any) -> dict[str, Any]:
 
 
 def logged(connector: Any, data: dict[str, Any]) -> str:
-    """vLLM's log line for these stats."""
+    """Return vLLM's log line for these stats."""
     logging = KVConnectorLogging(None)
     logging.connector_cls = connector
     logging.observe(data)
@@ -351,7 +352,7 @@ def logged(connector: Any, data: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("silent_rank", [None, 0, 1])
-def test_stats_of_ranks_and_scheduler_arrive(silent_rank: int | None) -> None:
+def test_stats_of_ranks_and_scheduler_reach_the_metrics(silent_rank: int | None) -> None:
     ranks = [None if rank == silent_rank else busy(rank) for rank in (0, 1)]
     data = sent(ranks, held())
     registry = CollectorRegistry()
@@ -365,7 +366,7 @@ def test_stats_of_ranks_and_scheduler_arrive(silent_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("shared_process", [False, True], ids=["own process", "shared process"])
-def test_in_multi_connector_stats_arrive_too(
+def test_stats_arrive_through_multi_connector(
     shared_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
@@ -398,7 +399,7 @@ def test_in_multi_connector_stats_arrive_too(
 
 
 class RayMetric:
-    """As much of ray.util.metrics.Metric as vLLM's wrappers use; keeps what came."""
+    """The part of ray.util.metrics.Metric that vLLM's wrappers use. Records the values."""
 
     made: dict[str, Any] = {}  # noqa: RUF012
 
@@ -432,7 +433,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, RayMetric]]:
     RayMetric.made.clear()
 
 
-def test_rays_metric_classes_take_the_same(ray: dict[str, RayMetric]) -> None:
+def test_rays_metric_classes_accept_the_stats(ray: dict[str, RayMetric]) -> None:
     wrappers = ray_wrappers.RayKVConnectorProm
     types = {
         Gauge: wrappers._gauge_cls,

@@ -1,4 +1,4 @@
-"""Which rows a request has from another one: the index and the decision."""
+"""Prefix reuse: the index of sources, and the rows that a request copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = st.lists(st.integers(0, 1), max_size=4)
 
 
 def hashes(text: Any) -> list[Any]:
-    """Return a hash for each block of a text, which names all blocks up to it."""
+    """Return a hash for each block of a text. It covers all blocks up to this block."""
     return list(accumulate((each,) for each in text))
 
 
@@ -32,7 +32,7 @@ def hashes(text: Any) -> list[Any]:
 def test_the_index_has_the_latest_request_of_each_prefix_within_its_bounds(
     published: list[tuple[list[int], bool]],
 ) -> None:
-    """As requests are in practice: each has what it uses of another one itself."""
+    """As in practice, each request has the rows that it copies from another request."""
     index, kept = PrefixIndex(max_files=3, max_bytes=10 * ROW_BYTES, row_bytes=ROW_BYTES), []
     released: list[int] = []
     for number, (text, uses) in enumerate(published):
@@ -61,7 +61,7 @@ def _common(one: list[int], two: list[int]) -> int:
     return next((n for n in range(min(len(one), len(two)), 0, -1) if one[:n] == two[:n]), 0)
 
 
-def test_a_request_larger_than_the_bound_displaces_no_other() -> None:
+def test_request_larger_than_the_limit_displaces_no_other() -> None:
     index = PrefixIndex(max_files=3, max_bytes=10, row_bytes=1)
     index.publish(Source(1, 0, hashes([0]), 10))
     index.publish(Source(2, 0, hashes([0, 0]), 11))
@@ -73,7 +73,7 @@ def test_a_request_larger_than_the_bound_displaces_no_other() -> None:
 
 
 class Engine:
-    """As much of vLLM's scheduler as decides where a request starts."""
+    """The part of vLLM's scheduler that decides the first computed token of a request."""
 
     def __init__(self, **options: Any) -> None:
         index = PrefixIndex(
@@ -89,7 +89,7 @@ class Engine:
         self.requests: dict[str, Any] = {}
 
     def add(self, request_id: str, text: str, **changes: Any) -> Any:
-        """Add a request of one block for each letter, and one more token."""
+        """Add a request with one block per letter, and one more token."""
         number = BLOCK * len(text) + 1
         changes = {
             "num_tokens": number,
@@ -103,7 +103,7 @@ class Engine:
         return request
 
     def tries(self, request_id: str, cached: int = 99) -> int | None:
-        """Return how many blocks it reads of the `cached` ones in the cache; None: it waits."""
+        """Return the number of the `cached` blocks that the request reads, or None if it waits."""
         request = self.requests[request_id]
         allowed = request.hsx_reusable_rows(request, BLOCK)
         computed = min(cached * BLOCK, allowed, len(request.block_hashes) * BLOCK)
@@ -136,7 +136,7 @@ class Engine:
         self.scheduler.on_worker_report(WorkerReport({}, {rank: RankState(**state)}))
 
 
-def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> None:
+def test_request_reuses_whole_blocks_of_a_published_request() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     assert (first.prefix, first.keeps_source) == (None, True)
@@ -150,8 +150,8 @@ def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> No
     assert stats.counter("reused_tokens") == 2 * BLOCK
 
 
-def test_a_request_with_an_adapter_computes_all_rows_and_keeps_none_for_others() -> None:
-    """Blocks that were cached before the adapter was loaded again have the same hashes."""
+def test_request_with_an_adapter_neither_reuses_nor_provides_rows() -> None:
+    """Blocks cached before the adapter was reloaded have the same hashes."""
     engine = Engine()
     engine.serve("first", "abc")
     request = engine.add("second", "abc", lora_request="adapter")
@@ -172,7 +172,7 @@ def test_a_request_is_owned_by_the_rank_that_has_the_file() -> None:
 
 
 @pytest.mark.parametrize("cached", range(4))
-def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> None:
+def test_request_reuses_at_most_the_cached_tokens(cached: int) -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.add("second", "abc")
@@ -180,7 +180,7 @@ def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> 
     assert engine.start("second", cached).prefix == expected
 
 
-def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
+def test_source_is_dropped_after_a_failed_request() -> None:
     engine = Engine()
     source = engine.serve("source", "ab")
     for request_id in ("failed", "failed too"):
@@ -193,10 +193,10 @@ def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
     assert engine.released == [source.number]
 
 
-def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -> None:
+def test_rank_that_needs_space_releases_only_its_own_files() -> None:
     engine = Engine()
     first = engine.serve("first", "ab")
-    engine.rank(first.owner, unresponsive=True, started=1)  # so that another rank owns the next one
+    engine.rank(first.owner, unresponsive=True, started=1)  # so another rank owns the next request
     other = engine.serve("other", "cd")
     engine.rank(first.owner, needs_space=True, started=1)
     engine.add("again", "ab")
@@ -206,7 +206,7 @@ def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -
     assert engine.start("the other again").prefix == Prefix(other.number, 2 * BLOCK)
 
 
-def test_what_is_cached_without_rows_is_computed() -> None:
+def test_cached_tokens_without_rows_are_computed() -> None:
     engine = Engine()
     engine.add("unpublished", "abc")
     engine.start("unpublished")
@@ -219,7 +219,7 @@ def test_what_is_cached_without_rows_is_computed() -> None:
     assert engine.start("last").prefix == Prefix(engine.started["shorter"].number, BLOCK)
 
 
-def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is_released() -> None:
+def test_used_sources_are_kept_and_the_least_recently_used_is_released() -> None:
     engine = Engine(max_files=2)
     engine.serve("one", "a")
     engine.serve("two", "b")
@@ -229,7 +229,7 @@ def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is
     assert engine.released == [engine.started["two"].number]
 
 
-def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
+def test_rows_of_an_unresponsive_rank_are_computed_by_another_rank() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.rank(first.owner, unresponsive=True, started=1)
@@ -238,7 +238,7 @@ def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
     assert (second.prefix, second.owner) == (None, 1 - first.owner)
 
 
-def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
+def test_copied_rows_do_not_count_as_debt() -> None:
     engine = Engine()
     first = engine.serve("first", "abc")
     engine.rank(first.owner, started=1)
@@ -247,7 +247,7 @@ def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
     assert engine.scheduler._loads[first.owner].coming == ROW_BYTES
 
 
-def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
+def test_preempted_request_keeps_its_reused_rows() -> None:
     engine = Engine()
     engine.serve("first", "ab")
     engine.add("second", "abc")
@@ -258,10 +258,10 @@ def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
     assert (
         engine.requests["second"].hsx_reusable_rows(engine.requests["second"], BLOCK)
         == 3 * BLOCK + 1
-    )  # it needs no more rows
+    )  # the request needs no more rows
 
 
-def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
+def test_no_earlier_row_is_reused_after_a_cache_reset() -> None:
     engine = Engine()
     engine.serve("before", "ab")
     engine.add("running", "abc")
@@ -281,10 +281,10 @@ def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
     assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
 
 
-def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty(
+def test_possible_weight_change_disables_reuse_until_the_prefix_cache_is_empty(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rows would be of the earlier weights, and so would the keys and values that others read."""
+    """Rows and cached keys and values could belong to the earlier weights."""
     caplog.set_level("INFO")
     engine = Engine()
     engine.serve("before", "ab")
@@ -292,7 +292,7 @@ def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_
     engine.start("running")
     for _ in range(2):
         engine.scheduler.weights_may_change()
-    assert caplog.text.count("compute all of their rows until the prefix cache is reset") == 1
+    assert caplog.text.count("compute all rows until the prefix cache is reset") == 1
     assert engine.tries("running") == 0
     for name in ("after", "again"):
         engine.add(name, "abc")
@@ -308,13 +308,13 @@ def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_
     assert engine.start("second").prefix == Prefix(first.number, 3 * BLOCK)
 
 
-def test_rows_of_generated_tokens_are_at_hand_once_they_are_published() -> None:
+def test_rows_of_generated_tokens_are_reusable_once_published() -> None:
     engine = Engine()
     request = engine.add("first", "a", kv_transfer_params={"include_output_tokens": True})
     engine.start("first")
     engine.add("beside", "ab")
     assert engine.tries("beside") == 0
-    # one token of the prompt's second block, three generated ones, and the last, which has no row
+    # one token in the second block of the prompt, three generated, and the last without a row
     request.output_token_ids, request.block_hashes = [1, 2, 3, 4], hashes("ab")
     engine.scheduler.on_finished(request)
     engine.publish("first")
@@ -326,7 +326,7 @@ RATES = {
     "prompt_rate": 10.0 * ROW_BYTES,
     "write_rate": 1000.0 * ROW_BYTES,
     "step_rate": 10.0,
-}  # ten tokens a second
+}  # ten tokens per second
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,14 @@ RATES = {
     [
         (0, {}, True),  # it is being published
         (0, {"paused": True, "unresponsive": True}, False),
-        (1, {}, False),  # nobody knows how long that takes
+        (1, {}, False),  # the duration is unknown
         (1, RATES, True),  # 0.1 s and two steps, against 1.2 s
         (9, RATES, True),
         (10, RATES, False),
         (1, {**RATES, "backlog": 1000 * ROW_BYTES}, False),  # the file takes another second
     ],
 )
-def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_them(
+def test_request_waits_for_rows_that_will_be_published_sooner(
     left: int, state: dict[str, Any], waits: bool
 ) -> None:
     engine = Engine()
@@ -369,7 +369,7 @@ def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
     assert engine.tries("second") == 0
 
 
-def test_a_request_that_fails_keeps_nobody_waiting() -> None:
+def test_failed_request_releases_requests_that_wait_for_its_rows() -> None:
     engine = Engine()
     twin = engine.add("twin", "abc")
     engine.start("twin")

@@ -1,4 +1,4 @@
-"""Scheduler side: who is extracted, who owns it, who waits, and what the response says."""
+"""Scheduler side: requests to extract, their owners, waiting, and responses."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
 
 
 def feature(modality: str, offset: int, length: int) -> Any:
-    """As much of vllm.multimodal.inputs.MultiModalFeatureSpec as is read."""
+    """Return the part of vllm.multimodal.inputs.MultiModalFeatureSpec that is read."""
     return SimpleNamespace(
         modality=modality, mm_position=SimpleNamespace(offset=offset, length=length)
     )
 
 
-def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its_prompt() -> None:
+def test_request_starts_with_its_images_in_prompt_order() -> None:
     scheduler = make_scheduler()
     requests = [
         make_request("two", 9, mm_features=[feature("image", 5, 3), feature("image", 1, 2)]),
@@ -98,7 +98,7 @@ def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its
         ),
     ],
 )
-def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(
+def test_request_without_extraction_keeps_the_prefix_cache_and_gets_the_reason(
     change: dict[str, Any], answer: str | None
 ) -> None:
     scheduler, request = make_scheduler(), make_request("r", **change)
@@ -109,7 +109,7 @@ def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(
     assert params is None if answer is None else answer in params["hidden_states_error"]
 
 
-def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> None:
+def test_requests_without_extraction_cost_nothing() -> None:
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, extract_all=False
     )
@@ -128,7 +128,7 @@ def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> Non
     assert scheduler.on_finished(ordinary) is None
 
 
-def test_what_exceeds_the_limits_of_an_api_request_is_generated_without_rows_and_told_why() -> None:
+def test_prompts_beyond_the_limits_are_generated_without_rows_and_get_the_reason() -> None:
     limits = RequestLimits(max_files=2, max_bytes=10_000, row_bytes=ROW_BYTES)
     scheduler = ExtractionScheduler(
         InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, limits=limits
@@ -149,7 +149,7 @@ def test_what_exceeds_the_limits_of_an_api_request_is_generated_without_rows_and
     assert stats is not None and stats.failures == {"refused": 1}
 
 
-def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
+def test_request_that_was_never_scheduled_leaves_no_state() -> None:
     scheduler, request = make_scheduler(), make_request("r")
     scheduler.on_new_request(request)
     assert scheduler.on_finished(request) is None
@@ -160,7 +160,7 @@ def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
     ("status", "aborted"),
     [("FINISHED_ABORTED", True), ("FINISHED_ERROR", False), ("FINISHED_STOPPED", False)],
 )
-def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bool) -> None:
+def test_workers_learn_of_an_end_once_in_the_next_step(status: str, aborted: bool) -> None:
     scheduler, request = make_scheduler(), make_request("r", status=SimpleNamespace(name=status))
     scheduler.on_new_request(request)
     schedule(scheduler, request)
@@ -179,7 +179,7 @@ def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bo
         (True, {"include_output_tokens": False}, False),
     ],
 )
-def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_request_says_so(
+def test_server_or_request_can_include_rows_of_generated_tokens(
     default: bool, params: dict[str, bool] | None, included: bool
 ) -> None:
     scheduler = ExtractionScheduler(
@@ -200,7 +200,7 @@ def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_re
 @pytest.mark.parametrize(
     ("stop", "generated", "aborted"), [(["."], 2, False), (["."], 0, True), ([], 2, True)]
 )
-def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(
+def test_request_ended_by_a_stop_string_keeps_its_file(
     stop: list[str], generated: int, aborted: bool
 ) -> None:
     scheduler = make_scheduler()
@@ -222,7 +222,7 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(
 @pytest.mark.parametrize(
     ("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")]
 )
-def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(
+def test_response_of_a_store_has_the_manifest_for_readers(
     include_output: bool, tokens: int, mode: str
 ) -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
@@ -265,7 +265,7 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(
     assert "/" not in start.path and start.path.startswith("a_b~")
 
 
-def test_in_a_store_no_request_chooses_a_file() -> None:
+def test_requests_cannot_choose_a_file_in_a_store() -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
     scheduler = ExtractionScheduler(
         InStore(row_format, STORE),
@@ -283,7 +283,7 @@ def test_in_a_store_no_request_chooses_a_file() -> None:
     )
 
 
-def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
+def test_finished_request_is_answered_once() -> None:
     scheduler, request = (
         make_scheduler(),
         make_request("r", kv_transfer_params={"do_remote_decode": True}),
@@ -297,7 +297,7 @@ def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
     assert not scheduler.extracts("r")
 
 
-def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
+def test_known_error_is_in_the_response() -> None:
     scheduler, request = make_scheduler(), make_request("r")
     scheduler.on_new_request(request)
     schedule(scheduler, request)
@@ -329,7 +329,7 @@ def test_reports_of_two_ranks_add_up() -> None:
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Requests arrive, are scheduled, decided and finished in any order; ids are used again."""
+    """Requests arrive, are scheduled, decided and finished in any order. Ids are reused."""
 
     def __init__(self) -> None:
         super().__init__()

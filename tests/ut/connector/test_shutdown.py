@@ -1,4 +1,4 @@
-"""A closing worker writes computed rows in its time, and fails every other file with a reason."""
+"""A closing worker writes computed rows within the timeout, and fails all other files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = HsxConnectorMetadata()
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A write begins only while it is set, which it is at the end."""
+    """Yield an event. Writes begin only while it is set. It is set at the end."""
     answers = threading.Event()
     begin = RequestFile._made_data
 
@@ -50,7 +50,7 @@ def engine(tmp_path: Path, storage: threading.Event) -> Engine:
 
 
 def threads(engine: Engine) -> list[threading.Thread]:
-    """Threads of this test's worker, without those that other tests' workers left."""
+    """Return the threads of this worker, without threads of earlier tests."""
     return [
         thread
         for thread in threading.enumerate()
@@ -77,14 +77,14 @@ def locks_that_are_held(engine: Engine) -> list[str]:
 
 
 def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
-    """Computed rows that are in no file yet: 6 in the ring, the others in staging slots."""
+    """Compute rows that are in no file yet: 6 in the ring, the others in staging slots."""
     engine.step(
         started(engine.start("complete", 9), engine.start("half", 20)),
         [("complete", 0, 9), ("half", 0, 7)],
     )
 
 
-def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
+def test_close_writes_all_computed_rows(
     engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     compute(engine)
@@ -101,17 +101,16 @@ def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
         engine.worker.close(60)
     finally:
         worker_module.logger.removeFilter(answer_then)
-    assert said == [
-        ("the server stops when 512 bytes of rows are in their files, in at most 60 s", [])
-    ]
+    assert said == [("the server stops after writing 512 bytes of rows, in at most 60 s", [])]
     assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
     engine.assert_file_is_right("complete", 9)
     assert reasons(engine) == {"half": SERVER_STOPPED}
-    assert "stopping without the files of 1 requests, they were not complete: half" in caplog.text
+    stopped = "stopping without the files of 1 requests (the requests were not complete): half"
+    assert stopped in caplog.text
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
-def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and_no_thread_outlives_the_silence(
+def test_close_ends_after_its_timeout_and_threads_end_once_storage_responds(
     engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(os.listdir("/proc/self/fd")) - {"0"}
@@ -123,8 +122,8 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert locks_that_are_held(engine) == []
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert line == (
-        "stopping without the files of 2 requests, the storage did not take 512 bytes within "
-        "0.2 s: complete, half"
+        "stopping without the files of 2 requests (the storage did not take 512 bytes within "
+        "0.2 s): complete, half"
     )
     waiting = threads(engine)
     assert waiting, "the storage is silent"
@@ -132,7 +131,7 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     for thread in waiting:
         thread.join(30)
     assert threads(engine) == []
-    # What was told stays true.
+    # The outcomes do not change.
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
     assert engine.ring.free_rows == engine.ring.num_rows
@@ -140,7 +139,7 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 
 
-def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
+def test_hanging_publication_does_not_delay_reasons_of_other_requests(
     engine: Engine, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publishing, go_on = threading.Event(), threading.Event()
@@ -169,10 +168,10 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
-def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
+def test_exception_of_a_signal_handler_ends_the_wait_but_reasons_are_published(
     engine: Engine, storage: threading.Event
 ) -> None:
-    """KeyboardInterrupt in a user's process; SystemExit in vllm-ascend's static-kernel handler."""
+    """KeyboardInterrupt in a user process; SystemExit in vllm-ascend's static-kernel handler."""
 
     class Impatience(Exception):
         pass
@@ -191,7 +190,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
     join = lander.join
 
     def join_lander(timeout: float | None) -> None:
-        joining.set()  # the lander has been told to end
+        joining.set()  # the lander must end
         join(timeout)
 
     lander.join = join_lander  # type: ignore[method-assign]
@@ -202,7 +201,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
         joining.wait()
         while (
             not interrupted.is_set()
-        ):  # a signal that comes just before the main thread sleeps does not wake it
+        ):  # a signal just before the main thread sleeps does not wake it
             signal.pthread_kill(main, signal.SIGUSR1)
             interrupted.wait(0.05)
 
@@ -216,7 +215,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
     assert locks_that_are_held(engine) == []
     lander.join = join  # type: ignore[method-assign]
     storage.set()
-    # Python 3.11 takes a thread for stopped whose `join` an exception has interrupted.
+    # In Python 3.11 a thread counts as stopped after an exception has interrupted `join`.
     deadline = time.monotonic() + 30
     pause = threading.Event()
     while threads(engine) and time.monotonic() < deadline:
@@ -228,7 +227,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(
 
 
 class Closed:
-    """In the worker's place; its process need not be this one."""
+    """Replaces the worker. It may belong to another process."""
 
     def __init__(self, note: Callable[[float], None]) -> None:
         self.close = note
@@ -240,7 +239,7 @@ def connector(note: Callable[[float], None]) -> AscendHiddenStatesConnector:
     return made
 
 
-def test_a_connector_closes_its_worker_once_and_gives_it_the_time_of_the_option() -> None:
+def test_connector_closes_its_worker_once_with_drain_timeout() -> None:
     calls: list[float] = []
     one = connector(calls.append)
     one.shutdown()
@@ -248,7 +247,7 @@ def test_a_connector_closes_its_worker_once_and_gives_it_the_time_of_the_option(
     assert calls == [7.0]
 
 
-def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
+def test_forked_child_does_not_touch_files_of_the_parent(tmp_path: Path) -> None:
     note = tmp_path / "closed"
     one = connector(lambda timeout: note.touch())
     child = os.fork()
@@ -269,7 +268,7 @@ def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
     [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}],
     ids=["no stop string", "stop string"],
 )
-def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(
+def test_aborts_of_a_stopping_server_are_not_sent_to_workers(
     change: dict[str, Any],
 ) -> None:
     """Otherwise the file would be discarded or, with stop strings, published incomplete."""

@@ -1,4 +1,4 @@
-"""Very many small requests, with aborts and faults: each has its outcome, and nothing grows.
+"""Very many small requests, with aborts and faults: all outcomes are right, and nothing grows.
 
 `--soak N` sends N of them.
 """
@@ -44,21 +44,21 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 REQUESTS = depth(100_000, 16)
 RUNNING = 64  # requests of a batch
-UNDECIDED = 256  # requests whose file may be under way
+UNDECIDED = 256  # requests with unfinished files
 CHUNK = 8  # rows of a request in one step
 MAX_TOKENS = RUNNING * CHUNK
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=4, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
-CHECKED = 20  # of this many files one is read
-GROWTH = 2 << 20  # bytes of the process, in the last two thirds
+CHECKED = 20  # one of this many files is read
+GROWTH = 2 << 20  # growth of the process in bytes, in the last two thirds
 # glibc's initial threshold, in bytes: larger blocks have pages of their own. Left alone, it rises
 # to the largest block ever freed, up to 32 MiB. CPython rebuilds its table of interned strings (7.3
 # MiB with vLLM) after some 33,000 requests, because pathlib interns the parts of paths. In the
 # heap, the former table would leave a gap that looks like growth.
 OWN_PAGES = 128 << 10
 
-# How a request ends, with its weight: "complete"; "output", with generated tokens; "aborted" in the
-# middle of its prompt; or the failure of a system call, once, in a method of its file.
+# Ends of requests, with weights: "complete"; "output", with generated tokens; "aborted" in the
+# middle of the prompt; or one failure of a system call in a method of the file.
 KINDS = {
     "complete": 140,
     "output": 16,
@@ -77,7 +77,7 @@ FAULTS = [kind for kind in KINDS if " " in kind]
 
 @dataclass(slots=True)
 class Job:
-    """A request: its tokens, how it ends, and how many of its rows have been computed."""
+    """A request: the tokens, the way it ends, and the number of computed rows."""
 
     request_id: str
     kind: str
@@ -92,14 +92,14 @@ class Job:
 
 
 class _Armed(threading.local):
-    """The fault that the next fitting system call of this thread has."""
+    """The fault of the next matching system call in this thread."""
 
     fault: tuple[str, int] | None = None
 
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """Have each request whose kind names a fault meet it, once, in that method and system call."""
+    """Inject the fault of each request once, in the given method and system call."""
     armed = _Armed()
 
     def checkpoint(call: str) -> None:
@@ -136,7 +136,7 @@ def faults() -> Iterator[None]:
 
 
 class Soak:
-    """A worker, an engine that sends it batches of requests, and a consumer of every file."""
+    """A worker, an engine that sends batches of requests, and a consumer of all files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -170,7 +170,7 @@ class Soak:
         self.expected: Counter[str] = Counter()
 
     def serve(self, requests: int) -> None:
-        """Send requests, and wait until each is decided and its file consumed."""
+        """Send requests, and wait until each is decided and each file is consumed."""
         last = self._serial + requests
         while self._serial < last or self._running or self._undecided or self._ended:
             starts = []
@@ -184,7 +184,7 @@ class Soak:
 
     def _next(self) -> RequestStart:
         kind = self._kinds[self._serial % len(self._kinds)]
-        # Ids come back, as those that clients choose do; what a fault is to do is in the id.
+        # Ids repeat, like ids that clients choose. The id names the fault.
         number = self._serial % 5000
         self._serial += 1
         request_id = f"r{number}+{kind.replace(' ', '+')}"
@@ -235,7 +235,7 @@ class Soak:
             self.stats = self.stats.aggregate(stats)
 
     def _consume(self, job: Job, error: str | None) -> None:
-        """Consume a file. Raises AssertionError: the request has another outcome than it must."""
+        """Consume a file. Raise AssertionError if the request has a wrong outcome."""
         path = self._path(job)
         if job.kind in FAULTS:
             name = job.kind.split()[-1]
@@ -264,8 +264,8 @@ class Soak:
             time.sleep(0.001)
 
     def holdings(self) -> dict[str, Any]:
-        """What the worker holds when nothing is under way; the same at any time."""
-        self._worker.drain_copies()  # its threads may not have seen the end of the last file yet
+        """Return the objects that an idle worker holds. They must not change."""
+        self._worker.drain_copies()  # threads may still end the last file
         self._worker._writers.wait()
         gc.collect()
         worker = vars(self._worker) | vars(self._worker._progress)
@@ -295,7 +295,7 @@ class Soak:
 
 
 def _leaves(data: Any) -> int:
-    """How many numbers there are in nested containers."""
+    """Return the number of leaves in nested containers."""
     return (
         sum(map(_leaves, data.values() if isinstance(data, dict) else data))
         if isinstance(data, dict | list)
@@ -329,13 +329,13 @@ def _check(path: Path, job: Job) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """Yield a directory in memory where there is one: a disk takes longer for very many files."""
+    """Yield a directory in memory if possible, because a disk is slower with very many files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path / "storage"
@@ -348,7 +348,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def test_nothing_grows_with_the_number_of_requests(
     directory: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In a process of its own: what other tests have left in this one uses memory, too.
+    # In a separate process, because objects of other tests would use memory here.
     requests = request.config.getoption("soak") or REQUESTS
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(OWN_PAGES))
     process = multiprocessing.get_context("spawn").Process(
@@ -360,7 +360,7 @@ def test_nothing_grows_with_the_number_of_requests(
 
 
 def send_and_watch(directory: Path, requests: int) -> None:
-    """AssertionError: a request has not the outcome that it must have, or something grows."""
+    """Raise AssertionError if a request has a wrong outcome, or if something grows."""
     before = {thread.name for thread in threading.enumerate()}
     soak = Soak(directory)
     logging.disable(logging.ERROR)  # some ten thousand lines
@@ -393,7 +393,7 @@ def send_and_watch(directory: Path, requests: int) -> None:
     )
     assert grown < GROWTH
     assert more_objects < 1000
-    assert _leaves(soak.stats.data) < 200  # buckets and counters, each there from its first use on
+    assert _leaves(soak.stats.data) < 200  # buckets and counters exist from their first use on
     assert counts.total() == requests
     assert min(counts.values()) > requests // 200
     assert soak.stats.counter("published") == counts["published"]

@@ -1,4 +1,4 @@
-"""What is recorded arrives across threads, ranks and steps, and its size does not grow."""
+"""Stats of all threads, ranks and steps arrive, and their size does not grow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_of_each(recorder: StatsRecorder) -> None:
     recorder.stalled(0.5)
 
 
-def test_what_was_recorded_is_taken_once() -> None:
+def test_recorded_stats_are_returned_once() -> None:
     recorder = make_recorder(rank=3)
     one_of_each(recorder)
     stats = recorder.take()
@@ -64,7 +64,7 @@ def test_what_was_recorded_is_taken_once() -> None:
     assert recorder.take() is None
 
 
-def test_a_gauge_that_changed_is_taken_without_any_event() -> None:
+def test_changed_gauge_is_returned_without_any_event() -> None:
     gauges = {"ring_fill": 0.0, "backlog_bytes": 0.0}
     recorder = make_recorder(2, gauges)
     assert recorder.take() is None
@@ -79,7 +79,7 @@ def test_a_gauge_that_changed_is_taken_without_any_event() -> None:
     assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes")) == ({"2": 0.0}, {"2": 0})
 
 
-def test_stats_that_are_to_be_sent_are_taken_without_any_event() -> None:
+def test_send_returns_stats_without_any_event() -> None:
     recorder = make_recorder(1)
     recorder.send()
     stats = recorder.take()
@@ -92,7 +92,7 @@ def test_stats_that_are_to_be_sent_are_taken_without_any_event() -> None:
     assert recorder.take() is None
 
 
-def test_no_event_of_any_thread_is_lost_while_another_takes() -> None:
+def test_no_event_is_lost_while_another_thread_takes_stats() -> None:
     recorder = make_recorder()
     threads, rounds = 4, 2000
     taken: list[HsxStats] = []
@@ -149,7 +149,7 @@ events: st.SearchStrategy[tuple[str, tuple[object, ...]]] = st.one_of(
 
 @st.composite
 def intervals(draw: st.DrawFn) -> list[HsxStats]:
-    """Stats of several ranks and steps, and of the scheduler."""
+    """Draw stats of several ranks and steps, and of the scheduler."""
     found = []
     for rank, ring_fill, backlog, happened in draw(
         st.lists(
@@ -171,7 +171,7 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
 
 
 def grouped(parts: Sequence[HsxStats], draw: st.DrawFn) -> HsxStats:
-    """All parts together, in groups of any kind."""
+    """Aggregate all parts, in groups of any kind."""
     if len(parts) == 1:
         return parts[0]
     cut = draw(st.integers(1, len(parts) - 1))
@@ -179,7 +179,7 @@ def grouped(parts: Sequence[HsxStats], draw: st.DrawFn) -> HsxStats:
 
 
 @given(st.data())
-def test_stats_add_up_to_the_same_in_any_order_and_grouping(data: st.DataObject) -> None:
+def test_aggregation_does_not_depend_on_order_or_grouping(data: st.DataObject) -> None:
     parts = data.draw(intervals())
     before = pickle.dumps([part.data for part in parts])
     in_turn = reduce(HsxStats.aggregate, parts, HsxStats())
@@ -229,12 +229,12 @@ def test_the_size_of_stats_does_not_grow_with_traffic() -> None:
         stats = recorder.take()
         assert stats is not None
         sizes.append(len(msgspec.msgpack.encode(stats.data)))
-    # A kind for each errno there is, and more digits; otherwise as for one event of each.
+    # One kind per errno, and more digits; otherwise as for one event of each kind.
     assert sizes[0] < 400
     assert sizes[1] < 3000
 
 
-def test_empty_stats_are_empty_and_say_zero() -> None:
+def test_empty_stats_are_zero() -> None:
     stats = HsxStats()
     assert stats.is_empty()
     assert set(stats.reduce().values()) == {0}
@@ -267,7 +267,9 @@ def test_the_log_line_has_the_numbers_of_the_interval() -> None:
 
 @given(st.lists(seconds, min_size=1, max_size=50), st.floats(0.01, 1))
 @example([0.002] * 3 + [1.0] * 3, 0.5)  # 0.001 + (0.0025 - 0.001) * 3 / 3 is more than 0.0025
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+def test_quantile_lies_in_the_bucket_of_the_exact_quantile(
+    values: list[float], share: float
+) -> None:
     recorder = make_recorder()
     for value in values:
         recorder.published(0, value)
@@ -286,7 +288,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], shar
         assert (BUCKETS[bucket - 1] if bucket else 0.0) <= estimate <= BUCKETS[bucket]
 
 
-def test_a_request_that_the_scheduler_refuses_counts_as_a_failure_once() -> None:
+def test_refused_request_counts_as_one_failure() -> None:
     recorder = SchedulerRecorder()
     assert recorder.take() is None
     recorder.refused()
@@ -319,7 +321,7 @@ def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
     recorder.held(1)
     now = 5.5
     recorder.held(0)
-    now = 100.0  # nobody waits
+    now = 100.0  # no request waits
     assert taken() == (2.5, 0)
     assert taken() is None
     recorder.held(1)
@@ -347,7 +349,7 @@ def sink_error_from(cause: BaseException) -> SinkError:
         (None, "other"),
     ],
 )
-def test_failures_are_told_apart_by_errno_or_by_what_a_sink_says(
+def test_failure_kind_is_the_errno_or_the_kind_of_the_sink_error(
     error: BaseException | None, kind: str
 ) -> None:
     assert failure_kind(error) == kind

@@ -1,4 +1,4 @@
-"""When storage counts as silent, and what a step that waited for files holds back."""
+"""StorageWatch: stalled storage, and the pause after a step that waited for files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 
 
-def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_request_at_a_time(
+def test_step_that_waited_for_files_pauses_admission_and_then_starts_one_request_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, open_after = 100.0, 2.0
@@ -59,7 +59,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
     assert admitted() == 5
 
 
-def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(
+def test_storage_stalls_only_while_waiting_rows_are_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -69,7 +69,7 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
         StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail")
     )
     now = 100.0
-    assert progress.stalled_for() == 0.0, "nobody has asked it for anything"
+    assert progress.stalled_for() == 0.0, "storage has nothing to do"
     progress.staged(2)
     now = 100.1
     assert progress.stalled_for() == 0.0, "the device has not copied these rows yet"
@@ -96,7 +96,7 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     assert waits.is_unresponsive
 
 
-def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
+def test_all_rows_of_a_step_count_for_the_prompt_rate() -> None:
     now = 0.0
     progress = RankProgress(row_bytes=10, num_writers=1)
     progress.step_rate = StepRate(clock=lambda: now)
@@ -108,7 +108,7 @@ def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
     assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 
 
-def test_storage_that_hangs_while_a_file_is_finished_is_silent(
+def test_storage_that_hangs_at_the_end_of_a_file_counts_as_stalled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -139,7 +139,7 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(
 
 
 @pytest.mark.parametrize(("peer_is_unresponsive", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_step_does_not_wait_for_each_rank_in_turn(
+def test_step_waits_briefly_if_another_rank_is_unresponsive(
     peer_is_unresponsive: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -160,10 +160,10 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(
 
 
 @pytest.mark.parametrize(("slow_storage", "waits"), [("wait", 4.0), ("fail", 1.0)])
-def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
+def test_storage_is_unresponsive_until_late_files_are_open(
     slow_storage: Literal["wait", "fail"], waits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then no step waits for it again, and those of other ranks wait for a second."""
+    """No further step waits for the storage. Steps of other ranks wait for at most a second."""
     opener = HungOpener(monkeypatch, until=100.0)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
@@ -174,16 +174,16 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
     assert watch.is_paused, (
         "after a short hang, no new request makes the very next step wait as well"
     )
-    opener.now = 50.0  # long after the rest that follows
+    opener.now = 50.0  # long after the pause that follows
     assert watch.is_unresponsive
     opener.now = 100.0
     assert not watch.is_unresponsive
 
 
-def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(
+def test_wait_for_slow_files_does_not_lengthen_the_next_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its wait is not taken for the length of a step, by which the next one would wait."""
+    """The wait is not part of the length of a step. Otherwise the next step would wait longer."""
     opener = HungOpener(monkeypatch)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     progress.step_rate = StepRate(lambda: opener.now)
@@ -203,7 +203,7 @@ def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(
 
 
 class HungOpener:
-    """Opens nothing until some time, by a clock that waiting advances."""
+    """Opens no file before a given time. Waiting advances the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: float = math.inf) -> None:
         self.now = 0.0
@@ -223,7 +223,7 @@ class HungOpener:
 
 
 @pytest.mark.parametrize(("hang", "rest"), [(2.05, 6.0), (29.0, 30.0), (33.0, 30.0)])
-def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(
+def test_pause_after_a_hang_is_at_most_the_storage_timeout(
     hang: float, rest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opener = HungOpener(monkeypatch, until=hang)

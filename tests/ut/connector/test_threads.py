@@ -1,4 +1,4 @@
-"""Positions that have rows are known, and a thread pool survives its jobs."""
+"""SpanSet and ThreadPool: sets of positions, and jobs that raise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_writing_in_order_keeps_one_span() -> None:
     assert spans.spans == [(0, 1000)]
 
 
-def test_a_job_that_raises_is_logged_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_of_a_job_is_logged_and_other_jobs_run(caplog: pytest.LogCaptureFixture) -> None:
     pool = ThreadPool(1, "test-writer")
     ran: list[str] = []
 

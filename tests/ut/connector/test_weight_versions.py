@@ -1,4 +1,4 @@
-"""Which weights compute the rows of a request, as the response and the workers are told."""
+"""Versions of the weights that compute rows, in responses and in messages to the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Lab:
         self.told = schedule(self.scheduler, self.request, most=4).started[0].weights
 
     def compute(self, first: int, count: int = 1) -> None:
-        """Compute tokens from this position on; take over the versions that workers are told."""
+        """Compute tokens from this position on.
+
+        Record the versions in the message to the workers.
+        """
         self.request.num_computed_tokens = first + count
         self.told = schedule(
             self.scheduler, running={"other": (3, 1), "r": (first, count)}
@@ -39,7 +42,10 @@ class Lab:
             self.scheduler.weights.are_named(name)
 
     def versions(self) -> list[tuple[int, str]]:
-        """End the request, and return the versions of the response, which are those of the file."""
+        """End the request.
+
+        Return the versions in the response, equal to the versions in the file.
+        """
         answer = self.scheduler.on_finished(self.request)
         assert answer is not None
         assert answer["weight_versions"] == [[each.number, each.name] for each in self.told]
@@ -61,7 +67,7 @@ def test_rows_before_and_after_a_load_have_two_versions() -> None:
     assert lab.versions() == [(0, ""), (1, "step 1")]
 
 
-def test_of_three_versions_the_oldest_and_the_newest_are_told() -> None:
+def test_oldest_and_newest_of_three_versions_are_reported() -> None:
     lab = Lab()
     for first in (4, 5):
         lab.load()
@@ -73,10 +79,10 @@ def test_of_three_versions_the_oldest_and_the_newest_are_told() -> None:
 @pytest.mark.parametrize(
     "spans", [[(4, PROMPT - 4)], [(4, 3), (7, PROMPT - 7)]], ids=["two steps", "three steps"]
 )
-def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
+def test_load_after_the_last_prompt_row_adds_no_version(
     spans: list[tuple[int, int]], first: int
 ) -> None:
-    """Tokens that are computed again have no rows, because the file has all of them."""
+    """Recomputed tokens have no rows, because the file has all rows."""
     lab = Lab()
     for span in spans:
         lab.compute(*span)
@@ -85,14 +91,14 @@ def test_a_load_after_the_last_row_of_the_prompt_does_not_matter(
     assert lab.versions() == [(0, "")]
 
 
-def test_nothing_is_watched_once_all_rows_of_prompts_are_computed() -> None:
+def test_no_request_is_watched_once_all_prompt_rows_are_computed() -> None:
     lab = Lab()
     assert lab.scheduler.weights._watched == {"r"}
     lab.compute(4, PROMPT - 4)
     assert not lab.scheduler.weights._watched
 
 
-def test_a_load_between_rows_of_generated_tokens_matters() -> None:
+def test_load_between_generated_rows_adds_a_version() -> None:
     lab = Lab(include_output_tokens=True)
     lab.compute(4)
     lab.compute(5, PROMPT - 5)
@@ -101,14 +107,14 @@ def test_a_load_between_rows_of_generated_tokens_matters() -> None:
     assert lab.versions() == [(0, ""), (1, "")]
 
 
-def test_a_load_with_no_row_after_it_does_not_matter() -> None:
+def test_load_without_later_rows_adds_no_version() -> None:
     lab = Lab(include_output_tokens=True)
     lab.load()
     assert lab.versions() == [(0, "")]
 
 
 @pytest.mark.parametrize("continued", [False, True], ids=["at once", "after rows of both"])
-def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) -> None:
+def test_recomputed_request_has_only_the_new_version(continued: bool) -> None:
     lab = Lab()
     lab.load()
     if continued:
@@ -118,8 +124,8 @@ def test_rows_that_are_all_computed_again_have_the_new_version(continued: bool) 
     assert lab.versions() == [(1, "")]
 
 
-def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
-    """As model runner V2 has it."""
+def test_request_resumed_as_new_has_the_new_version() -> None:
+    """As with model runner V2."""
     lab = Lab()
     lab.load()
     lab.request.num_computed_tokens = 0
@@ -127,7 +133,7 @@ def test_a_request_that_resumes_as_a_new_one_has_the_new_version() -> None:
     assert lab.versions() == [(1, "")]
 
 
-def test_a_name_is_that_of_the_weights_and_not_of_the_next() -> None:
+def test_name_belongs_to_one_version_only() -> None:
     lab = Lab()
     lab.scheduler.weights.are_named("sft")
     lab.compute(4)
@@ -137,7 +143,7 @@ def test_a_name_is_that_of_the_weights_and_not_of_the_next() -> None:
     assert lab.versions() == [(0, "sft"), (1, "")]
 
 
-def test_a_fingerprint_is_that_of_the_weights_and_not_of_the_next() -> None:
+def test_fingerprint_belongs_to_one_version_only() -> None:
     lab = Lab()
     for fingerprint in ("0a" * 16, ""):
         lab.load(fingerprint=fingerprint)
@@ -148,7 +154,7 @@ def test_a_fingerprint_is_that_of_the_weights_and_not_of_the_next() -> None:
 
 
 def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> RequestEnd:
-    """End a request that has generated three tokens, and return the workers' message."""
+    """End a request that has generated three tokens. Return the message to the workers."""
     lab.request.status.name, lab.request.sampling_params.stop = status, stop or []
     lab.request.output_token_ids, lab.request.num_output_tokens = [71, 72, 73], 3
     lab.scheduler.on_finished(lab.request)
@@ -166,7 +172,7 @@ def end_of(lab: Lab, status: str = ABORTED, stop: list[str] | None = None) -> Re
     ],
     ids=str,
 )
-def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(
+def test_aborted_request_keeps_its_rows_on_request(
     params: dict[str, bool], tokens: list[int], most_kept: int
 ) -> None:
     end = end_of(Lab(**params))
@@ -176,15 +182,13 @@ def test_rows_of_an_aborted_request_are_kept_if_it_asked_for_it(
 @pytest.mark.parametrize(
     ("status", "stop"), [("FINISHED_STOPPED", []), (ABORTED, ["\n"])], ids=["ended", "stop string"]
 )
-def test_a_request_that_was_not_aborted_ends_as_if_it_had_not_asked(
-    status: str, stop: list[str]
-) -> None:
+def test_keep_aborted_does_not_affect_a_finished_request(status: str, stop: list[str]) -> None:
     end = end_of(Lab(keep_aborted=True, include_output_tokens=True), status, stop)
     assert (end.aborted, end.output_token_ids.tolist(), end.most_kept) == (False, [71, 72], 0)
 
 
-def test_rows_of_earlier_weights_after_those_computed_again_are_not_kept() -> None:
-    """A name of the new weights alone would be wrong for them."""
+def test_rows_of_earlier_weights_are_not_kept_after_recomputed_rows() -> None:
+    """The name of the new weights would be wrong for these rows."""
     lab = Lab(keep_aborted=True)
     lab.compute(4)
     lab.load()

@@ -1,4 +1,4 @@
-"""The worker side on an emulated NPU in late mode, with real files: faults stay with a request."""
+"""The worker on an emulated NPU in late mode, with real files: faults affect one request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine.worker.close()
 
 
-def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request(
+def test_file_is_published_after_the_last_row_before_the_request_ends(
     engine: Engine,
 ) -> None:
     engine.step(started(engine.start("a", 12)), [("a", 0, 8)])
@@ -97,7 +97,7 @@ def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
     engine.wait_until_decided("a")
     engine.collect()
     assert engine.outcomes == {"a": None}
-    assert not engine.last_report.sources, "its number of rows is known to nobody"
+    assert not engine.last_report.sources, "the scheduler does not know the number of rows"
     if not kept:
         assert not engine.path("a").exists()
         return
@@ -111,7 +111,7 @@ def test_an_aborted_request_keeps_the_rows_that_were_computed_and_their_tokens(
     ]
 
 
-def test_a_file_names_the_weights_that_the_scheduler_has_told_last(engine: Engine) -> None:
+def test_file_records_the_latest_weights_from_the_scheduler(engine: Engine) -> None:
     first, second = WeightVersion(0, "", "0a" * 16), WeightVersion(1, "step 1")
     engine.step(
         started(*(replace(engine.start(name, 6), weights=(first,)) for name in "ab")),
@@ -146,7 +146,7 @@ def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(
     weights[3] = "of another adapter"
     engine.step(HsxConnectorMetadata(), [("b", 4, 4)] if complete else [("a", 4, 4), ("b", 4, 4)])
     engine.close()
-    reason = "its adapter 'a' was loaded again, with other weights, before its last row"
+    reason = "adapter 'a' was reloaded with other weights before the last row of this request"
     assert engine.outcomes == {"a": reason if when == "before its last row" else None, "b": None}
 
 
@@ -160,17 +160,17 @@ def test_rows_of_other_owners_are_ignored(engine: Engine) -> None:
     engine.assert_file_is_right("mine", 3)
 
 
-def test_a_preempted_request_computes_its_rows_again(engine: Engine) -> None:
+def test_preempted_request_recomputes_its_rows(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
     engine.step(
         HsxConnectorMetadata(), [("a", 8, 4)]
-    )  # the prompt's last two, then output of before the preemption
+    )  # the last two of the prompt, then output from before the preemption
     engine.close()
     engine.assert_file_is_right("a", 10)
 
 
-def test_nothing_is_staged_any_more_once_the_prompt_is_complete(engine: Engine) -> None:
+def test_no_rows_are_staged_after_the_prompt(engine: Engine) -> None:
     engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
     assert engine.staging.wanted == {}
     engine.step(HsxConnectorMetadata(), [("a", 5, 1)])
@@ -180,14 +180,14 @@ def test_nothing_is_staged_any_more_once_the_prompt_is_complete(engine: Engine) 
     engine.assert_file_is_right("a", 5)
 
 
-def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(
+def test_rows_of_generated_tokens_are_published_at_the_end(
     engine: Engine,
 ) -> None:
     engine.step(started(engine.start("a", 5, include_output=True)), [("a", 0, 5)])
     for position in range(5, 9):
         engine.step(HsxConnectorMetadata(), [("a", position, 1)])
     assert engine.outcomes == {}
-    # With asynchronous scheduling one more step was under way: position 8 has an unwanted row.
+    # With asynchronous scheduling one more step was running: position 8 has an unwanted row.
     engine.step(ended("a", output=range(5, 8)), [])
     engine.wait_until_decided("a")  # no later step is needed
     engine.close()
@@ -195,7 +195,7 @@ def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(
     engine.assert_file_is_right("a", 8)
 
 
-def test_a_request_whose_generated_rows_are_missing_fails_and_says_which(engine: Engine) -> None:
+def test_request_with_missing_generated_rows_fails_and_names_them(engine: Engine) -> None:
     engine.step(started(engine.start("a", 5, include_output=True)), [("a", 0, 5)])
     engine.step(HsxConnectorMetadata(), [("a", 6, 1)])
     engine.step(ended("a", output=range(5, 7)), [])
@@ -204,7 +204,7 @@ def test_a_request_whose_generated_rows_are_missing_fails_and_says_which(engine:
     assert engine.visible() == {"a.safetensors.error"}
 
 
-def test_an_aborted_request_leaves_nothing(engine: Engine) -> None:
+def test_aborted_request_leaves_no_file(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10), engine.start("b", 4)), [("a", 0, 6), ("b", 0, 4)])
     engine.step(ended("a", aborted=True), [])
     engine.close()
@@ -213,7 +213,7 @@ def test_an_aborted_request_leaves_nothing(engine: Engine) -> None:
     assert not engine.path("a").with_name("a.safetensors.lock").exists()
 
 
-def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engine) -> None:
+def test_request_with_missing_rows_fails_and_names_them(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 4)])
     engine.step(HsxConnectorMetadata(), [("a", 7, 2)])
     engine.step(ended("a"), [])
@@ -225,7 +225,7 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     assert engine.visible() == {"a.safetensors.error"}
 
 
-def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(
+def test_end_of_a_decided_request_wakes_no_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
@@ -239,7 +239,7 @@ def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(
     assert engine.outcomes == {"a": None}
 
 
-def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> None:
+def test_id_can_be_reused_once_its_file_is_decided(engine: Engine) -> None:
     engine.step(started(engine.start("b", 5)), [("b", 0, 5)])
     engine.wait_until_decided("b")
     engine.path("b").unlink()
@@ -250,18 +250,18 @@ def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> Non
     engine.assert_file_is_right("b", 7)
 
 
-def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alone(
+def test_id_in_use_is_refused_and_the_first_file_is_unaffected(
     engine: Engine,
 ) -> None:
     engine.step(started(engine.start("b", 9)), [("b", 0, 5)])
     engine.step(started(engine.start("b", 7)), [])
-    assert engine.outcomes["b"] == "another request of this id is under way"
+    assert engine.outcomes["b"] == "another request with this id is running"
     engine.step(HsxConnectorMetadata(), [("b", 5, 4)])
     engine.close()
     engine.assert_file_is_right("b", 9)
 
 
-def test_a_file_that_cannot_be_opened_fails_alone(
+def test_file_that_cannot_be_opened_fails_only_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = engine.sink.open
@@ -279,7 +279,7 @@ def test_a_file_that_cannot_be_opened_fails_alone(
     engine.assert_file_is_right("b", 3)
 
 
-def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(
+def test_failed_write_fails_only_its_file_and_frees_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = engine.sink.open
@@ -304,7 +304,7 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(
     assert engine.worker._progress.backlog == 0
 
 
-def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(
+def test_close_fails_incomplete_files_and_ends_all_threads(
     engine: Engine,
 ) -> None:
     before = set(os.listdir("/proc/self/fd"))
@@ -317,7 +317,7 @@ def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
-    """Requests with the number of their tokens and how they end."""
+    """Draw requests: the number of tokens, and the end of each."""
     return [
         (
             f"r{index}",
@@ -382,14 +382,14 @@ def server_settings(directory: Path) -> ServerSettings:
 
 
 @pytest.mark.parametrize(("cpus_then", "num_writers"), [(1, 2), (3, 3), (64, 8), (None, 2)])
-def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_first_step(
+def test_number_of_writers_follows_the_cpus_at_the_first_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     cpus_then: int | None,
     num_writers: int,
 ) -> None:
-    """vllm-ascend binds each worker to its own CPUs after the warm-up. None: it does not."""
+    """vllm-ascend binds each worker to CPUs after the warm-up. None stands for no binding."""
     cpus = set(range(128))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
     settings = server_settings(tmp_path)
@@ -411,7 +411,7 @@ def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_firs
     assert not any(thread.is_alive() for thread in live)
 
 
-def test_a_pool_that_shrinks_ends_threads_after_their_present_jobs() -> None:
+def test_shrinking_pool_ends_threads_after_their_current_jobs() -> None:
     go_on = threading.Event()
     done: list[int] = []
 

@@ -37,7 +37,7 @@ print(json.dumps([engine.outcomes, core.contexts()]))
 """
 
 
-def test_a_worker_has_a_context_on_its_own_npu_alone(tmp_path: Path) -> None:
+def test_worker_creates_a_context_only_on_its_own_npu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(HARNESS), str(tmp_path / "out")],
         env={**os.environ, **environment(npus=2, late=True, queue=True)},

@@ -1,4 +1,4 @@
-"""A worker keeps files open, and copies rows of a request's prefix from them."""
+"""The worker keeps files open, and copies the rows of a prefix from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def publish(engine: Engine, number: int = 7) -> RequestStart:
-    """Publish the request "source", whose file is kept."""
+    """Publish the request "source". The file stays open."""
     start = replace(engine.start("source", TOKENS), number=number, keeps_source=True)
     engine.step(started(start), [("source", 0, TOKENS)])
     engine.wait_until_decided("source")
@@ -60,7 +60,7 @@ def continuing(engine: Engine, request_id: str, num_rows: int, number: int = 7) 
 
 @contextmanager
 def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies begin when the event is set, and with the end of the block."""
+    """Yield an event. Copies begin when it is set, at the latest at the end of the block."""
     go_on = threading.Event()
     copy_to = RowSource.copy_to
 
@@ -77,7 +77,7 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def let_writers_pass(engine: Engine) -> None:
-    """Wait until the second writer has done all jobs of the rows so far; the first one copies."""
+    """Wait until the second writer has run all jobs so far. The first writer copies."""
     delivered, passed = threading.Event(), threading.Event()
     engine.worker._lander.then(delivered.set)
     assert delivered.wait(30)
@@ -97,7 +97,7 @@ def assert_right(engine: Engine, request_id: str, num_rows: int) -> None:
     assert num_rows == 0 or found[0] == engine.value("source", 0)
 
 
-def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine) -> None:
+def test_file_has_copied_and_computed_rows(engine: Engine) -> None:
     publish(engine)
     engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
     engine.wait_until_decided("next")
@@ -108,7 +108,7 @@ def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine
     assert engine.worker.take_stats().gauge("open_sources") == {"0": 1}  # type: ignore[union-attr]
 
 
-def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(
+def test_file_waits_for_the_copy_and_the_source_stays_open(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler may release a source as soon as a request has started."""
@@ -124,10 +124,10 @@ def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_rows_that_are_computed_again_are_written_after_the_copy(
+def test_recomputed_rows_are_written_after_the_copy(
     side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a preemption; here they differ, so that the order is seen."""
+    """As after a preemption. The recomputed rows differ here, so the order is visible."""
     engine = Engine(tmp_path, side_by_side=side_by_side)
     publish(engine)
     start = continuing(engine, "next", 5)
@@ -135,15 +135,15 @@ def test_rows_that_are_computed_again_are_written_after_the_copy(
         engine.step(started(start), [("next", 5, 1)])
         engine.values |= {("next", 3): -3.0, ("next", 4): -4.0}
         engine.step(NOTHING, [("next", 3, 4)])
-        let_writers_pass(engine)  # if these rows did not wait, they would be written now
+        let_writers_pass(engine)  # these rows would be written now if they did not wait
     engine.worker._writers.wait()
-    engine.step(NOTHING, [("next", 7, 1)])  # it would be complete without the rows that wait
+    engine.step(NOTHING, [("next", 7, 1)])  # the file would be complete without the waiting rows
     engine.wait_until_decided("next")
     engine.close()
     assert_right(engine, "next", 5)
 
 
-def test_an_aborted_request_leaves_its_source_to_others(
+def test_aborted_request_does_not_close_its_source(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(engine)
@@ -157,7 +157,7 @@ def test_an_aborted_request_leaves_its_source_to_others(
     assert not engine.path("aborted").exists()
 
 
-def test_a_copy_that_fails_fails_its_request_alone(
+def test_failed_copy_fails_only_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(engine)
@@ -179,7 +179,7 @@ def test_a_copy_that_fails_fails_its_request_alone(
     assert_right(engine, "next", 5)
 
 
-def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(
+def test_request_without_its_source_fails_and_names_missing_rows(
     engine: Engine,
 ) -> None:
     publish(engine)
@@ -194,7 +194,7 @@ def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(
     )
 
 
-def test_a_copy_that_hangs_counts_as_silent_storage(
+def test_hanging_copy_counts_as_stalled_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tmp_path, storage_timeout=PATIENCE)
@@ -210,7 +210,7 @@ def test_a_copy_that_hangs_counts_as_silent_storage(
     engine.close()
 
 
-def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
+def test_close_closes_all_open_sources(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     engine = Engine(tmp_path)
     publish(engine)
@@ -223,7 +223,7 @@ def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
     ]
 
 
-# Files that are kept
+# Open sources
 
 
 def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
@@ -263,7 +263,7 @@ def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> No
     assert (rows_of(file.path)[:3] == finite_rows(0, 3)).all()
 
 
-def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
+def test_close_releases_every_file_including_later_files(tmp_path: Path) -> None:
     kept = OpenSources(run_at_once)
     first, _ = kept_source(tmp_path / "first")
     late, _ = kept_source(tmp_path / "late")
@@ -274,7 +274,7 @@ def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -
     assert not is_open(late)
 
 
-def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
+def test_removed_files_count_while_they_are_open(tmp_path: Path) -> None:
     now = 0.0
     kept = OpenSources(run_at_once, lambda: now)
     sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
@@ -285,7 +285,7 @@ def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> N
     sources[0][1].unlink()
     sources[1][1].rename(tmp_path / "moved")
     assert not kept.needs_space()
-    assert kept.space() == (2, 0)  # it is counted once a second
+    assert kept.space() == (2, 0)  # files are counted once per second
     now = 1.0
     assert not kept.needs_space()
     assert kept.space() == (2, size)
@@ -316,7 +316,7 @@ def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
     ("number", "needs"),
     [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EMFILE, True)],
 )
-def test_a_request_for_which_there_is_no_space_releases_the_files_that_are_kept(
+def test_request_without_space_releases_open_sources(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, needs: bool
 ) -> None:
     publish(engine)
@@ -338,7 +338,7 @@ def raise_error(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(
+def test_hanging_storage_does_not_block_steps_through_open_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[Job] = []

@@ -1,4 +1,4 @@
-"""What the worker counts is what became of the rows and files it was given."""
+"""The stats of a worker match the outcomes of its rows and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def stats_of(engine: Engine) -> HsxStats:
-    """All that was counted, once nothing is under way any more."""
+    """Return all stats once the worker is idle."""
     engine.close()
     stats = engine.worker.take_stats()
     assert stats is not None
@@ -38,7 +38,7 @@ def observations(stats: HsxStats, name: str) -> int:
 def replace_method(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, method: str, replacement: Any
 ) -> None:
-    """Have the file of one request do something else."""
+    """Replace a method of the file of one request."""
     original = engine.sink.open
 
     def open_file(its_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
@@ -50,7 +50,7 @@ def replace_method(
     monkeypatch.setattr(engine.sink, "open", open_file)
 
 
-def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
+def test_complete_requests_count_bytes_and_files(engine: Engine) -> None:
     engine.step(started(engine.start("a", 12), engine.start("b", 3)), [("a", 0, 8), ("b", 0, 3)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 4)])
     stats = stats_of(engine)
@@ -61,14 +61,14 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     assert (stats.counter("published"), observations(stats, "publish")) == (2, 2)
     assert (
         observations(stats, "copy") == 15
-    )  # a buffer of this ring holds a row; some are written together
+    )  # a chunk of this ring has one row; some rows are written together
     assert 2 <= observations(stats, "write") < 15
     assert (stats.counter("failed"), stats.counter("aborted"), stats.failures) == (0, 0, {})
     assert stats.gauge("backlog_bytes") == {"0": 0}
     assert 0 < stats.gauge("ring_fill")["0"] <= 1
 
 
-def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_something_happened(
+def test_stats_are_sent_on_request_or_after_an_event(
     engine: Engine,
 ) -> None:
     for wanted in (False, True, False):
@@ -76,7 +76,7 @@ def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_somethin
         assert (engine.worker.take_stats() is not None) == wanted
 
 
-def test_rows_that_are_computed_again_are_written_again_and_published_once(engine: Engine) -> None:
+def test_recomputed_rows_are_written_twice_and_published_once(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
     engine.step(HsxConnectorMetadata(), [("a", 8, 2)])
@@ -88,7 +88,7 @@ def test_rows_that_are_computed_again_are_written_again_and_published_once(engin
     assert stats.counter("published") == 1
 
 
-def test_aborts_and_failures_are_told_apart_by_cause(
+def test_aborts_and_failures_are_counted_by_cause(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(first: int, rows: object) -> None:
@@ -116,7 +116,7 @@ def test_aborts_and_failures_are_told_apart_by_cause(
     assert observations(stats, "publish") == 1
 
 
-def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(
+def test_full_ring_shows_in_fill_backlog_and_stall(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -124,10 +124,12 @@ def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(
     engine.step(started(engine.start("slow", 100)), [("slow", 0, 16)])
     engine.step(HsxConnectorMetadata(), [("slow", 16, 16)])
     stats = engine.worker.take_stats()
-    while stats is None or stats.gauge("ring_fill") != {"0": 1.0}:  # until the lander has got there
+    while stats is None or stats.gauge("ring_fill") != {
+        "0": 1.0
+    }:  # until the lander has copied them
         stats = engine.worker.take_stats() or stats
     assert stats.gauge("backlog_bytes") == {"0": 32 * FORMAT.row_bytes}
-    # Both slots wait for the full ring; storage goes on once the main thread waits for a slot.
+    # Both slots wait for the full ring. Storage continues once the main thread waits for a slot.
     issued = engine.staging.slots[0].issued
     wait = issued.wait
 

@@ -1,4 +1,4 @@
-"""Writers of a worker: who opens and writes, and in which order rows of one file are written."""
+"""Writers of a worker: the threads that open and write files, and the order of writes to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 NOTHING = HsxConnectorMetadata()
 
 
-def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_step(
+def test_files_are_opened_in_another_thread_before_the_step_ends(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -35,7 +35,7 @@ def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_
 
 
 class OpeningGate:
-    """Holds the openings of a sink until it is opened."""
+    """Block all openings of a sink until the gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
         self.open = threading.Event()
@@ -48,13 +48,13 @@ class OpeningGate:
         monkeypatch.setattr(engine.sink, "open", wait_then_open)
 
 
-def test_files_that_open_slowly_keep_no_writer_from_other_files(
+def test_files_that_open_slowly_block_no_writer(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("open", 6)), [("open", 0, 3)])
     gate = OpeningGate(monkeypatch, engine)
-    # More than there are writers.
+    # More files than writers.
     starts = started(engine.start("slow", 3), engine.start("too", 3), engine.start("three", 3))
     step = threading.Thread(
         target=engine.step,
@@ -70,7 +70,7 @@ def test_files_that_open_slowly_keep_no_writer_from_other_files(
         engine.assert_file_is_right(name, num_tokens)
 
 
-def test_a_request_that_fails_while_its_file_opens_frees_its_memory_at_once(
+def test_request_that_fails_while_opening_frees_its_memory_immediately(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(slow_storage="fail")
@@ -84,7 +84,7 @@ def test_a_request_that_fails_while_its_file_opens_frees_its_memory_at_once(
     assert engine.visible() == {"slow.safetensors.error"}
 
 
-def test_a_worker_that_closes_writes_the_rows_of_files_that_are_being_opened(
+def test_close_writes_rows_of_files_that_are_being_opened(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -93,13 +93,13 @@ def test_a_worker_that_closes_writes_the_rows_of_files_that_are_being_opened(
     monkeypatch.setattr(
         engine.worker._opener, "wait", lambda timeout=None: (gate.open.set(), wait(timeout))
     )
-    monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step, which would wait
+    monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step would wait
     engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
     engine.worker.close()
     engine.assert_file_is_right("a", 3)
 
 
-def test_a_request_that_has_failed_has_no_more_rows_staged(
+def test_no_rows_of_a_failed_request_are_staged(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -117,7 +117,7 @@ def test_a_request_that_has_failed_has_no_more_rows_staged(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_fails_its_file_and_is_named(
+def test_row_that_is_not_finite_fails_its_file_and_is_named(
     make_engine: Callable[..., Engine], value: float
 ) -> None:
     engine = make_engine(check_finite=True)
@@ -125,7 +125,7 @@ def test_a_row_that_is_not_finite_fails_its_file_and_is_named(
     engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
     engine.close()
     assert engine.outcomes == {
-        "a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored",
+        "a": "the row of token position 5 is not finite in layer 0 of 2 stored layers",
         "b": None,
     }
     assert failures(engine) == {"not_finite": 1}
@@ -188,7 +188,7 @@ def test_slow_write_delays_no_other_file_and_own_file_only_in_the_page_cache(
     engine.assert_file_is_right("short", 4)
 
 
-def test_rows_that_are_computed_again_are_written_after_their_first_version(
+def test_recomputed_rows_are_written_after_their_first_version(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "a", 2)
@@ -200,10 +200,10 @@ def test_rows_that_are_computed_again_are_written_after_their_first_version(
     engine.values = {}
     engine.step(
         NOTHING, [("a", 0, 3)]
-    )  # preempted: it starts again, and its first part is cut elsewhere
+    )  # preempted: it starts again, and the first part has another length
     engine.step(NOTHING, [("a", 3, 3)])
     engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
-    engine.wait_until_decided("b")  # the other writer has come by
+    engine.wait_until_decided("b")  # the other writer has run
     assert gate.written == [0]
     gate.open.set()
     engine.step(NOTHING, [("a", 6, 2)])
@@ -212,7 +212,7 @@ def test_rows_that_are_computed_again_are_written_after_their_first_version(
     engine.assert_file_is_right("a", 8)
 
 
-def test_the_end_of_a_request_comes_after_its_rows(
+def test_request_ends_after_its_rows(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "a", 0)

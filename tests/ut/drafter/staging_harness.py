@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class Pipeline:
-    """Staging, ring, lander and one writer thread, whose reads a test times by a gate."""
+    """Staging, ring, lander and one writer thread. A test holds its reads with a gate."""
 
     def __init__(self, *, slots: int = 2, ring_rows: int = 10, slot_rows: int = MAX_TOKENS) -> None:
         self.staging = StagingCache(
@@ -63,7 +63,7 @@ class Pipeline:
                     chunk.release([span])
 
     def step(self, rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """Run proposer and connector; then overwrite the output, as a graph's replay does."""
+        """Run proposer and connector, then overwrite the output, as the replay of a graph does."""
         on_device = [layer.to(DEVICE) for layer in rows]
         self.staging.write(on_device, spans)
         slot = self.staging.take()
@@ -73,7 +73,10 @@ class Pipeline:
             layer.fill_(-1.0)
 
     def close(self) -> None:
-        """Read what was staged, end the threads, and raise their first error, once."""
+        """Read all staged rows, end the threads, and raise their first error.
+
+        Later calls do nothing.
+        """
         if not self.writer.is_alive():
             return
         self.gate.set()
@@ -85,7 +88,7 @@ class Pipeline:
 
 
 def target_output(num_tokens: int, seed: int) -> list[torch.Tensor]:
-    """One [tokens, hidden] per collected layer, no two rows alike."""
+    """Return one [tokens, hidden] per collected layer. All rows differ."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(num_tokens, HIDDEN, generator=generator).to(DTYPE) for _ in range(LAYERS)]
 
@@ -96,7 +99,7 @@ def expected_row(rows: Sequence[torch.Tensor], index: int) -> torch.Tensor:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[list[Span]]:
-    """Batches of several requests, of which some rows are wanted."""
+    """Draw batches of several requests with some wanted rows."""
     found, positions = [], dict.fromkeys("abcd", 0)
     for _ in range(draw(st.integers(1, 7))):
         spans, row = [], 0

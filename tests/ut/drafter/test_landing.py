@@ -1,4 +1,4 @@
-"""The lander on an emulated NPU: who uses the device, and the failure of each device call."""
+"""The lander on an emulated NPU: threads that use the device, and failures of device calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fail = Callable[[], None]
 
 
 class WatchedEvent(torch.npu.Event):  # type: ignore[name-defined,misc]
-    """Note which thread records, queries and drops an event. Nobody may synchronize it."""
+    """Record the threads that record, query and drop an event. No thread may synchronize it."""
 
     used_by: ClassVar[set[str]] = set()
 
@@ -47,15 +47,15 @@ class WatchedNpu:
         return getattr(torch.npu, name)  # type: ignore[attr-defined]
 
 
-def test_only_the_lander_records_queries_and_drops_events_of_copies(
+def test_only_the_lander_uses_events_of_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WatchedEvent, "used_by", set())
     made = Pipeline(ring_rows=4)
-    made.close()  # its slots and lander have real events
+    made.close()  # slots and lander have real events
     monkeypatch.setattr(landing, "npu", WatchedNpu)
     pipeline = Pipeline(ring_rows=4)
-    asked = pipeline.lander._asked_by_others  # of `ask`, for the thread that sends the answers
+    asked = pipeline.lander._asked_by_others  # used by `ask`, for the thread that sends the output
     for seed in range(3):
         pipeline.step(target_output(12, seed), [Span("a", 12 * seed, 12, 0)])
     pipeline.close()
@@ -66,10 +66,10 @@ def test_only_the_lander_records_queries_and_drops_events_of_copies(
     del asked
 
 
-def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(
+def test_chunks_of_a_slot_land_together_and_events_are_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One event for each slot, or each time that the ring is full: a record may block the GIL."""
+    """One event per slot, or per full ring, because recording an event may block the GIL."""
     created: list[Any] = []
 
     class CountedEvent(torch.npu.Event):  # type: ignore[name-defined,misc]
@@ -91,8 +91,8 @@ def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(
     assert len(created) == 3, "two that ask for errors, and one for all slots"
 
 
-def test_a_full_ring_does_not_count_as_slow_storage_while_its_rows_are_being_written() -> None:
-    """With slow_storage="fail" the next step would fail its requests."""
+def test_full_ring_is_not_slow_storage_while_rows_are_written() -> None:
+    """Otherwise, with slow_storage="fail", the next step would fail requests."""
     pipeline = Pipeline(ring_rows=4)
     (slot, _) = pipeline.staging.slots
     storage_delays: list[bool] = []
@@ -173,7 +173,7 @@ def pipeline() -> Iterator[Pipeline]:
 
 
 @pytest.mark.parametrize("sabotage", CALLS)
-def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lander(
+def test_failed_device_call_is_reported_once_and_blocks_no_thread(
     pipeline: Pipeline, sabotage: Callable[[Pipeline, Fail], None]
 ) -> None:
     def fail() -> None:
@@ -193,10 +193,10 @@ def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lande
     assert {position for _, position in pipeline.read} <= set(range(4))
 
 
-def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reported(
+def test_finish_call_waits_until_the_error_is_reported(
     pipeline: Pipeline,
 ) -> None:
-    """In between it could send an answer that the device has spoilt."""
+    """Otherwise the main thread could send wrong output before it knows of the error."""
     reporting, go_on, passed = threading.Event(), threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -220,10 +220,8 @@ def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reporte
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
-def test_a_copy_that_the_device_has_dropped_is_not_handed_out(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An event that is used again still shows that it had completed."""
+def test_dropped_copy_is_not_delivered(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reused event still shows the earlier completion."""
     monkeypatch.setattr(landing, "_OTHERS_S", 0.05)
     rows = target_output(4, 0)
     pipeline.step(rows, [Span("a", 0, 4, 0)])
@@ -241,7 +239,7 @@ def test_a_copy_that_the_device_has_dropped_is_not_handed_out(
     )
 
 
-def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_first(
+def test_thread_with_the_error_of_a_dropped_copy_may_report_it_first(
     pipeline: Pipeline,
 ) -> None:
     _copy_fails(pipeline, lambda: None)
@@ -251,10 +249,10 @@ def test_the_thread_that_has_received_the_error_of_a_dropped_copy_may_report_it_
     assert pipeline.errors == [], "another thread has the device's own text"
 
 
-def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(
+def test_idle_lander_asks_for_the_error_of_an_overdue_copy(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise nobody would enter the task queue until the next request."""
+    """Otherwise no thread would enter the task queue until the next request."""
     monkeypatch.setattr(landing, "_ASK_S", 0.01)
 
     class Dropped(FailingEvent):
@@ -271,7 +269,7 @@ def test_an_idle_lander_asks_for_the_error_of_a_copy_that_does_not_land(
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
-def test_a_lander_that_was_abandoned_frees_who_waits_for_a_slot(pipeline: Pipeline) -> None:
+def test_abandoned_lander_releases_threads_that_wait_for_a_slot(pipeline: Pipeline) -> None:
     pipeline.lander.abandon()
     for seed in range(3):
         pipeline.step(target_output(4, seed), [Span("a", 4 * seed, 4, 0)])

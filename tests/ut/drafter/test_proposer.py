@@ -1,4 +1,4 @@
-"""The proposer against a mocked runner: its collectives, their order, and what it refuses."""
+"""The proposer with a mocked runner: collectives, their order, and refused runners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LAYER = "cache_only_layers.4"
 
 
 class Runner:
-    """The part of NPUModelRunner that the proposer calls; records calls, answers as for DP=2."""
+    """The part of NPUModelRunner that the proposer calls.
+
+    Records calls, and answers as for DP=2.
+    """
 
     def __init__(self, tp_size: int = 4, other_rank_tokens: int = 0) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -47,7 +50,7 @@ class Runner:
 
 
 class Model:
-    """Stands for the drafter; records what it was given."""
+    """Replaces the model of the drafter. Records the arguments."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -57,7 +60,7 @@ class Model:
 
 
 def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
-    """A proposer as after load_model, without an engine."""
+    """Return a proposer as after load_model, without an engine."""
     proposer = HsxProposer.__new__(HsxProposer)
     proposer.runner = runner
     proposer.dp_rank = 0
@@ -126,14 +129,14 @@ def test_idle_dp_rank_issues_the_same_collectives(busy: int, idle: int, tp_size:
     )
 
 
-def test_the_agreed_number_of_tokens_is_used_when_another_rank_has_more() -> None:
+def test_agreed_number_of_tokens_is_used_if_another_rank_has_more() -> None:
     _, num_tokens, across_dp = make_proposer(
         Runner(other_rank_tokens=40)
     )._determine_batch_execution_and_padding(6)
     assert (num_tokens, across_dp.tolist()) == (40, [40, 40])
 
 
-def test_a_rank_uses_the_number_that_was_agreed_on_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_uses_its_own_agreed_number(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = make_proposer(Runner())
     proposer.dp_rank = 1
     monkeypatch.setattr(
@@ -144,7 +147,7 @@ def test_a_rank_uses_the_number_that_was_agreed_on_for_it(monkeypatch: pytest.Mo
     assert proposer._determine_batch_execution_and_padding(9)[1] == 12
 
 
-def test_one_dp_rank_agrees_with_nobody() -> None:
+def test_single_dp_rank_issues_no_collective() -> None:
     runner = Runner(tp_size=4)
     assert make_proposer(runner, dp_size=1)._determine_batch_execution_and_padding(6) == (
         CUDAGraphMode.NONE,
@@ -170,7 +173,7 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts() -> None:
 
 
 class Connector:
-    """The part of a connector that the layer calls; records what it was handed."""
+    """The part of a connector that the layer calls. Records the arguments."""
 
     def __init__(self, in_step: bool) -> None:
         self._in_step = in_step
@@ -184,7 +187,7 @@ class Connector:
 
 
 @pytest.mark.parametrize("in_step", [True, False], ids=["in a step", "outside of a step"])
-def test_the_layer_hands_its_rows_to_the_connector_without_a_forward_context(
+def test_layer_passes_rows_to_the_connector_without_a_forward_context(
     in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector, written = Connector(in_step), []
@@ -211,21 +214,21 @@ def test_the_layer_needs_no_connector() -> None:
     AscendCacheOnlyLayer(staging, LAYER, config)([torch.zeros(7, 3)], CacheOnlyMetadata([]))
 
 
-def test_a_step_in_which_nothing_is_wanted_does_not_look_at_the_batch() -> None:
+def test_step_without_wanted_rows_does_not_read_the_batch() -> None:
     runner = Runner()
     del runner.input_batch
     propose(make_proposer(runner), 7, [0, 2, 7])
 
 
 @pytest.mark.parametrize("counts", [(), (0,)], ids=["0.23", "0.26"])
-def test_a_runner_may_give_the_number_of_draft_tokens(counts: tuple[int, ...]) -> None:
+def test_runner_may_pass_the_number_of_draft_tokens(counts: tuple[int, ...]) -> None:
     runner = Runner()
     assert propose(make_proposer(runner), 4, [0, 3, 4], *counts).shape == (2, 0)
     assert runner.calls == [("pad", 4), ("sync", 4)]
 
 
-def test_the_drafter_gets_the_batch_of_a_group_that_exists_though_its_layer_is_in_none() -> None:
-    """Otherwise 0.30 calls no drafter at all, and rows are missing without an error."""
+def test_drafter_gets_the_batch_of_an_existing_kv_cache_group() -> None:
+    """Otherwise 0.30 does not call the drafter, and rows are missing without an error."""
     proposer = make_proposer(Runner())
     proposer.validate_same_kv_cache_group(
         SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["model.layers.0"])])
@@ -233,7 +236,7 @@ def test_the_drafter_gets_the_batch_of_a_group_that_exists_though_its_layer_is_i
     assert proposer.kv_cache_gid == 0
 
 
-def test_no_token_is_proposed_so_that_text_is_sampled_as_without_extraction() -> None:
+def test_no_token_is_proposed() -> None:
     assert propose(make_proposer(Runner()), 4, [0, 3, 4]).shape == (2, 0)
     sampled = torch.tensor([[5], [6]])
     next_ids, _ = make_proposer(Runner()).prepare_next_token_ids_padded(
@@ -243,7 +246,7 @@ def test_no_token_is_proposed_so_that_text_is_sampled_as_without_extraction() ->
 
 
 class RunnerWithoutHooks:
-    """The v2 runner of vllm-ascend 0.23.0 in this respect."""
+    """Like the v2 runner of vllm-ascend 0.23.0, it lacks these methods."""
 
 
 @pytest.mark.parametrize(

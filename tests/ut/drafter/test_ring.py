@@ -1,4 +1,4 @@
-"""The pinned ring hands out each row once, in runs of any length, and takes back in any order."""
+"""The pinned ring allocates each row once, in runs of any length. Rows are freed in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_ring(rows: int) -> PinnedRing:
 
 
 class AllocatorLife(RuleBasedStateMachine):
-    """Runs are taken and returned, whole or in parts, in any order; a set of rows is the model."""
+    """Runs are taken and freed, whole or in parts, in any order. The model is a set of rows."""
 
     @initialize(num_rows=st.integers(1, 60))
     def start(self, num_rows: int) -> None:
@@ -92,11 +92,11 @@ TestAllocatorLife = AllocatorLife.TestCase
 @pytest.mark.parametrize(
     ("rows", "rows_per_chunk"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)]
 )
-def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_chunk: int) -> None:
+def test_ring_holds_as_many_rows_as_fit(rows: int, rows_per_chunk: int) -> None:
     assert ring_shape(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_chunk)
 
 
-def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:
+def test_ring_is_pinned_page_aligned_and_contiguous() -> None:
     ring = make_ring(10)
     assert (ring.num_rows, ring.pinned_bytes) == (10, 512)
     runs = [ring.wait(3) for _ in range(10)]
@@ -109,12 +109,12 @@ def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> No
     assert ring.free_rows == 0
 
 
-def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
+def test_ring_for_fewer_than_two_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="give at least 96 bytes"):
         PinnedRing(95, ROW_SHAPE, DTYPE)
 
 
-def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
+def test_peak_fill_is_measured_since_the_last_call() -> None:
     ring = make_ring(8)
     assert ring.take_peak_fill() == 0.0
     first, second, third = (ring.wait(1).first for _ in range(3))
@@ -128,7 +128,7 @@ def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
 
 
 def take_in_thread(ring: PinnedRing, wish: int) -> tuple[threading.Thread, list[Run]]:
-    """Return a thread that waits for rows of a full ring, and the runs that it gets."""
+    """Return a thread that waits for rows of a full ring, and the list of its runs."""
     got: list[Run] = []
     waiting = threading.Event()
     original = ring._changed.wait
@@ -144,7 +144,7 @@ def take_in_thread(ring: PinnedRing, wish: int) -> tuple[threading.Thread, list[
     return taker, got
 
 
-def test_a_full_ring_gives_out_rows_that_become_free() -> None:
+def test_full_ring_waits_for_rows_to_become_free() -> None:
     ring = make_ring(2)
     runs = [ring.wait(1) for _ in range(2)]
     assert ring.take(1) is None
@@ -155,10 +155,10 @@ def test_a_full_ring_gives_out_rows_that_become_free() -> None:
     assert [run.first for run in got] == [1]
 
 
-def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
+def test_full_ring_does_not_fragment_into_ever_smaller_runs() -> None:
     ring = make_ring(
         64 * 8
-    )  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
+    )  # chunks of 64 rows; a run of less than 4 rows is not taken if more rows are wanted
     while ring.free_rows:
         ring.wait(64)
     for row in range(3):
@@ -171,8 +171,8 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [4096, 1 << 20, 1 << 25])
-def test_a_ring_pins_what_it_says_and_uses_all_of_it(num_bytes: int) -> None:
-    """The allocator rounds up: 4 KiB more for alignment would double the ring."""
+def test_ring_pins_the_documented_size_and_uses_all_of_it(num_bytes: int) -> None:
+    """The allocator rounds up, so 4 KiB more for alignment would double the ring."""
     before = torch.npu.host_memory_stats()["active_bytes.current"]  # type: ignore[attr-defined]
     ring = PinnedRing(num_bytes, ROW_SHAPE, DTYPE)
     pinned = torch.npu.host_memory_stats()["active_bytes.current"] - before  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def test_a_ring_pins_what_it_says_and_uses_all_of_it(num_bytes: int) -> None:
     assert num_bytes - len(ring.data) < ROW_BYTES
 
 
-def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(
+def test_ring_skips_memory_before_the_first_page_boundary(
     pinned_fault: Callable[[str], None],
 ) -> None:
     pinned_fault("UNALIGNED")
@@ -193,7 +193,7 @@ def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(
     assert torch.equal(torch.frombuffer(run.data, dtype=DTYPE), run.rows.flatten())
 
 
-def test_a_ring_at_a_null_pointer_is_refused(pinned_fault: Callable[[str], None]) -> None:
+def test_null_pointer_from_the_driver_is_refused(pinned_fault: Callable[[str], None]) -> None:
     """torch_npu 2.10.0.post4 with a driver before 25.5: CachingHostAllocator.cpp:259."""
     pinned_fault("NULL")
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_a_ring_at_a_null_pointer_is_refused(pinned_fault: Callable[[str], None]
         PinnedRing(1 << 20, ROW_SHAPE, DTYPE)
 
 
-def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_line() -> None:
+def test_allocation_failure_is_a_one_line_error_of_the_option() -> None:
     with pytest.raises(UserError) as refusal:
         PinnedRing(1 << 50, ROW_SHAPE, DTYPE)
     assert (
@@ -216,7 +216,7 @@ def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_li
 
 @pytest.fixture
 def pinned_fault() -> Iterator[Callable[[str], None]]:
-    """Let the emulated driver fail at pinned allocations until the test ends."""
+    """Make pinned allocations of the emulated driver fail until the test ends."""
     torch.npu.host_empty_cache()
     yield lambda name: core.set_pinned_fault(getattr(core.PinnedFault, name))
     core.set_pinned_fault(core.PinnedFault.NONE)

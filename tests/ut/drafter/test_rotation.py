@@ -1,4 +1,4 @@
-"""Rows of a rotated target are turned back while they are staged, and never otherwise changed."""
+"""Rows of a rotated target are turned back while they are staged, and not changed otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("npu:0")
 
 
 def orthogonal(size: int, seed: int = 0) -> torch.Tensor:
-    """A rotation that is not its own inverse: turning twice, or the wrong way, is seen."""
+    """Return a rotation that is not its own inverse. So wrong or repeated turns are visible."""
     return torch.linalg.qr(
         torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     )[0].float()
@@ -55,7 +55,7 @@ def test_staged_rows_are_in_the_models_own_basis(
         expected = torch.cat([rows[source][2:11], rows[source][15:18]])
         found = slot.rows[:12, index].cpu()
         assert found.dtype == dtype
-        # A row's own rounding, twice: as the target returns it, and as it is stored.
+        # A row is rounded twice: in the output of the target, and when it is stored.
         torch.testing.assert_close(
             found.float(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
         )
@@ -65,8 +65,8 @@ def test_staged_rows_are_in_the_models_own_basis(
 
 
 @only_with("<0.30", "it turns drafts in models/llama_eagle3.py")
-def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_path: Path) -> None:
-    """A draft that is trained on the rows computes the same when vllm-ascend serves it."""
+def test_draft_computes_the_same_from_rows_as_in_vllm_ascend(tmp_path: Path) -> None:
+    """A draft trained on the rows computes the same when vllm-ascend serves it."""
     from vllm_ascend.patch.worker.patch_draft_quarot import make_load_weights
 
     class Draft(torch.nn.Module):
@@ -88,9 +88,7 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
     draft = Draft()
     make_load_weights(tmp_path, tmp_path / "q")(draft, [("fc.weight", weights)])
 
-    layers = [
-        torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)
-    ]  # X @ Q, as the target returns them
+    layers = [torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)]  # X @ Q, the output of the target
     rows = torch.empty(TOKENS, LAYERS, HIDDEN, device=DEVICE)
     TurnBack(rotation, TOKENS, DEVICE)([layer.to(DEVICE) for layer in layers], rows)
     served = draft.model.fc(torch.cat(layers, dim=1))
@@ -100,13 +98,13 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
     )
 
 
-def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:
-    """Sleep level 2: memory comes back at the same address, without data."""
+def test_rows_are_turned_back_after_sleep_discards_device_memory() -> None:
+    """After sleep level 2, memory is mapped at the same address, without data."""
     rotation, rows = orthogonal(HIDDEN), torch.randn(TOKENS, HIDDEN)
     turn, out = TurnBack(rotation, TOKENS, DEVICE), torch.empty(TOKENS, 1, HIDDEN, device=DEVICE)
     for _ in range(3):
         turn.before_sleep()
-        turn.before_sleep()  # a second call copies nothing of what was lost
+        turn.before_sleep()  # a second call does not copy the lost memory
         for buffer in (turn._transposed, turn._rotated, turn._turned):
             buffer.fill_(float("nan"))
         turn.before_sleep()
@@ -114,10 +112,10 @@ def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:
         torch.testing.assert_close(out[:, 0].cpu(), rows, rtol=0, atol=1e-5)
 
 
-def test_its_buffers_are_allocated_once() -> None:
-    """vLLM measures the memory before the first request; what a step took would be missing.
+def test_rotation_buffers_are_allocated_once() -> None:
+    """vLLM measures memory before the first request, and would not count memory of later steps.
 
-    A step takes only the workspace of its matrix product: 20 MiB, as those of the target do
+    A step takes only the workspace of the matrix product: 20 MiB, like products of the target
     (mat_mul_v3/op_host/op_tiling/matmul_v3_base_tiling.cpp:2819, ops-nn 9.1.0).
     """
     turn = TurnBack(orthogonal(HIDDEN), 4, DEVICE)

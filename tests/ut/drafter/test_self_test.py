@@ -1,4 +1,4 @@
-"""The self-test at load names the step whose rows are wrong, and warms what later steps launch."""
+"""The self-test names the step with wrong rows, and launches the operators of later steps."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[bool, Patch, str]] = {
 
 
 @pytest.mark.parametrize(("rotated", "fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
-def test_a_fault_ends_the_start_with_an_error_that_names_its_step(
+def test_fault_ends_the_start_with_an_error_that_names_the_step(
     monkeypatch: pytest.MonkeyPatch, rotated: bool, fault: Patch, message: str
 ) -> None:
     staging = make_staging(rotated=rotated)
@@ -208,7 +208,7 @@ def test_the_proposer_tests_its_staging_when_it_is_loaded(monkeypatch: pytest.Mo
     ("basis", "wish", "refused"),
     [("", "undo", True), ("", "keep", False), ("model", "undo", False)],
 )
-def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
+def test_rotated_target_without_a_declared_rotation_is_refused(
     monkeypatch: pytest.MonkeyPatch, basis: str, wish: str, refused: bool
 ) -> None:
     layer = SimpleNamespace(staging=make_staging())
@@ -220,7 +220,7 @@ def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
     )
     monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.read_settings", lambda config: settings)
     target = torch.nn.Module()
-    target.norm = torch.nn.LayerNorm(HIDDEN)  # its weights are 1
+    target.norm = torch.nn.LayerNorm(HIDDEN)  # all weights are 1
     drafter = Drafter()
     drafter.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model="a-w8a8-rot", quantization="ascend")
@@ -233,11 +233,11 @@ def test_a_loaded_target_that_is_rotated_is_refused_unless_that_is_known(
         drafter.finish_loading(target)
 
 
-# Each case has a device on which no other test launches anything.
+# Each case has a device on which no other test launches operators.
 @pytest.mark.parametrize(
     ("num_layers", "rotated", "index"), [(3, False, 1), (40, False, 2), (3, True, 3), (40, True, 4)]
 )
-def test_after_it_a_request_launches_nothing_for_the_first_time_and_takes_no_memory(
+def test_self_test_launches_every_operator_and_allocates_all_memory_of_a_step(
     num_layers: int, rotated: bool, index: int
 ) -> None:
     device = torch.device("npu", index)

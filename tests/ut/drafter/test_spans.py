@@ -1,4 +1,4 @@
-"""Spans assign each row of a batch to its request; splitting and merging lose and swap none."""
+"""Spans assign each row of a batch to a request. Splitting and merging lose and swap no rows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_merged_ranges_visit_the_rows_of_the_spans_in_order(
 
 
 @given(batches(), st.lists(st.integers(1, 15), min_size=1))
-def test_pieces_hold_every_staged_row_once(
+def test_split_spans_cover_every_staged_row_once(
     batch: tuple[list[BatchRow], dict[str, int]], sizes: list[int]
 ) -> None:
     at, staged = 0, []
@@ -125,7 +125,7 @@ def test_pieces_hold_every_staged_row_once(
 
 
 @given(batches(), st.integers(1, 30))
-def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_full(
+def test_cut_spans_keep_order_and_fill_all_groups_but_the_last(
     batch: tuple[list[BatchRow], dict[str, int]], most_rows: int
 ) -> None:
     spans = select_spans(*batch)
@@ -153,7 +153,7 @@ def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_ful
         pytest.param([3], [3], id="a step of few rows"),
     ],
 )
-def test_a_chunk_ends_where_a_request_does_if_it_is_not_too_short_for_that(
+def test_chunk_ends_with_a_request_unless_it_would_be_too_short(
     lengths: list[int], expected: list[int]
 ) -> None:
     starts = [sum(lengths[:index]) for index in range(len(lengths))]

@@ -1,4 +1,4 @@
-"""Model runner V2: what the speculator stages, and what the runner does not wait for."""
+"""Model runner V2: the rows that the speculator stages, and waits that the runner omits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_layout_has_the_position_and_the_rows_of_each_request() -> None:
     ]
 
 
-def test_a_batch_without_a_position_for_each_request_loses_none_in_silence() -> None:
+def test_batch_without_a_position_for_each_request_is_an_error() -> None:
     short = batch()
     short.num_computed_tokens_np = short.num_computed_tokens_np[:2]
     with pytest.raises(ValueError, match="shorter"):
@@ -40,7 +40,7 @@ def test_a_batch_without_a_position_for_each_request_loses_none_in_silence() -> 
 
 
 def make_speculator(wanted: dict[str, int]) -> Any:
-    """A speculator as after load_model, without an engine; `given` has what it stages."""
+    """Return a speculator as after load_model, without an engine. `given` has the staged rows."""
     from vllm_ascend_hsx.drafter.speculator import HsxSpeculator
 
     speculator = HsxSpeculator.__new__(HsxSpeculator)
@@ -91,7 +91,7 @@ def test_a_step_without_rows_to_extract_stages_nothing(
 
 
 @pytest.mark.parametrize("method", [METHOD, "eagle3"])
-def test_the_runner_copies_no_counts_and_waits_for_none_unless_drafts_are_made(method: str) -> None:
+def test_runner_neither_copies_nor_awaits_counts_without_drafts(method: str) -> None:
     runner, seen = (
         SimpleNamespace(speculative_config=SimpleNamespace(method=method), speculator="ours"),
         [],

@@ -1,4 +1,4 @@
-"""Staging on an emulated NPU in late mode: writers read the computed rows, whatever the steps."""
+"""Staging on an emulated NPU in late mode: writers read the computed rows after any steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
     ring_rows=st.integers(2, 40),
     slot_rows=st.integers(1, MAX_TOKENS),
 )
-def test_every_row_arrives_as_it_was_computed(
+def test_every_row_arrives_unchanged(
     batches: list[list[Span]], slots: int, ring_rows: int, slot_rows: int
 ) -> None:
     pipeline = Pipeline(slots=slots, ring_rows=ring_rows, slot_rows=slot_rows)
@@ -78,7 +78,7 @@ def test_defect_2_rows_without_a_span_are_not_written() -> None:
     pipeline = Pipeline()
     pipeline.staging.rows.fill_(7.0)
     run_steps(pipeline, [[Span("a", 0, 3, 1)]])
-    # Three rows at the front of the first slot; padding and other requests' rows went nowhere.
+    # Three rows at the front of the first slot. Padding and rows of other requests are not written.
     assert (pipeline.staging.rows[0, 3:] == 7.0).all()
     assert (pipeline.staging.rows[1:] == 7.0).all()
     assert not (pipeline.staging.rows[0, :3] == 7.0).any()
@@ -130,7 +130,7 @@ def _ring_is_free_too_early(pipeline: Pipeline) -> None:
         _ring_is_free_too_early,
     ],
 )
-def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
+def test_each_ordering_is_necessary(
     pipeline: Callable[..., Pipeline], sabotage: Callable[[Pipeline], None], slot_rows: int
 ) -> None:
     sabotaged = pipeline(slots=1, ring_rows=16, slot_rows=slot_rows)
@@ -150,7 +150,7 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
         expected = run_steps(sabotaged, FULL)
     except RuntimeError as error:
         assert "race" in str(error).lower()
-        with suppress(RuntimeError):  # the lander may have met it, too
+        with suppress(RuntimeError):  # the lander may have raised it, too
             sabotaged.close()
         return
     arrived = {key: row for key, row in sabotaged.read.items() if torch.equal(row, expected[key])}
@@ -173,14 +173,14 @@ class Copied(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("slot_rows", [MAX_TOKENS, 5], ids=["a step fits", "three pieces"])
-def test_each_row_is_written_once_and_no_other_device_memory_is_used(slot_rows: int) -> None:
-    """Three passes over a row's bytes: read and written here, read by the copy to the host."""
+def test_each_row_is_written_once_without_other_device_memory(slot_rows: int) -> None:
+    """Three passes over the bytes of a row: a read and a write here, and a read by the copy."""
     pipeline = Pipeline(slots=1, slot_rows=slot_rows)
     staging = pipeline.staging
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
     passed_on: list[StagingSlot] = []
     staging.pass_on = passed_on.append
-    gc.collect()  # what earlier tests have left must not be freed meanwhile
+    gc.collect()  # objects of earlier tests must not be freed meanwhile
     allocated = torch.npu.memory_allocated(DEVICE)
     torch.npu.reset_peak_memory_stats(DEVICE)
     with Copied() as copied:
@@ -196,7 +196,7 @@ def test_each_row_is_written_once_and_no_other_device_memory_is_used(slot_rows: 
 
 @pytest.mark.parametrize("num_layers", [32, 33, 80])
 def test_layers_of_a_deep_target_are_staged_without_other_device_memory(num_layers: int) -> None:
-    """A stack of more than 32 takes a temporary (aclnn_stack.cpp:157, ops-math 9.1.0)."""
+    """A stack of more than 32 inputs needs a temporary (aclnn_stack.cpp:157, ops-math 9.1.0)."""
     order = list(reversed(range(num_layers)))
     staging = StagingCache(
         num_slots=1,
@@ -219,7 +219,7 @@ def test_layers_of_a_deep_target_are_staged_without_other_device_memory(num_laye
 
 
 @pytest.mark.parametrize(("num_rows", "waits"), [(1, 0), (4, 0), (5, 0), (12, 0), (13, 1), (24, 3)])
-def test_a_step_waits_only_for_slots_that_it_takes_again(num_rows: int, waits: int) -> None:
+def test_step_waits_only_for_slots_that_it_reuses(num_rows: int, waits: int) -> None:
     """Three slots of four rows. A wait for a slot ends when the lander has issued its copy."""
     pipeline = Pipeline(slots=3, slot_rows=4)
     staging, pending, waited = pipeline.staging, [], []
@@ -251,7 +251,7 @@ def test_a_step_waits_only_for_slots_that_it_takes_again(num_rows: int, waits: i
     )
 
 
-def test_a_request_whose_rows_were_dropped_has_no_later_ones_in_this_step(
+def test_later_rows_of_a_dropped_request_are_dropped_in_the_same_step(
     pipeline: Callable[..., Pipeline],
 ) -> None:
     made = pipeline(slots=3, slot_rows=4)
@@ -264,8 +264,8 @@ def test_a_request_whose_rows_were_dropped_has_no_later_ones_in_this_step(
     assert torch.equal(made.read["c", 0], expected_row(rows, 10))
 
 
-def test_steps_take_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None:
-    """With one slot in use a step would wait for the copy of the one before."""
+def test_steps_use_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None:
+    """With a single slot, a step would wait for the copy of the previous step."""
     staging = pipeline(slots=3).staging
     taken = []
     for number in range(6):
@@ -276,22 +276,22 @@ def test_steps_take_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None
     assert taken == [*staging.slots, *staging.slots]
 
 
-def test_closing_waits_until_no_copy_reads_a_slot() -> None:
+def test_close_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline = Pipeline(ring_rows=40)
-        # As when requests have failed, nobody reads the chunks, so nobody waits for the copies.
+        # No thread reads the chunks, as after failed requests, so no thread waits for the copies.
         pipeline.lander._deliver = lambda chunk: None
         run_steps(pipeline, FULL[:1])
         shape = pipeline.staging.rows.shape
         del pipeline
         gc.collect()
-        # Memory of the same size, which the device would give out again.
+        # Memory of the same size. The device could allocate the same memory again.
         torch.empty(shape, dtype=DTYPE, device=DEVICE)
     assert not [str(warning.message) for warning in caught if "race" in str(warning.message)]
 
 
-def test_memory_of_rows_that_were_read_is_free_before_the_rest_of_their_piece_is_read() -> None:
+def test_rows_of_a_chunk_are_freed_separately() -> None:
     pipeline = Pipeline(ring_rows=80)  # chunks of ten rows
     chunks: queue.SimpleQueue[HostChunk] = queue.SimpleQueue()
     pipeline.lander._deliver = chunks.put
@@ -308,7 +308,7 @@ def test_memory_of_rows_that_were_read_is_free_before_the_rest_of_their_piece_is
     pipeline.close()
 
 
-def test_a_target_that_returns_something_else_is_refused() -> None:
+def test_wrong_number_of_layers_or_dtype_is_refused() -> None:
     pipeline = Pipeline()
     try:
         with pytest.raises(ValueError, match=r"2 layers of torch\.bfloat16, expected 3"):
@@ -322,10 +322,10 @@ def test_a_target_that_returns_something_else_is_refused() -> None:
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(
+def test_slots_can_be_unmapped_only_after_copies_are_drained(
     pipeline: Callable[..., Pipeline], drained: bool
 ) -> None:
-    """Like a worker put to sleep: the host frees the memory without an order on the device."""
+    """As for a sleeping worker: the host frees memory regardless of the order on the device."""
     held = pipeline(ring_rows=64)
     held.gate.clear()  # no writer waits for a copy
     rows = target_output(6, seed=1)

@@ -118,7 +118,7 @@ def test_unstored_reasons_are_bounded_in_memory_and_logged(
         engine.step(started(engine.start(name, 3)), [])
     assert engine.worker._background.pending == 3
     assert caplog.text.count(SILENT) >= 9
-    dropped = caplog.text.count(".safetensors.error will not be there: 3 others wait")
+    dropped = caplog.text.count(".safetensors.error is not written: 3 other reasons")
     assert dropped == 6
     answer(engine, storage)
     engine.close()
@@ -166,9 +166,9 @@ def test_small_steps_fill_the_ring_before_waiting(
 
 
 TOO_SLOW = (
-    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
+    "storage is too slow for the rows of this request, and slow_storage is 'fail': use faster "
     "storage, raise pinned_ring_bytes, "
-    "or set it to 'wait'"
+    "or set slow_storage to 'wait'"
 )
 
 
