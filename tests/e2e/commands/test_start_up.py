@@ -66,7 +66,7 @@ def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(
     assert run.error is not None
     found = run.error + run.log
     assert "model='OPTForCausalLM' collects no hidden states" in found
-    assert "OPTModel makes its layers in another way than by make_layers" in found
+    assert "OPTModel does not create its layers with make_layers" in found
     assert "MiniMaxM2ForCausalLM" in found and "Qwen3NextForCausalLM" in found
     assert "Starting to load model" not in run.log
 
@@ -224,8 +224,8 @@ def test_vllms_own_connector_beside_ours_is_refused(of_connectors: dict[str, str
         (
             "balance scheduling",
             (
-                "additional_config.enable_balance_scheduling=True is taken by vllm-ascend with "
-                "kv_role='kv_both' alone"
+                "additional_config.enable_balance_scheduling=True needs "
+                "kv_role='kv_both' in vllm-ascend"
             ),
         ),
     ],
@@ -286,7 +286,7 @@ CHANGES = (
         "vllm_ascend/worker/worker.py",
         "def sleep(self, level",
         "def slumber(self, level",
-        "NPUWorker.sleep: it is not there",
+        "NPUWorker.sleep: it is missing",
     ),
     Change(
         "vllm/v1/engine/utils.py",
@@ -324,7 +324,7 @@ def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_a
         check=False,
     )
     assert done.returncode == 1, done.stdout
-    listed = done.stdout.rpartition("differs from what was checked:\n")[2].splitlines()[
+    listed = done.stdout.rpartition("differs from the checked releases:\n")[2].splitlines()[
         : len(CHANGES)
     ]
     assert all(any(change.report in line for line in listed) for change in CHANGES), done.stdout

@@ -284,7 +284,7 @@ def test_defect_24_adapters_that_are_not_fully_sharded_reach_the_kernel_with_mor
     )
     refused = run_engine(tmp_path / "ours", tiny_qwen3, [], **parallel)
     assert (
-        "fully_sharded_loras=False makes vllm-ascend compute adapters wrong"
+        "fully_sharded_loras=False makes vllm-ascend compute wrong adapter outputs"
         in (refused.error or "") + refused.log
     )
     assert "Starting to load model" not in refused.log

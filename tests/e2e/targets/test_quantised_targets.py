@@ -407,7 +407,7 @@ def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
     refused = run_engine(tmp_path / "run", checkpoint, [], quantization="ascend")
     assert refused.error is not None
     assert (
-        "is rotated (QuaRot) and does not say so: all weights of its final norm are equal"
+        "is rotated (QuaRot) but does not declare it: all weights of its final norm are equal"
         in refused.error
     )
     assert "kv_connector_extra_config.rotation='keep'" in refused.error

@@ -398,10 +398,10 @@ class GivenLayers(PostNormModel):
 
 REFUSED = {
     Wrapped: "Wrapped.forward is wrapped",
-    Scaled: "Scaled.forward does not return the output of a decoder as it is",
-    Unnamed: "Unnamed makes its model by decoder",
-    LoopedModel: "LoopedModel.forward has no loop over its layers alone",
-    SkippingModel: "SkippingModel.forward has no loop over its layers alone",
+    Scaled: "Scaled.forward does not return the unchanged output of a decoder",
+    Unnamed: "Unnamed creates model with decoder",
+    LoopedModel: "LoopedModel.forward has no loop that only calls its layers",
+    SkippingModel: "SkippingModel.forward has no loop that only calls its layers",
     AddingModel: "the loop of AddingModel.forward does more than",
     HyperConnectionModel: "HyperConnectionModel.forward does not end with the norm",
     ForgetfulModel: "ForgetfulModel.forward does not end with the norm",

@@ -36,7 +36,7 @@ def test_a_module_without_a_place_to_patch_stays_as_it_is_for_servers_that_extra
     module = SimpleNamespace()
     point.apply(module)
     assert vars(module) == {}
-    assert f"{point.name} is not there; extraction needs it so that: {point.why}" in caplog.text
+    assert f"{point.name} is missing; extraction needs it so that: {point.why}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() 
 
 
 def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
+    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no effect.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
 
 
@@ -184,7 +184,7 @@ def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(
 def test_a_configuration_made_without_our_plugin_is_refused() -> None:
     drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
     with pytest.raises(
-        UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"
+        UserError, match="num_speculative_tokens=1 would schedule draft.*VLLM_PLUGINS"
     ):
         drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative()))
 

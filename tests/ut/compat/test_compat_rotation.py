@@ -79,7 +79,7 @@ def test_a_rotation_in_its_usual_place_needs_no_name(tmp_path: Path) -> None:
 
 def test_a_target_that_says_that_it_is_rotated_needs_its_matrix(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, {"is_rot_used": True})
-    with pytest.raises(UserError, match=rf"its matrix {NAME} is not there"):
+    with pytest.raises(UserError, match=rf"its matrix {NAME} is missing"):
         rotation_of(model, "undo")
     assert rotation_of(model, "keep") is not None
     assert rotation_of(checkpoint(tmp_path / "not", {"is_rot_used": False}), "undo") is None
@@ -96,7 +96,7 @@ def test_a_rotation_that_is_not_there_is_refused_unless_rows_are_kept(tmp_path: 
     model = checkpoint(tmp_path, QUAROT)
     with pytest.raises(
         UserError,
-        match=rf"is rotated \(QuaRot\), and its matrix {NAME} is not there.*rotation='keep'",
+        match=rf"is rotated \(QuaRot\), but its matrix {NAME} is missing.*rotation='keep'",
     ):
         rotation_of(model, "undo")
     assert rotation_of(model, "keep") is not None
@@ -112,7 +112,7 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [
         (
             torch.eye(SIZE + 1),
-            rf"is a rotation of \({SIZE + 1}, {SIZE + 1}\), and rows have {SIZE} elements",
+            rf"is a rotation of shape \({SIZE + 1}, {SIZE + 1}\), but rows have {SIZE} elements",
         ),
         (torch.ones(SIZE, SIZE), "is not orthogonal: Q @ Q.T deviates by 8 from the identity"),
         (torch.full((SIZE, SIZE), torch.nan), "is not orthogonal"),
@@ -151,7 +151,7 @@ def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> No
 
 # A rotation that nothing declares
 
-UNDECLARED = r"does not say so: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
+UNDECLARED = r"does not declare it: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
 EQUAL, TRAINED = torch.ones(SIZE), torch.linspace(0.5, 1.5, SIZE)
 FILES = (
     "quant_model_weights-00001-of-00002.safetensors",

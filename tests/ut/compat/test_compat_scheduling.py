@@ -33,10 +33,9 @@ def test_it_is_refused_by_option_value_and_remedy(
     with pytest.raises(UserError) as refused:
         refuse_balance_scheduling(config, role, environ)
     assert str(refused.value).startswith(
-        f"{named} is taken by vllm-ascend with kv_role='kv_both' alone, and this server has "
-        f"{role!r}."
+        f"{named} needs kv_role='kv_both' in vllm-ascend, but this server has {role!r}."
     )
-    assert "Leave it out, or make this connector a child of a MultiConnector" in str(refused.value)
+    assert "Remove it, or make this connector a child of a MultiConnector" in str(refused.value)
 
 
 def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:

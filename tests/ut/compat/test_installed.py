@@ -97,13 +97,13 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
         require_checked(False)
         assert (
             f"{what}: " in caplog.text
-            and "all that vllm-ascend-hsx relies on is as in a checked release" in caplog.text
+            and "every patch point of vllm-ascend-hsx is as in a checked release" in caplog.text
         )
     else:
         with pytest.raises(IncompatibleVersionError) as refused:
             require_checked(False)
         assert (
-            f"{what} differs from what was checked:\n  a.f: {difference}; called so that: rows "
+            f"{what} differs from the checked releases:\n  a.f: {difference}; called so that: rows "
             "are right"
         ) in str(refused.value)
         assert '"allow_unchecked_versions": true' in str(refused.value)
@@ -134,7 +134,7 @@ CHANGES = [
         "vllm/v1/engine/core.py",
         "def _handle_shutdown(",
         "def _handle_end(",
-        "_handle_shutdown: it is not there",
+        "_handle_shutdown: it is missing",
     ),
     Change(
         "vllm/v1/engine/utils.py",
@@ -146,7 +146,7 @@ CHANGES = [
         "vllm_ascend/worker/worker.py",
         "def sleep(self, level",
         "def slumber(self, level",
-        "NPUWorker.sleep: it is not there",
+        "NPUWorker.sleep: it is missing",
     ),
     Change(
         STATE,
@@ -182,10 +182,12 @@ def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_l
     printed = done.stdout + done.stderr
     assert done.returncode == refused, printed
     if refused:
-        lines = printed.partition("differs from what was checked:\n")[2].splitlines()[
+        lines = printed.partition("differs from the checked releases:\n")[2].splitlines()[
             : len(changes)
         ]
         assert all(" so that: " in line for line in lines), printed
         assert all(any(change.report in line for line in lines) for change in changes), printed
     else:
-        assert "files of it were changed, but all that vllm-ascend-hsx relies on" in printed
+        assert (
+            "files of it were changed, but every patch point of vllm-ascend-hsx is as in" in printed
+        )

@@ -93,7 +93,7 @@ def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configu
             language_model: judged[1][f"{name} {language_model}"] for language_model in NAMED
         }
         assert (
-            "BloomModel.forward has no loop over its layers alone"
+            "BloomModel.forward has no loop that only calls its layers"
             in verdicts["BloomForCausalLM"][0]
         )
         assert "never initialises vLLM's state update" in verdicts["NemotronHForCausalLM"][0]
@@ -237,8 +237,8 @@ def test_a_target_that_nobody_collects_is_refused_with_the_reason() -> None:
     problem = (
         "model='OwnForCausalLM' collects no hidden states: its class lacks the interface "
         "SupportsEagle3, and "
-        "Uncollected.forward does not return the output of a decoder as it is. Targets that our "
-        "tests have served are Deep"
+        "Uncollected.forward does not return the unchanged output of a decoder. Our tests "
+        "have served these targets: Deep"
     )
     with pytest.raises(UserError, match=problem):
         require_collecting_target(model_config(Uncollected), (1,))
@@ -248,6 +248,6 @@ def test_the_transformers_backend_is_refused_with_layer_0_alone() -> None:
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
     require_collecting_target(model_config(TransformersForCausalLM), (1, 2))
-    problem = r"eagle_aux_hidden_state_layer_ids=\[1, 0\] has id 0, .* the class OwnForCausalLM does not return. Leave id 0 out"
+    problem = r"eagle_aux_hidden_state_layer_ids=\[1, 0\] has id 0, .* the class OwnForCausalLM does not return it. Remove id 0"
     with pytest.raises(UserError, match=problem):
         require_collecting_target(model_config(TransformersForCausalLM), (1, 0))

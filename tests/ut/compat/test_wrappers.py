@@ -143,7 +143,7 @@ def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None
 
     make_collecting(NamedInCode, resolve)
     with pytest.raises(
-        NotCanonicalError, match="Given has DeepstackForCausalLM, and TextForCausalLM was checked"
+        NotCanonicalError, match="Given has DeepstackForCausalLM, but TextForCausalLM was checked"
     ):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
@@ -292,22 +292,22 @@ class Local(Plain):
         return model.model(input_ids, positions)
 
 
-NEITHER = "names the class of its language model neither in its code nor in text_config"
+NEITHER = "neither the code of {} nor text_config names the class of its language model"
 REFUSED: dict[type[nn.Module], str] = {
-    Changed: "Changed.forward does not return the output of a decoder as it is",
-    Twofold: "Twofold.forward does not return the output of a decoder as it is",
-    Handed: "Handed.forward does not return the output of a decoder as it is",
+    Changed: "Changed.forward does not return the unchanged output of a decoder",
+    Twofold: "Twofold.forward does not return the unchanged output of a decoder",
+    Handed: "Handed.forward does not return the unchanged output of a decoder",
     OtherPart: "the norm of Uncollected is not its decoder",
-    OtherConfig: f"OtherConfig {NEITHER}",
-    AnyConfig: f"AnyConfig {NEITHER}",
-    ByType: f"ByType {NEITHER}",
+    OtherConfig: NEITHER.format("OtherConfig"),
+    AnyConfig: NEITHER.format("AnyConfig"),
+    ByType: NEITHER.format("ByType"),
     OfDeepstack: "the loop of AddingModel.forward does more than",
     Misnamed: "Misnamed gives its language_model a config that names another class than Made",
-    Nested: "the language model Inner has a language model of its own",
+    Nested: "the language model Inner wraps another language model",
     Choosing: "Choosing has __new__",
     Diffusing: "Diffusing has get_model_state_cls",
-    OfNoLanguageModel: "OfNoLanguageModel.forward calls a part of OneTensorModel, which is no language model",
-    Local: "Local.forward calls model, which is not made by a constructor",
+    OfNoLanguageModel: "OfNoLanguageModel.forward calls a part of OneTensorModel, which is not a language model",
+    Local: "Local.forward calls model, which no constructor creates",
 }
 
 

@@ -149,8 +149,7 @@ def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
 
 NODES = {"minimax-m2-tp8-dp2": 2, "minimax-m2-tp4-dp4": 2, "qwen3.5-35b-a3b-tp4-dp2": 1}
 COMMANDS = {
-    name: [parse_serve(block) for block in blocks("serve.md", f"serve {name}")]
-    for name in NODES
+    name: [parse_serve(block) for block in blocks("serve.md", f"serve {name}")] for name in NODES
 }
 QUANTISED = {
     name: parse_serve(blocks("serve.md", f"serve {name}")[0])

@@ -114,9 +114,7 @@ def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:
 
 
 def test_every_demo_command_of_the_hardware_checklist_is_one_that_hsx_accepts() -> None:
-    commands = re.findall(
-        r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "operations.md").read_text()
-    )
+    commands = re.findall(r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "operations.md").read_text())
     assert len(commands) >= 3
     for command in commands:
         assert demo.parse_arguments(shlex.split(command)).device == "npu"

@@ -33,7 +33,7 @@ GOOD: dict[str, Any] = {
 def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
     assert judge_device_error(**GOOD) == (
         HELD,
-        "ended 4 s after it; 2 of 2 files have the device's text",
+        "ended after 4 s; 2 of 2 files have the device's text",
     )
     assert all(
         judge_device_error(**{**GOOD, "reasons": [f"... {text} ..."]}).outcome == HELD

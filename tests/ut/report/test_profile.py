@@ -76,7 +76,7 @@ def test_a_profile_without_a_stack_kernel_does_not_hold(tmp_path: Path) -> None:
 def test_a_profile_without_files_does_not_hold(tmp_path: Path) -> None:
     assert judge(tmp_path) == (
         BROKE,
-        "the profiler wrote no kernel_details.csv: look into the server's log",
+        "the profiler wrote no kernel_details.csv: check the server's log",
     )
 
 

@@ -84,7 +84,7 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
     reason = (
         "the step ended with exit code 7"
         if "exit" in mistake
-        else "the step was ended at its limit of 1 s"
+        else "the step was stopped at its limit of 1 s"
     )
     by_name = {step.name: step for step in STEPS}
     lost = {line.key for line in by_name[name].lines}
@@ -103,9 +103,9 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
 
 def test_steps_that_are_left_out_are_not_run_with_that_reason(context: Context) -> None:
     found = run(context, good, ["software", "parallel"])
-    assert {found[key].found for key in ("npus", "copies", "plan")} == {"left out with --steps"}
+    assert {found[key].found for key in ("npus", "copies", "plan")} == {"excluded by --steps"}
     assert found["software"].outcome == HELD
-    assert found["parallel"].found == "needs 'sizes': left out with --steps"
+    assert found["parallel"].found == "needs 'sizes': excluded by --steps"
 
 
 def test_the_report_has_the_lines_so_far_when_the_command_is_interrupted(context: Context) -> None:
@@ -121,7 +121,7 @@ def test_the_report_has_the_lines_so_far_when_the_command_is_interrupted(context
         for each in json.loads((context.output / "hardware-report.json").read_text())["lines"]
     }
     assert (lines["one NPU"]["outcome"], lines["stop"]["outcome"]) == (HELD, NOT_RUN)
-    assert lines["stop"]["found"] == "the command ended before it"
+    assert lines["stop"]["found"] == "the command ended before this step"
 
 
 # Sizes
@@ -166,7 +166,7 @@ def test_sizes_of_the_user_are_taken_and_those_that_do_not_fit_are_named() -> No
         DoesNotFitError, match="weights of 1,000.0 GiB do not fit 8 NPUs with 60.0 GiB free each"
     ):
         choose_sizes(MOE, 1000 * GIB, 8, 60 * GIB)
-    with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, and there are 8"):
+    with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, but there are 8"):
         choose_sizes(DENSE, GIB, 8, 60 * GIB, 4, 4)
 
 
@@ -230,9 +230,7 @@ def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context)
 
 def test_the_checklist_names_the_step_that_runs_each_row() -> None:
     table = {
-        int(row[0]): row[-1].strip("`")
-        for row in rows(page("operations.md"))
-        if row[0].isdecimal()
+        int(row[0]): row[-1].strip("`") for row in rows(page("operations.md")) if row[0].isdecimal()
     }
     assert {number: step for number, step in table.items() if step} == rows_run()
     assert len(table) == document.CHECKLIST_ROWS

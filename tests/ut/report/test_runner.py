@@ -59,10 +59,10 @@ BOTH = FIRST + 'tell("second", "held", "too")\n'
             "tell.failed('it is full\\nthe disk\\nthe last lines of a log:\\nmore'); sys.exit(1)",
             "it is full; the disk",
         ),
-        ("", "the step ended without a word about it"),
+        ("", "the step ended without a result for it"),
         (
             "tell._path.open('a').write('{\"line\": \"sec')",
-            "the step ended without a word about it",
+            "the step ended without a result for it",
         ),
     ],
     ids=["exit code", "signal", "reason", "silence", "half a line"],
@@ -88,7 +88,7 @@ def test_a_step_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
         limit_s=3.0,
     )
     assert time.monotonic() - started < 60
-    assert outcomes(results)[1] == ("second", BROKE, "the step was ended at its limit of 3 s")
+    assert outcomes(results)[1] == ("second", BROKE, "the step was stopped at its limit of 3 s")
 
 
 def test_a_step_that_hangs_can_end_its_server_itself(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_step_that_hangs_can_end_its_server_itself(tmp_path: Path) -> None:
         "sys.exit(1)))\ntime.sleep(600)"
     )
     results = run(tmp_path, FIRST + code, limit_s=3.0)
-    assert results[1].found == "stopped the server; the step was ended at its limit of 3 s"
+    assert results[1].found == "stopped the server; the step was stopped at its limit of 3 s"
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["the step ends", "the step hangs"])
@@ -116,7 +116,7 @@ def test_no_process_of_a_step_outlives_it_whatever_its_session(hangs: bool, tmp_
         assert outcomes(results)[1] == (
             "second",
             BROKE,
-            "too; the step left 1 processes running, which were killed",
+            "too; the step left 1 processes running; they were killed",
         )
 
 

@@ -31,7 +31,7 @@ def worker(npu: int, **changed: Any) -> Worker:
 @pytest.mark.parametrize(
     ("contexts", "outcome", "words"),
     [
-        ([1], HELD, "2 workers, each with a context on its own NPU alone"),
+        ([1], HELD, "2 workers, each with a context only on its own NPU"),
         ([0, 1], BROKE, "the worker of NPU 1 has contexts on NPUs 0, 1"),
         ([0], BROKE, "the worker of NPU 1 has contexts on NPUs 0:"),
         ([], BROKE, "the worker of NPU 1 has contexts on NPUs none"),
@@ -167,7 +167,7 @@ def test_a_worker_describes_its_process(tmp_path: Path, monkeypatch: pytest.Monk
     (found,) = workers.ask("http://server", 1)
     assert (found.pid, found.npu, found.contexts) == (os.getpid(), 0, [0])
     assert found.cpus == sorted(os.sched_getaffinity(0))
-    with pytest.raises(ValueError, match="1 workers described themselves, and the server has 2"):
+    with pytest.raises(ValueError, match="1 workers described themselves, but the server has 2"):
         workers.ask("http://server", 2)
 
 
