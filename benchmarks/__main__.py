@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, print the tables, write docs/performance.md, .json and .png.
 
-Where torch_npu is not installed it runs itself on one emulated NPU.
+Without torch_npu it runs itself on one emulated NPU.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a minute instead of ten; writes nothing unless --output says where",
+        help="one minute instead of ten; writes only with --output",
     )
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="leave the others out (default: all)",
+        help="run only these parts (default: all)",
     )
     parser.add_argument(
-        "--conversations", type=int, metavar="N", help="of that part (default: 200, with --quick 8)"
+        "--conversations",
+        type=int,
+        metavar="N",
+        help="number in that part (default: 200, with --quick 8)",
     )
     parser.add_argument(
         "--memory",
@@ -57,18 +60,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="on a disk (default: the system's)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="output directory (default: docs/, with all parts)",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="into what is there already: parts that are left out stay as they are",
+        help="update an existing report: other parts stay unchanged",
     )
     arguments = parser.parse_args(argv)
     arguments.memory, arguments.disk = (
         arguments.memory.resolve(),
         arguments.disk.resolve(),
-    )  # processes have other current directories
+    )  # child processes have other current directories
     if (
         arguments.output is None
         and not arguments.quick
@@ -101,11 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
     before = None
     if (
         arguments.merge and arguments.output is not None
-    ):  # first: a file that cannot be read must not cost what is measured
+    ):  # read it first: an unreadable file must not cost the measurements
         before = report.written_before(arguments.output, arguments.parts)
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # directories and processes go, too
+    )  # removes directories and processes, too
     console = Console()
     began = time.monotonic()
 
@@ -160,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         talk = conversations.run(scale, arguments.memory, show)
     capacities = None
     if "capacity" in arguments.parts:  # last: it patches vLLM in this process
-        logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
+        logging.getLogger("vllm").setLevel(logging.WARNING)  # vLLM logs every plan
         capacities = capacity.run(show)
     loads = (load, machine.load_average())
     results = Results(
@@ -191,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # as `make benchmark`: at its barriers OpenMP would wait for our writers
+    )  # as `make benchmark`: OpenMP would wait for our writers at barriers
     if find_spec("torch_npu") is None:
         from vllm_ascend_hsx.emulator.launch import emulate
 

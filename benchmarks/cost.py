@@ -1,4 +1,4 @@
-"""What extraction costs at a glance: the figures of the first table and picture of the report."""
+"""The cost of extraction: figures of the first table and picture of the report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MEMORY = "host memory"
 
 @dataclass(frozen=True)
 class Cost:
-    """One thing that extraction costs, of a server without it, with ours and with vLLM's connector.
+    """One cost of extraction: for a server without it, with ours and with vLLM's connector.
 
     Attributes:
         kind: KEPT, SERVED, COMPUTED or MEMORY. case: the model or the traffic.
-        off, ours, vllm: shares of that of `off`; MEMORY in bytes. None: does not start, or was not
+        off, ours, vllm: shares of `off`; MEMORY in bytes. None: does not start, or was not
             measured.
-        remark: what a figure does not tell.
+        remark: a fact that the figure does not show.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Cost:
 
 
 def costs(results: Results) -> list[Cost]:
-    """Everything of which there is a measurement."""
+    """Return all measured costs."""
     return [
         *_kept(results.capacity),
         *_served(results.engine),
@@ -46,7 +46,7 @@ def costs(results: Results) -> list[Cost]:
 
 
 def in_words(cost: Cost, value: float | None) -> str:
-    """A figure as the table shows it."""
+    """Return a figure as the table shows it."""
     if value is None:
         return "does not start" if cost.kind == KEPT else "not measured"
     if cost.kind == MEMORY:
@@ -121,7 +121,7 @@ def _memory(results: Results) -> list[Cost]:
 
 
 def table(found: Sequence[Cost]) -> list[list[str]]:
-    """Rows of the first table: what, off, ours, vLLM's connector."""
+    """Return the rows of the first table: cost, off, ours, vLLM's connector."""
     return [
         [
             f"{each.kind}, {each.case}",

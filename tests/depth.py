@@ -1,10 +1,10 @@
-"""How deep tests go: what `make test` runs, and what only `make test-all` (`--long`) does."""
+"""Depth of the tests: a share with `make test`, the full depth with `make test-all` (`--long`)."""
 
 import hashlib
 import os
 from pathlib import Path
 
-VARIABLE = "HSX_TESTS_LONG"  # set by conftest.py where `--long` was given
+VARIABLE = "HSX_TESTS_LONG"  # conftest.py sets it if `--long` is given
 VERIFIED = Path(__file__).parent / "ut/emulator/verified.sha256"
 _ROOT = Path(__file__).parent.parent
 _EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements")
@@ -16,7 +16,7 @@ def depth(full: int, share: int = 6) -> int:
 
 
 def is_long() -> bool:
-    """Return True where `--long` was given."""
+    """Return True if `--long` is given."""
     return bool(os.environ.get(VARIABLE))
 
 

@@ -1,4 +1,4 @@
-"""sdist and wheel of this checkout, as `make dist` builds them."""
+"""sdist and wheel of this checkout, built like `make dist`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Of the checkout: what is in the sdist, and a part of what is not.
+# Parts of the checkout: the contents of the sdist, and some other files.
 SOURCES = (
     "pyproject.toml",
     "MANIFEST.in",
@@ -22,10 +22,10 @@ OTHERS = ("Makefile", "docs", "requirements", "tools")
 
 
 def build(work: Path) -> Path:
-    """Build both below the folder `work`, and return the folder that they are in.
+    """Build both below the folder `work`, and return the folder that contains them.
 
-    They are built in a copy, so that the build leaves nothing here. The copy is a repository, since
-    setuptools-scm, where it is installed, adds every file of one to the sdist.
+    They are built in a copy, to leave no build files here. The copy is a repository, because
+    setuptools-scm, if installed, adds every file of a repository to the sdist.
     """
     source, output = work / "source", work / "dist"
     source.mkdir()
@@ -35,7 +35,7 @@ def build(work: Path) -> Path:
     (source / "tests").mkdir()
     shutil.copy(
         __file__, source / "tests" / "test_copied.py"
-    )  # setuptools takes such files by itself
+    )  # setuptools adds such files by itself
     identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     for words in (
         ("init", "--quiet"),

@@ -1,4 +1,4 @@
-"""What tests read out of the documentation."""
+"""Read commands and tables from the documentation, for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 
 
 class Command(NamedTuple):
-    """A `vllm serve` of a page: the model, its options, and which of them have no value."""
+    """A `vllm serve` command of a page: the model, its options, and the options without a value."""
 
     model: str
     options: dict[str, str]
@@ -20,12 +20,12 @@ class Command(NamedTuple):
 
 
 def page(name: str) -> str:
-    """The text of a page of docs/, or of a README."""
+    """Return the text of a page of docs/, or of a README."""
     return ((ROOT if name.startswith("README") else DOCS) / name).read_text()
 
 
 def blocks(name: str, label: str) -> list[str]:
-    """The code blocks of a page that follow a `<!-- label -->`."""
+    """Return the code blocks of a page that follow a `<!-- label -->`."""
     found = re.findall(rf"<!-- {label} -->\n```\w+\n(.*?)```", page(name), re.DOTALL)
     assert found, f"{name} has no block marked {label}"
     return found
@@ -45,7 +45,7 @@ def parse_serve(block: str) -> Command:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the rows of all tables in a text, without heads."""
+    """Return the cells of all table rows in a text, without heads."""
     tables = re.findall(r"^\|.*\n\|[-|]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
     return [
         [cell.strip() for cell in row.strip("|").split("|")]

@@ -1,8 +1,8 @@
-"""Write which tests ran on each release into docs/compatibility.md: `make matrix`.
+"""Write the tests that ran on each release into docs/compatibility.md: `make matrix`.
 
 `python tools/compatibility.py REPORT.xml ...` takes pytest's JUnit reports of tests/e2e, each named
-after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps their counts in
-docs/compatibility.json, in which other releases stay as they are. A test compares page and counts.
+after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps the counts in
+docs/compatibility.json; other releases stay unchanged there. A test compares page and counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FAILED = ("failure", "error")
 
 
 class Counts(TypedDict):
-    """What became of the tests of a file: how many passed, and the names of those that failed."""
+    """Results of the tests of a file: the number that passed, and the names of failed tests."""
 
     passed: int
     failed: list[str]
@@ -34,12 +34,12 @@ Runs = Mapping[str, Mapping[str, Counts]]
 
 
 def read_report(report: Path) -> dict[str, Counts]:
-    """Return the counts of each file of tests; one whose tests were all skipped is left out."""
+    """Return the counts of each file of tests, except files with only skipped tests."""
     files: dict[str, Counts] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # The class of a module that cannot be collected is empty, and its name is the module's.
+        # A module that cannot be collected has an empty class, and the module's name as name.
         module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
         counts = files.setdefault(module, Counts(passed=0, failed=[]))
         if any(case.find(kind) is not None for kind in _FAILED):
@@ -50,7 +50,7 @@ def read_report(report: Path) -> dict[str, Counts]:
 
 
 def table(runs: Runs) -> str:
-    """Return the table, and the names of tests that failed, as Markdown."""
+    """Return the table and the names of failed tests as Markdown."""
     head = ["tests", "claim", *(title(run) for run in runs)]
     lines = [_row(head), "|" + "---|" * len(head)]
     for file in sorted({file for run in runs.values() for file in run}):

@@ -76,7 +76,7 @@ def layer_eps(dtype: torch.dtype, layer_ids: Sequence[int]) -> torch.Tensor:
 
 
 def equal_rows(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Return bool [...]: True for rows of a [..., hidden] equal to those of e within the tolerance.
+    """Return bool [...]: True for rows of a [..., hidden] equal to e's within the tolerance.
 
     eps (see layer_eps) broadcasts to that shape.
     """

@@ -85,7 +85,7 @@ def write_prompts(work: Path) -> None:
 
 
 def show(console: Console, found: Commands) -> None:
-    """Print the commands, each below a comment with its name."""
+    """Print the commands, each below a comment with the name."""
     for name, line in found._asdict().items():
         console.print(f"\n# {name}", highlight=False)
         console.print(line, markup=False, highlight=False, soft_wrap=True)

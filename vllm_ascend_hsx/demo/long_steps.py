@@ -1,8 +1,8 @@
 """A server with long steps, once eager and once with graphs: options, prompts, and agreement.
 
 A prompt fills several chunks of a staging slot. The pinned ring holds at most a quarter of the rows
-of a step, so copies of one step are still running when the next step is staged. Its bytes are a
-power of two: torch pins no other size.
+of a step, so copies of one step are still running when the next step is staged. The ring's size is
+a power of two: torch pins no other size.
 """
 
 from __future__ import annotations

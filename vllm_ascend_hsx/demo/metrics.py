@@ -23,7 +23,7 @@ class Count(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """One histogram: its median and 99th percentile in seconds."""
+    """One histogram: median and 99th percentile in seconds."""
 
     name: str
     engine: str
@@ -63,7 +63,7 @@ def collect(url: str, timeout: float) -> Metrics:
 
 
 def settle(url: str, engines: Sequence[str], timeout: float) -> None:
-    """Make each engine take one more step. It then reports its latest counts.
+    """Make each engine take one more step. It then reports the latest counts.
 
     Raises:
         OpenAIError: if a request failed or took longer than timeout seconds.

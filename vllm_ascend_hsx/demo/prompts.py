@@ -21,7 +21,7 @@ CHATS = (
     "Which ranks take part in a collective when one of them has nothing to do?",
 )
 # Sent one by one: the other data-parallel rank is then idle. The first generates. The second is
-# prefilled in chunks. The third shares its first 200 tokens, which prefix caching could skip.
+# prefilled in chunks. The third shares the first 200 tokens, which prefix caching could skip.
 ALONE = (3, 300, 260)
 SHARED_PREFIX = 200
 # Sent together with the texts and chats: lengths that are not multiples of the TP size, lengths

@@ -34,7 +34,7 @@ def hidden_states_of(
     """Return the rows of a model of transformers. Otherwise like reference_hidden_states.
 
     `images` is the output of the model's processor for images. Row i is the input of layer i, or of
-    the final norm: Qwen3-VL adds visual features between its first layers.
+    the final norm: Qwen3-VL adds visual features between the first layers.
     """
     decoder = model.get_decoder()
     layers = decoder.layers

@@ -1,4 +1,4 @@
-"""Start a program, wait until it answers or ends, and stop it with all its descendants."""
+"""Start a program, wait until it answers or ends, and stop it with all descendants."""
 
 import contextlib
 import os
@@ -86,13 +86,13 @@ def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
 
 
 class Program:
-    """One command in a separate session: signals reach all its processes.
+    """One command in a separate session: signals reach all of its processes.
 
     As a context manager it stops all processes at the end.
 
     Args:
         command: the command line.
-        log: file for the output, which is overwritten.
+        log: file for the output; it is overwritten.
         environment: added to this process's environment.
     """
 

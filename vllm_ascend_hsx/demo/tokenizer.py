@@ -40,7 +40,7 @@ TRAINING_TEXT = (
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for any text. Its ids are below vocab_size and the same on every machine.
+    """Return a tokenizer for any text. The ids are below vocab_size and the same on every machine.
 
     Raises ValueError if vocab_size is too small for the 256 bytes and the special tokens.
     """

@@ -72,7 +72,7 @@ class Context:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes chosen by the step `npus`, or those of one NPU."""
+        """Return the sizes chosen by the step `npus`, or the sizes of one NPU."""
         return Sizes(**self.found["sizes"]) if "sizes" in self.found else ONE
 
     def require_one(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's description of its own process: `--worker-extension-cls` adds it to vLLM's worker.
+"""Describe a worker's process from inside: `--worker-extension-cls` adds it to vLLM's worker.
 
 vLLM's worker class gets the methods below from a base class. If VLLM_SERVER_DEV_MODE=1, POST
 /collective_rpc calls them in the main thread of every worker, between two steps.

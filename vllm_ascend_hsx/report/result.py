@@ -22,7 +22,7 @@ class Result:
     Attributes:
         line: key in the table of steps.
         outcome: whether the expectation was met, or "measured" for a figure without a right value.
-        found: the observation in words, or the reason for its absence.
+        found: the observation in words, or the reason for a missing one.
         data: figures, for programs and later steps.
         log: end of a log that explains the outcome.
     """

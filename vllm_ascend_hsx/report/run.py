@@ -58,7 +58,7 @@ def run_all(
 
 
 def run_process(step: Step, context: Context, limit_s: float | None = None) -> list[Result]:
-    """Run a step in a separate process; its files are in the output's directory `logs`.
+    """Run a step in a separate process; files are in the output directory `logs`.
 
     Rows can take much space, so they are always removed afterwards.
     """

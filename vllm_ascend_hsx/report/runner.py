@@ -16,7 +16,7 @@ from vllm_ascend_hsx.demo.server import LAST_LINES, wait_for_ends
 from vllm_ascend_hsx.report.result import BROKE, Result, read_told
 from vllm_ascend_hsx.report.steps import Step
 
-STOP_S = 40.0  # for a step to stop its server: demo.server gives the server 25 s
+STOP_S = 40.0  # for a step to stop the server: demo.server gives the server 25 s
 KILL_S = 10.0
 TAIL_LINES = 25
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # prctl(2)
@@ -44,9 +44,9 @@ def run_step(
     limit_s: float | None = None,
     stop_s: float = STOP_S,
 ) -> list[Result]:
-    """Run a step's process and return a result for each of its lines.
+    """Run a step's process and return a result for each line of the step.
 
-    At its time limit the process gets SIGTERM. Afterwards (or after it ends, and `stop_s` seconds)
+    At the time limit the process gets SIGTERM. Afterwards (or after it ends, and `stop_s` seconds)
     the remaining process and descendants are killed. Call it within `subreaper`.
 
     Args:

@@ -44,7 +44,7 @@ EMULATED = ("--enforce-eager", "--gpu-memory-utilization", "0.3")
 def serve_options(
     context: Context, name: str, sizes: Sizes, extra: tuple[str, ...] | None = None, **options: Any
 ) -> ServeOptions:
-    """Return the options of a step's server; its files go to a separate directory.
+    """Return the options of a step's server; files go to a separate directory.
 
     Args:
         extra: words of the command line instead of EMULATED.

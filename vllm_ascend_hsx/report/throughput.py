@@ -89,7 +89,7 @@ def _measure(
 ) -> None:
     """Measure one server. All three differ only in extraction.
 
-    vLLM refuses its connector together with chunked prefill, so no server has it.
+    vLLM refuses the connector together with chunked prefill, so no server has it.
     """
     load, sizes = load_of(context), context.sizes
     own = (EMULATED_OPTIONS if context.emulated else ()) + (
@@ -129,7 +129,7 @@ def _measure(
 
 
 class Probe:
-    """Measures the CPU time of the threads of a server's workers from its creation on."""
+    """Measures the CPU time of the threads of a server's workers from now on."""
 
     def __init__(self, context: Context, server: Server) -> None:
         self._server, self._npus = server, context.sizes.npus

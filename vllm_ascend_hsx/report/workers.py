@@ -101,7 +101,7 @@ def process_table(output: str | None, before: str) -> Judgement:
 
     Args:
         output: output of `npu-smi info` while the server runs.
-        before: the same before the server's start; its processes are not the server's.
+        before: the same before the server's start; processes in it are not the server's.
     """
     if output is None:
         return Judgement(NOT_RUN, "not measured here: npu-smi is not on PATH")
