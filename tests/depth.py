@@ -26,7 +26,7 @@ def emulator_is_verified() -> bool:
 
 
 def emulator_digest() -> str:
-    """Return the SHA-256 of the emulator's sources, of its tests and of the pins, in hex digits."""
+    """Return the SHA-256 of the emulator's sources, the tests and of the pins, in hex digits."""
     digest = hashlib.sha256()
     for top in _EMULATOR:
         for path in [_ROOT / top, *sorted((_ROOT / top).rglob("*"))]:

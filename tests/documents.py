@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 
 
 class Command(NamedTuple):
-    """A `vllm serve` command of a page: the model, its options, and the options without a value."""
+    """A `vllm serve` command of a page: the model, the options, and the options without a value."""
 
     model: str
     options: dict[str, str]

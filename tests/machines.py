@@ -23,7 +23,7 @@ class Machine:
 
     Args:
         pid: process on the machine.
-        address: address of its end of the cable.
+        address: address at this end of the cable.
     """
 
     def __init__(self, pid: int, address: str) -> None:

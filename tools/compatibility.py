@@ -92,7 +92,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page(text: str, runs: Runs) -> str:
-    """Return the page with the table between its two comments replaced."""
+    """Return the page with the table between the two comments replaced."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -35,7 +35,7 @@ from vllm_ascend_hsx.compat.versions import installed_pair
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm_ascend_hsx"
 SCHEMAS = OURS / "emulator" / "ops" / "schemas"
-# pip runs a source distribution's setup.py for its metadata.
+# pip runs a source distribution's setup.py for metadata.
 BUILD = {
     "VLLM_TARGET_DEVICE": "empty",
     "CARGO": "no-cargo",
@@ -269,7 +269,7 @@ def known_schemas(folder: Path = SCHEMAS) -> dict[str, str]:
 
 
 def download(package: str, release: str, folder: Path) -> Path:
-    """Unpack a source distribution below `folder`. Return its top folder.
+    """Unpack a source distribution below `folder`. Return the top folder.
 
     Raises:
         UnavailableError: pip cannot download it.

@@ -25,7 +25,7 @@ TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPOR
 def served_classes() -> dict[str, Any]:
     """Return the class of each target that vLLM and vllm-ascend register, by architecture.
 
-    A class is left out if its module needs a missing package.
+    A class is left out if the module needs a missing package.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models import registry

@@ -1,8 +1,8 @@
 """A stand-in for VllmConfig as vLLM's planner reads it; the real class needs a server's model.
 
-Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. It has all fields
-of VllmConfig that any of these releases reads to plan a KV cache. Where the releases differ, vLLM
-is asked instead. Imports are deferred because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with the matching vllm. It has all
+fields of VllmConfig that any of these releases reads to plan a KV cache. Where the releases differ,
+vLLM is asked instead. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
       LBNHC (example_hidden_states_connector.py:610). vLLM chooses the same where, as on Ascend, no
       attention backend requires another (vllm/v1/attention/backends/utils.py:189).
     * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369 in 0.23, :1405 in 0.30) makes it
-      128; that of a hybrid model follows from its state.
+      128; that of a hybrid model follows from the state size.
     """
     torch = importlib.import_module("torch")
     upstream, batched = layout is Layout.UPSTREAM, options.max_num_batched_tokens

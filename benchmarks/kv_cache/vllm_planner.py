@@ -1,10 +1,10 @@
 """The KV cache that vLLM's planner, patched by vllm-ascend, gives a server, without starting it.
 
-Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. A server builds a
-VllmConfig and the model, asks each layer for a KVCacheSpec, and passes the specs to vLLM's planner.
-Here the specs are built as the layers build them, from a stand-in (server_config.py). KCU below is
-vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py; line numbers refer to 0.23
-unless another release is named. Imports are deferred because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with the matching vllm. A server
+builds a VllmConfig and the model, asks each layer for a KVCacheSpec, and passes the specs to vLLM's
+planner. Here the specs are built as the layers build them, from a stand-in (server_config.py). KCU
+below is vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py; line numbers
+refer to 0.23 unless another release is named. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load() -> None:
     """Import vLLM with vllm-ascend's patches applied, as on an Ascend server.
 
     Reason: vllm-ascend replaces a part of the planner (patch/platform/patch_kv_cache_utils.py) and
-    the alignment of hybrid models (patch_mamba_config.py) when its general plugins are loaded.
+    the alignment of hybrid models (patch_mamba_config.py) when the general plugins are loaded.
     """
     from vllm_ascend.utils import adapt_patch
 

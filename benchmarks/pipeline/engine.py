@@ -231,7 +231,7 @@ def _measure(
 def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """EngineArgs and environment of an engine.
 
-    The three differ only in extraction. vLLM refuses its connector together with chunked prefill,
+    The three differ only in extraction. vLLM refuses the connector together with chunked prefill,
     so none has it.
     """
     arguments: dict[str, Any] = {

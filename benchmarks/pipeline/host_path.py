@@ -100,7 +100,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cell:
-    """One load and its results by contestant."""
+    """One load and the results by contestant."""
 
     view: str
     filesystem: str

@@ -56,7 +56,8 @@ class Samples:
     """Seconds, one entry per request.
 
     Attributes:
-        from_host: from the last row in pinned memory until the file is visible under its name.
+        from_host: from the last row in pinned memory until the file is visible under the final
+            name.
         from_step: the same from the end of the step, when the lander receives the last chunk's
             first row.
         told: from then until the reader is woken. loaded: until it has mapped the tensors.

@@ -1,4 +1,4 @@
-"""Our contestant: the production worker with its threads and FileSink, without an engine.
+"""Our contestant: the production worker with threads and FileSink, without an engine.
 
 This is the only benchmark module that uses internals of the package.
 """
@@ -106,7 +106,7 @@ def _build_worker(
 
 @contextmanager
 def _each_publication(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` after each file is published under its name."""
+    """Call `tell` after each file is published."""
     publish = Storage.publish
 
     def publish_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
@@ -151,7 +151,7 @@ class Pipeline:
             host, as if a device's DMA engine had copied them; the ring still limits their number.
         options: kv_connector_extra_config, without the directory.
         on_host: called when a piece has arrived; only without the copy.
-        on_published: called when a file is visible under its name.
+        on_published: called when a file is visible under the final name.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class MainThread:
         return cost
 
     def settle(self) -> None:
-        """Wait until nothing is in progress; the cost of the next step is then its own."""
+        """Wait until nothing is in progress, to measure the next step alone."""
         _settle(self._worker)
 
     def end(self, request_ids: Iterable[str], *, complete: bool) -> None:

@@ -1,6 +1,6 @@
 """Our peers: memcpy, raw writes, raw durable writes with O_DIRECT, vLLM 0.33's path.
 
-vLLM's path is written from its description (docs/performance.md repeats it), not from its code.
+vLLM's path is written from the description (docs/performance.md repeats it), not from code.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def direct_io_works(directory: Path) -> str | None:
 
 
 class Vllm033(Contestant):
-    """vLLM 0.33's path, from its description.
+    """vLLM 0.33's path, from the description.
 
     A request's rows stay in paged memory until it ends. Then they are gathered by block id and
     copied into new pinned host memory, and a lock file is locked. One of 8 threads calls save_file

@@ -1,4 +1,4 @@
-"""A reader in its own process: reports when it is woken for a file and when it has the tensors.
+"""A separate reader process: reports when it is woken for a file and when it has the tensors.
 
 Usage: python -m benchmarks.pipeline.reader_process sleep|poll|flock
 

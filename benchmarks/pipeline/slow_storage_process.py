@@ -142,7 +142,7 @@ class Bench:
 
 
 def _has_rows(params: dict[str, Any]) -> bool:
-    """Return True if a request has its file, and remove the file."""
+    """Return True if a request has the file, and remove the file."""
     import vllm_ascend_hsx
 
     if "hidden_states_error" in params:

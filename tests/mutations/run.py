@@ -1,8 +1,8 @@
-"""Plant each mistake of mutants.toml in a copy of the project and expect its tests to fail.
+"""Plant each mistake of mutants.toml in a copy of the project and expect the tests to fail.
 
 `make mutants` runs it. A mutant names the file, a text that occurs there exactly once, the
 replacement, and tests. One of these tests, or another test of their folders, must fail. Exits with
-1 if a mutant survives, and with 2 if a mutant cannot be planted or its tests cannot run.
+1 if a mutant survives, and with 2 if a mutant cannot be planted or the tests cannot run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hsx generate` against a server of `hsx serve`: killed and started again, every row is right."""
+"""`hsx generate` against a server of `hsx serve`: after kills and restarts every row is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER_IDS = (4, 1, 3)
 MAX_MODEL_LEN = 512
 LENGTHS = (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
 ROOT = Path(__file__).parents[3]
-DIES_AT = 60  # its system call: some rows have their file, some are under way
+DIES_AT = 60  # number of the system call: some rows have a file, some are in progress
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Serving:
         return done.returncode, done.stdout + done.stderr
 
     def left(self, output: str = "") -> list[str]:
-        """Return the visible names in the server's directory or a folder below it."""
+        """Return the visible names in the server's directory or in a folder below."""
         return sorted(
             path.name for path in (self.storage / output).iterdir() if not path.name.startswith(".")
         )
@@ -103,7 +103,7 @@ def serve(
     *options: str,
     layer_ids: tuple[int, ...] = LAYER_IDS,
 ) -> Iterator[Serving]:
-    """Start a server; its log and datasets are in `directory`."""
+    """Start a server; the log and datasets are in `directory`."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(model)),
@@ -212,7 +212,7 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {
         fingerprint(checkpoint)
     }
-    # Everything that is there is as it was written.
+    # Existing files are unchanged.
     code, printed = serving.generate("tokens", records, "--validate")
     assert code == 0, printed
 
@@ -289,7 +289,7 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(
 
 
 def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
-    """Ctrl-C comes while a request generates: the server keeps nothing."""
+    """Ctrl-C arrives while a request generates: the server keeps nothing."""
     records = [{"token_ids": tokens(20)}]
     data = serving.work / "long.jsonl"
     data.write_text(json.dumps(records[0]))
@@ -354,7 +354,7 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
     code, said = hsx("verify", directory, "--json")
     (result,) = [
         json.loads(line) for line in said.splitlines() if line.startswith("{")
-    ]  # a slow command says on stderr what it is at
+    ]  # a slow command reports progress on stderr
     assert (code, result["good"]) == (0, len(lengths)), said
 
     with damaged.open("r+b") as file:

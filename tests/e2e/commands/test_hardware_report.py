@@ -13,7 +13,7 @@ import pytest
 from vllm_ascend_hsx.report.runner import descendants
 from vllm_ascend_hsx.report.steps import STEPS
 
-# What no emulated NPU has, and what the line then says.
+# Lines that no emulated NPU can measure, and their text.
 NOT_HERE = {
     "process table": "not measured here: npu-smi is not on PATH",
     "profile": "not measured here: the emulated NPU has no profiler",
@@ -50,7 +50,7 @@ def _command_of(pid: int) -> str:
 
 
 def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> None:
-    """Those without a server."""
+    """Only steps without a server."""
     names = ("software", "environment", "npus", "copies", "pinned", "storage", "direct")
     content, text = reported(tmp_path / "out", "--steps", ",".join(names))
     measured = {
@@ -97,7 +97,7 @@ def test_the_figures_are_those_of_this_machine(report: tuple[dict[str, Any], str
 
 @pytest.mark.long
 def test_rows_of_long_steps_are_right_eager_and_with_graphs(tmp_path: Path) -> None:
-    """Copies run as late as they may: while the next step is staged."""
+    """Copies run as late as possible: while the next step is staged."""
     content, _ = reported(tmp_path / "out", "--steps", "npus,long-steps", late=True)
     data = {each["line"]: each["data"] for each in content["lines"]}
     assert [data[line]["passed"] for line in ("eager", "graphs")] == [8, 8]
@@ -112,6 +112,6 @@ def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     told = [
         line for line in done.stdout.splitlines() if not line.endswith(" ...")
-    ]  # signs of life of a slow machine
+    ]  # heartbeat of a slow machine
     assert len(told) == 1 and "this machine has no NPUs" in told[0]
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""From a target to drafts that vllm-ascend accepts, as docs/loop.md says."""
+"""From a target to drafts that vllm-ascend accepts, following docs/loop.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_our_rows_make_as_good_a_draft_as_those_of_transformers_and_wrong_rows_a
     assert results.kinds == list(KINDS)
     ours = results.of(Kind(EAGLE3, OURS), 0)
     assert ours is not None
-    # Half of the words of a story follow from what was said before.
+    # Half of a story's words follow from earlier words.
     assert ours.length > 2
     output = capsys.readouterr().out
     assert f"{ours.length:.2f}" in output

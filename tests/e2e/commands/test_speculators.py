@@ -1,6 +1,6 @@
 """Unmodified speculators and hs-connectors launch our server, read files, and train on them.
 
-The commands are those of docs/speculators.md, on a tiny MiniMax-M2 and emulated NPUs.
+The commands are from docs/speculators.md, on a tiny MiniMax-M2 and emulated NPUs.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 DOCUMENT = (ROOT / "docs" / "speculators.md").read_text()
 LAYERS = 8
-LAYER_IDS = (2, 4, 5, 8)  # what speculators chooses for 8 layers
+LAYER_IDS = (2, 4, 5, 8)  # speculators' choice for 8 layers
 WAIT_S = 60
 EPOCHS = 3
-# What the README's server has instead of a tiny one's.
+# Replacements for the README server's sizes.
 SMALL = (
     "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64 "
     "--enforce-eager --gpu-memory-utilization 0.4"
 )
 if installed_is(">=0.30"):
-    SMALL += " --enable-scale-out"  # as the document says
+    SMALL += " --enable-scale-out"  # as in the document
 
 
 def command(label: str, names: Mapping[str, object]) -> list[str]:
-    """Return the words of the document's command of this label, with these names replaced."""
+    """Return the words of the document's command with this label, with names replaced."""
     found = re.search(rf"<!-- {label} -->\n```bash\n(.*?)```", DOCUMENT, re.DOTALL)
     assert found is not None
     text = found[1].replace("\\\n", " ")
@@ -68,7 +68,7 @@ def command(label: str, names: Mapping[str, object]) -> list[str]:
 
 @dataclass
 class Workplace:
-    """A server and the directory that everything is in."""
+    """A server and the directory of all files."""
 
     directory: Path
     model: Path
@@ -88,7 +88,7 @@ class Workplace:
 
     @property
     def names(self) -> dict[str, object]:
-        """What replaces the names in the document."""
+        """Return the replacements for names in the document."""
         return {
             "MiniMaxAI/MiniMax-M2": self.model,
             "training_data": self.dataset,
@@ -96,7 +96,7 @@ class Workplace:
         }
 
     def run(self, label: str, *more: str, environment: Mapping[str, str] | None = None) -> str:
-        """Run a command of the document with more options, and return its output."""
+        """Run a command of the document with more options, and return the output."""
         words = command(label, self.names)
         own = {"HF_HOME": str(self.directory / "hf"), "COLUMNS": "300", **(environment or {})}
         done = subprocess.run(
@@ -111,7 +111,7 @@ class Workplace:
         return done.stdout
 
     def request(self, prompt: list[int]) -> dict[str, Any]:
-        """Send a request as speculators does, and return its kv_transfer_params."""
+        """Send a request like speculators, and return the kv_transfer_params."""
         body = {
             "model": str(self.model),
             "prompt": prompt,
@@ -129,13 +129,13 @@ class Workplace:
 
     @contextmanager
     def slow_disk(self) -> Iterator[Any]:
-        """Write no row until the end of the block, or until the yielded function is called."""
+        """Write no row until the block ends or the yielded function is called."""
         with (self.directory / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield lambda: fcntl.flock(gate, fcntl.LOCK_UN)
 
     def left_over(self) -> list[str]:
-        """Return the names in the server's directory besides its workspace."""
+        """Return the names in the server's directory except the workspace."""
         return sorted(name for name in os.listdir(self.storage) if token_of_workspace(name) is None)
 
     def assert_right(self, path: Path, prompt: list[int]) -> None:
@@ -144,7 +144,7 @@ class Workplace:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Return eleven, one with two turns; some longer than the server computes at once."""
+    """Return eleven conversations, one with two turns; some exceed one step of the server."""
     ends = [
         "the ships were ready.",
         "the people crossed the bridge.",
@@ -216,7 +216,7 @@ def rows(generated: str, workplace: Workplace) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _leave_nothing(workplace: Workplace) -> Iterator[None]:
-    """Clean up, so that one failure causes no others."""
+    """Clean up: one failure must cause no others."""
     yield
     for name in workplace.left_over():
         (workplace.storage / name).unlink()
@@ -246,7 +246,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> WatchedTime:
 
 
 class Reader(threading.Thread):
-    """Reads a sample meanwhile."""
+    """Reads a sample in another thread."""
 
     def __init__(self, transfer: Any, params: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -364,7 +364,7 @@ def test_generation_goes_on_where_it_was_interrupted(
 
 
 def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, Any]:
-    """Make loaders as speculators' trainer does."""
+    """Create loaders like speculators' trainer."""
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
@@ -396,7 +396,7 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
 def test_their_loader_takes_every_sample(
     workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str
 ) -> None:
-    """Generated before training, or during it: then the server keeps no sample."""
+    """Generated before or during training; in the second case the server keeps no sample."""
     transfer = backend(workplace.samples if on_missing == "raise" else tmp_path)
     seen = []
     for loader in loaders(workplace, transfer, on_missing):

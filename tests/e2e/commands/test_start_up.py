@@ -1,4 +1,4 @@
-"""What cannot be served is refused before weights are loaded: option, value and remedy."""
+"""Unservable configurations are refused before weights are loaded: option, value and remedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_is_refused(
 
 @pytest.fixture(scope="module")
 def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose class collects hidden states, and which vllm-ascend 0.23.0 cannot serve."""
+    """A model whose class collects hidden states, but that vllm-ascend 0.23.0 cannot serve."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         mamba = {
@@ -108,7 +108,7 @@ def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-# The process that makes a configuration refuses it, so that the log ends with the reason.
+# The process that creates a configuration refuses it, so the log ends with the reason.
 
 BALANCE = {"additional_config": {"enable_balance_scheduling": True}}
 # Two ranks share a KV head, as vLLM requires.
@@ -126,7 +126,7 @@ BOTH_WAYS = (
 def refusals(
     model: Path, cases: dict[str, dict[str, Any]], *, ours: bool = True
 ) -> dict[str, str | None]:
-    """Return vLLM's error for the configuration of each case, all of which extract, or None."""
+    """Return vLLM's error, or None, for the configuration of each extracting case."""
     common = {"model": str(model), "speculative_config": speculative_config((1, 2))}
     arguments = json.dumps({name: {**common, **case} for name, case in cases.items()})
     code, printed = run_module("engine_configs", arguments, ours=ours)
@@ -238,7 +238,7 @@ def test_unusable_options_are_refused_there_too(
 
 @pytest.mark.long
 def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """The second way out, with the value of VLLM_PLUGINS that the message names."""
+    """The second remedy, with the message's value of VLLM_PLUGINS."""
     vllms = {
         "vllms": {
             "kv_transfer_config": upstream_transfer_config(tmp_path),
@@ -255,7 +255,7 @@ def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_p
 def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_engine(
     nemotron_h: Path, tmp_path: Path
 ) -> None:
-    """Otherwise the server becomes healthy, and the first request ends its engine."""
+    """Otherwise the server becomes healthy, and the first request ends the engine."""
     found = refusals(
         nemotron_h, {"nemotron_h": {"kv_transfer_config": kv_transfer_config(tmp_path)}}
     )["nemotron_h"]
@@ -280,7 +280,7 @@ def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> No
     )
 
 
-# A method is renamed, another has other parameters, and a function has other code.
+# A renamed method, a method with other parameters, and a function with other code.
 CHANGES = (
     Change(
         "vllm_ascend/worker/worker.py",

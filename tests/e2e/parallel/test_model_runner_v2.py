@@ -1,6 +1,6 @@
 """Model runner V2 of vllm-ascend 0.30: rows, text and collectives are right on it, too.
 
-What is played and compared is that of the tests of V1, which it is imported from.
+Scenarios and comparisons are imported from the tests of V1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNNER = "vllm_ascend.worker.v2.model_runner"
 # One per step, busy or idle, before the target's forward pass.
 METADATA: parallel.Collective = ("all_reduce", (6, 2), "torch.int32")
 
-# Played on each engine of test_scenarios.py that is named.
+# For each engine of test_scenarios.py: the scenarios to run.
 PLAYED: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "async": (
         play.prompts_around_the_chunk,

@@ -17,7 +17,7 @@ from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
 BLOCK = 128  # tokens in a KV block
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # Lengths that TP does not divide: padding rows follow the last real one. The last prompt fills
-# steps of 64 tokens, of which its rank's only staging slot holds half; the ring holds two rows.
+# steps of 64 tokens. The only staging slot of the rank holds half a step; the ring holds two rows.
 LENGTHS = (1, 7, 33, 101, 64, 6, 319)
 TIGHT = {"staging_slots": 1, "pinned_ring_bytes": 4096}
 SCRIPT = [
@@ -37,12 +37,12 @@ SHARED = [
     *(["add", name, prompt, {"max_tokens": 1}] for name, prompt in FIRST.items()),
     ["drain"],
     *(["published", name] for name in FIRST),
-    ["add", "between", tokens(5), {"max_tokens": 4}],  # its steps report the files
+    ["add", "between", tokens(5), {"max_tokens": 4}],  # these steps report the files
     ["drain"],
     *(["add", name, prompt, {"max_tokens": 1}] for name, (_, prompt) in FOLLOWERS.items()),
     ["drain"],
 ]
-# vLLM's connector of 0.26 writes a request's file in a step after its last one.
+# vLLM's connector of 0.26 writes a request's file in a step after the last one.
 AFTER = [["add", "after", tokens(5), {"max_tokens": 4}], ["drain"]]
 
 
@@ -56,7 +56,7 @@ def writers(directory: Path) -> dict[str, set[int]]:
 
 
 def make_directories(directory: Path, *names: str) -> dict[str, str]:
-    """Make directories for instruments, and return their arguments."""
+    """Create directories for instruments, and return their arguments."""
     for name in names:
         (directory / name).mkdir(parents=True)
     return {name: str(directory / name) for name in names}

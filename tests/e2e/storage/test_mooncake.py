@@ -30,7 +30,7 @@ from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (3, 0, 4)
-ARENA = 1 << 20  # four chunks: room for four small requests at a time
+ARENA = 1 << 20  # four chunks: space for four small requests at a time
 CHOOSES = {"extra_args": {"kv_transfer_params": {"hidden_states_path": "chosen.safetensors"}}}
 
 
@@ -197,7 +197,7 @@ def test_what_is_under_way_when_the_server_stops_says_so(
         holding_memory(own),
         MooncakeReader(own.address) as reader,
     ):
-        # The server gives the store no memory: its last words are kept by somebody who stays.
+        # The server gives the store no memory: a client that stays keeps the last writes.
         with start(tmp_path / "engine", float32_qwen3, own, segment=0) as session:
             under_way = session.add(tokens(30), {"max_tokens": 50, **WITH_OUTPUT})
             session.step(3)

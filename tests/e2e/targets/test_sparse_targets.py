@@ -1,9 +1,9 @@
 """DeepSeek-V3.2 and GLM-5, whose attention reads 2048 selected tokens (DSA): rows are right.
 
-Layers of GLM-5.2 share the selection of the layer before them.
+Layers of GLM-5.2 share the selection of the previous layer.
 
-In bfloat16: CANN's kernels of the indexer and of sparse attention take no float32. Prompts of more
-than 2048 tokens are those from which the indexer drops any.
+In bfloat16: CANN's kernels of the indexer and of sparse attention do not accept float32. The
+indexer drops tokens only from prompts of more than 2048 tokens.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_rows_are_right_in_replays_of_full_graphs(
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
-# The tiny model: what would make the comparisons above say too little.
+# The tiny model: properties without which the comparisons above would prove too little.
 
 
 @pytest.mark.long

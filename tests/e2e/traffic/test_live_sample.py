@@ -118,7 +118,7 @@ def test_no_request_is_extracted_while_the_directory_is_full_and_the_next_is_aft
     grown = growth(before, scrape_all(session))
     assert (grown["files_total published"], grown["failures_total directory_full"]) == (5, 3)
     assert sum(path.stat().st_size for path in session.storage.glob("*.safetensors")) <= BUDGET
-    # A request without room reads the prefix cache like one that is not extracted.
+    # A request without space reads the prefix cache like one that is not extracted.
     again = session.add(skipped[-1].prompt, params(hidden_states=True), name="again")
     session.settle()
     assert again.num_cached_tokens == 128

@@ -1,4 +1,4 @@
-"""/metrics counts what became of requests, with our connector alone and in MultiConnector.
+"""/metrics counts the outcomes of requests, with our connector alone and in MultiConnector.
 
 DP x TP: test_data_parallel.py.
 """
@@ -62,7 +62,7 @@ def scrape_all(session: EngineSession) -> Metrics:
 
 
 def growth(before: Metrics, after: Metrics) -> dict[str, float]:
-    """Return the counters that have grown, and by how much."""
+    """Return the increase of each counter that has grown."""
 
     def totals(metrics: Metrics) -> dict[str, float]:
         return {

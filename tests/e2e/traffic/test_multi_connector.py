@@ -101,7 +101,7 @@ def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(
 ) -> None:
     config = json.loads(blocks("serve.md", "kv-transfer prefill")[0])
     mooncake, ours = config["kv_connector_extra_config"]["connectors"]
-    assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # which needs NPUs
+    assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # it needs NPUs
     mooncake |= {
         "kv_connector": "SiblingConnector",
         "kv_connector_module_path": "sibling_connector",

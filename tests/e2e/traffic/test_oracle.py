@@ -1,4 +1,4 @@
-"""The oracle accepts what the model computes, and names every mistake of extraction."""
+"""The oracle accepts the model's rows, and names every mistake of extraction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVED = (EARLIER, BESIDE, OWN)
 
 @dataclass
 class Bench:
-    """An oracle of a model, and files made from its reference."""
+    """An oracle of a model, and files made from the reference."""
 
     directory: Path
     reference: Reference
@@ -203,7 +203,7 @@ def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(
 
 
 def test_no_two_rows_are_so_close_that_one_could_pass_for_the_other(bench: Bench) -> None:
-    """The closest rows are those of one token after different tokens, or at other positions."""
+    """The closest rows have the same token after different tokens, or at other positions."""
     same_token = tuple(
         Served(f"same-{seed}", (*tokens(20, seed), 77, 77, 77), 0, None) for seed in range(6)
     )

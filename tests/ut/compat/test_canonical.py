@@ -261,7 +261,9 @@ def test_layers_of_another_class_than_was_checked_are_refused() -> None:
             self.model = PostNormModel(PreNormLayer)
 
     make_collecting(PostNorm, registered)
-    with pytest.raises(NotCanonicalError, match="Given has PreNormLayer, and others were checked"):
+    with pytest.raises(
+        NotCanonicalError, match="Given has PreNormLayer, but other attributes were checked"
+    ):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 

@@ -22,7 +22,7 @@ def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
     module = SimpleNamespace(AscendExtractHiddenStatesProposer=dict)
     apply(module, plugin.make_proposer)
     with pytest.raises(
-        IncompatibleVersionError, match="is not the base class.*\n.*checked against vllm"
+        IncompatibleVersionError, match="is not the base class.*\nChecked versions: vllm"
     ):
         module.AscendExtractHiddenStatesProposer()
 

@@ -254,7 +254,7 @@ def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(
         (tmp_path / "model.safetensors.index.json").write_text("{}")
     with caplog.at_level("WARNING", logger.name):
         assert rotation_of(config, "undo") is None
-    assert "is seen when it is loaded" in caplog.text
+    assert "so whether it is rotated is checked after loading" in caplog.text
 
 
 def target(final: torch.Tensor) -> torch.nn.Module:

@@ -42,7 +42,7 @@ def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
     if installed_is(">=0.30"):
         refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
         return
-    with pytest.raises(UserError, match=f"^{VARIABLE}='1' is taken by"):
+    with pytest.raises(UserError, match=f"^{VARIABLE}='1' needs kv_role"):
         refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
 
 

@@ -231,7 +231,7 @@ def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(
     found = check_tree(tmp_path, monkeypatch)
     (problem,) = [each for each in found if each.verdict != "ok"]
     assert (problem.name, problem.verdict) == (gone, "problem")
-    assert "is not there" in problem.found and "names the failure of its file" in problem.found
+    assert "is missing" in problem.found and "names the failure of the file" in problem.found
     assert "Its version is right" in problem.what_to_do
     assert len(found) == len(FITTING)
 
@@ -289,7 +289,7 @@ IMPORTS_FAIL = [
         None,
     ]
 ]
-CHANGED = [["a.b", "called", "it works", "a.b is not there", False, None, None]]
+CHANGED = [["a.b", "called", "it works", "a.b is missing", False, None, None]]
 OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vllm/b.py"]]
 
 

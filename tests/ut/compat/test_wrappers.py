@@ -302,7 +302,7 @@ REFUSED: dict[type[nn.Module], str] = {
     AnyConfig: NEITHER.format("AnyConfig"),
     ByType: NEITHER.format("ByType"),
     OfDeepstack: "the loop of AddingModel.forward does more than",
-    Misnamed: "Misnamed gives its language_model a config that names another class than Made",
+    Misnamed: "Misnamed gives language_model a config that names another class than Made",
     Nested: "the language model Inner wraps another language model",
     Choosing: "Choosing has __new__",
     Diffusing: "Diffusing has get_model_state_cls",
