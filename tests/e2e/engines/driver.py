@@ -382,7 +382,7 @@ class Driver:
         return found
 
     def footprint(self) -> dict[str, int]:
-        """Return quantities that a leak would increase: bytes, objects of our classes, file locks."""
+        """Return quantities that a leak increases: bytes, objects of our classes, file locks."""
         gc.collect()
         ours = sum(
             type(each).__module__.startswith("vllm_ascend_hsx.") for each in gc.get_objects()
