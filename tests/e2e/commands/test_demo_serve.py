@@ -97,7 +97,7 @@ def test_the_generate_line_writes_a_file_for_each_prompt(served: Served) -> None
     assert [states.layer_ids for states in rows] == [LAYERS] * 3
 
 
-def test_the_server_has_introduced_itself_once_and_reads_weights_once(served: Served) -> None:
+def test_server_logs_one_start_line_and_reads_weights_once(served: Served) -> None:
     log = (served.work / "server.log").read_text()
     said = (
         f"vllm-ascend-hsx {__version__} extracts layers 1,2,4 of tiny-minimax-m2: 1536 bytes per "

@@ -153,7 +153,7 @@ def cached_tokens(server: Server) -> float:
     )
 
 
-def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use_the_prefix_cache(
+def test_with_extraction_on_request_plain_requests_use_the_prefix_cache_and_leave_no_file(
     serving: Serving,
 ) -> None:
     before, reused = cached_tokens(serving.server), 0
@@ -181,7 +181,7 @@ def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use
     assert cached_tokens(serving.server) - before == 256 + reused  # of the second, in whole blocks
 
 
-def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
+def test_every_row_is_right_after_kills_and_restarts(serving: Serving) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
     code, printed = serving.generate(
         "tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT
@@ -218,7 +218,7 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(
+def test_changed_checkpoint_under_the_same_name_is_refused(
     serving: Serving, tmp_path: Path
 ) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
@@ -327,7 +327,7 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     assert code == 0, printed
 
 
-def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(
+def test_files_are_inspected_plotted_and_verified_and_a_changed_byte_is_found(
     serving: Serving,
 ) -> None:
     lengths = (5, 70, 33)

@@ -73,7 +73,7 @@ def answers(serving: Serving) -> dict[int, dict[str, Any]]:
     return {line["row"]: line for line in lines}
 
 
-def test_text_ids_mask_and_rows_are_those_of_a_second_pass(
+def test_text_ids_mask_and_rows_equal_a_second_pass(
     serving: Serving, answers: dict[int, dict[str, Any]]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(serving.model)
@@ -112,7 +112,9 @@ def test_text_ids_mask_and_rows_are_those_of_a_second_pass(
         )
 
 
-def test_no_answer_is_asked_for_again(serving: Serving, answers: dict[int, dict[str, Any]]) -> None:
+def test_finished_answers_are_not_requested_again(
+    serving: Serving, answers: dict[int, dict[str, Any]]
+) -> None:
     records = [
         json.loads(line) for line in (serving.work / "answers.jsonl").read_text().splitlines()
     ]

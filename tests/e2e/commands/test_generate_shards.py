@@ -39,7 +39,7 @@ def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
-def test_killed_and_started_again_every_row_is_in_a_shard_and_right(
+def test_every_row_is_in_a_shard_and_right_after_kills_and_restarts(
     server: Server, tiny_minimax_m2: Path
 ) -> None:
     output = server.log.parent / "hidden_states"

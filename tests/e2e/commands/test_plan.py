@@ -68,7 +68,7 @@ def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(
+def test_engine_has_the_benchmarks_number_of_blocks(
     kind: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     staging = hsx_plan(models[kind], tp=1, max_num_batched_tokens=64, kv_memory=MEMORY)[
@@ -103,7 +103,7 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(
+def test_engine_that_measures_memory_loses_the_planned_share(
     tiny_qwen3: Path, tmp_path: Path, ranks: int
 ) -> None:
     """With 2,048 tokens per step the last layers are the peak: collected layers add to it."""
@@ -124,7 +124,7 @@ def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(
 
 
 @pytest.mark.long
-def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(
+def test_vllm_reads_presets_as_plan_and_benchmark_assume(
     tmp_path: Path,
 ) -> None:
     directories = {str(tmp_path / name): name for name in CONFIGS}

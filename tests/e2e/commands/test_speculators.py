@@ -279,7 +279,7 @@ def test_the_server_is_ours_and_extracts_the_layers_that_speculators_wants(
     )
 
 
-def test_their_reader_waits_from_before_the_commit(
+def test_speculators_reader_waits_from_before_the_commit(
     workplace: Workplace, watched: WatchedTime, tmp_path: Path
 ) -> None:
     prompt = tokens(150)
@@ -300,7 +300,7 @@ def test_their_reader_waits_from_before_the_commit(
     assert workplace.left_over() == []
 
 
-def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(
+def test_our_reader_waits_longer_than_speculators_ten_seconds(
     workplace: Workplace, watched: WatchedTime, tmp_path: Path
 ) -> None:
     prompt = tokens(40)
@@ -336,9 +336,7 @@ def test_offline_generation_makes_a_dataset_of_the_right_rows(
     assert workplace.left_over() == []
 
 
-def test_generation_goes_on_where_it_was_interrupted(
-    workplace: Workplace, rows: list[dict[str, Any]]
-) -> None:
+def test_interrupted_generation_continues(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     from speculators.cli.generate_offline_data import generate_offline_data
 
     (workplace.samples / "hs_3.safetensors").unlink()
@@ -393,7 +391,7 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
 @pytest.mark.parametrize(
     "backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"]
 )
-def test_their_loader_takes_every_sample(
+def test_speculators_loader_accepts_every_sample(
     workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str
 ) -> None:
     """Generated before or during training; in the second case the server keeps no sample."""

@@ -59,9 +59,7 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(
-    opt: Path, tmp_path: Path
-) -> None:
+def test_target_without_collector_is_refused_before_loading(opt: Path, tmp_path: Path) -> None:
     run = run_engine(tmp_path, opt, [])
     assert run.error is not None
     found = run.error + run.log
@@ -72,7 +70,7 @@ def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused(
+def test_unservable_configuration_is_refused(
     tiny_qwen3: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     run = run_engine(tmp_path, tiny_qwen3, [], **options)
@@ -179,7 +177,7 @@ def of_connectors(
 @pytest.mark.parametrize(
     "case", ["ours", "ours beside another", "balance scheduling of both roles"]
 )
-def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str) -> None:
+def test_our_connector_is_accepted(of_connectors: dict[str, str | None], case: str) -> None:
     assert of_connectors[case] is None
 
 
@@ -194,7 +192,7 @@ def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str)
         ("replaced by an option of vLLM", "OffloadingConnector"),
     ],
 )
-def test_another_connector_beside_the_method_is_refused_with_both_ways_out(
+def test_another_connector_with_our_method_is_refused_with_both_remedies(
     of_connectors: dict[str, str | None], case: str, named: str | None
 ) -> None:
     found = of_connectors[case]
@@ -230,14 +228,16 @@ def test_vllms_own_connector_beside_ours_is_refused(of_connectors: dict[str, str
         ),
     ],
 )
-def test_unusable_options_are_refused_there_too(
+def test_unusable_options_are_refused_when_the_configuration_is_created(
     of_connectors: dict[str, str | None], case: str, named: str
 ) -> None:
     assert named in (of_connectors[case] or "")
 
 
 @pytest.mark.long
-def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_vllms_own_connector_is_accepted_without_our_plugin(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     """The second remedy, with the message's value of VLLM_PLUGINS."""
     vllms = {
         "vllms": {
@@ -252,7 +252,7 @@ def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_p
     assert refusals(tiny_qwen3, vllms, ours=False) == {"vllms": None}
 
 
-def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_engine(
+def test_unservable_target_is_refused_before_the_engine_starts(
     nemotron_h: Path, tmp_path: Path
 ) -> None:
     """Otherwise the server becomes healthy, and the first request ends the engine."""
@@ -305,7 +305,7 @@ LOST = ("NPUWorker.sleep", "CoreEngineProcManager.shutdown", "has_kv_transfer_gr
 
 
 @pytest.mark.long
-def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_are_loaded(
+def test_changed_packages_are_refused_before_weights_are_loaded(
     tiny_minimax_m2: Path, tmp_path: Path
 ) -> None:
     copied = copy_installed(tmp_path, CHANGES)

@@ -41,7 +41,7 @@ def balanced(directory: Path, model: Path, soc: str) -> ForkedServer:
 
 @pytest.mark.long
 @pytest.mark.parametrize("soc", ["a2", "a3"])
-def test_rows_are_right_with_balance_scheduling_in_a_multi_connector_of_both_roles(
+def test_rows_are_right_with_balance_scheduling_in_a_kv_both_multi_connector(
     tiny_minimax_m2: Path, tmp_path: Path, soc: str
 ) -> None:
     with balanced(tmp_path, tiny_minimax_m2, soc) as server:

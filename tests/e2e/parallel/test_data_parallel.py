@@ -190,18 +190,18 @@ def on_engine(name: str) -> dict[str, str]:
     return {"X-data-parallel-rank": name.split("-")[1]}
 
 
-def test_one_line_introduces_a_server_of_several_engines(served: Served) -> None:
+def test_server_of_several_engines_logs_one_start_line(served: Served) -> None:
     assert served.log.count(" extracts layers ") == 1
 
 
 @pytest.mark.parametrize(
     "name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS]
 )
-def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
+def test_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)
 
 
-def test_each_worker_has_a_context_on_its_own_npu_alone(served: Served) -> None:
+def test_each_worker_has_a_context_only_on_its_own_npu(served: Served) -> None:
     check_contexts(served.contexts, npus=4)
 
 
@@ -345,7 +345,7 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
         pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )
-def test_with_upstreams_method_in_place_of_ours_the_server_stops(
+def test_upstreams_collective_method_stops_the_server(
     tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str
 ) -> None:
     with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": how}, late=False) as server:

@@ -326,7 +326,7 @@ def test_rows_are_right(served: Served, traffic: str) -> None:
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_all_ranks_select_the_same_in_each_step_and_call_the_same(
+def test_all_ranks_select_and_call_the_same_method_in_each_step(
     served: Served, traffic: str
 ) -> None:
     """The traffic has steps of both sizes, to make the selection change if the method has two."""
@@ -352,7 +352,7 @@ def test_all_ranks_select_the_same_in_each_step_and_call_the_same(
 
 @pytest.mark.long  # a second server
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_the_selection_is_that_of_a_server_without_extraction(
+def test_selected_method_is_as_without_extraction(
     served: Served, without: Served, traffic: str
 ) -> None:
     ours, theirs = (
@@ -379,9 +379,7 @@ def test_the_selection_is_that_of_a_server_without_extraction(
 
 
 @pytest.mark.long
-def test_a_rank_that_selects_another_method_than_the_others_is_named(
-    tiny_minimax_m2: Path, tmp_path: Path
-) -> None:
+def test_rank_with_another_method_is_named(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     """MC2 has a group of its own: the ranks wait in different groups."""
     gate = tmp_path / "gate"
     with tiny_server(

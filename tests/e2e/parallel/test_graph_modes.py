@@ -128,13 +128,13 @@ def pair(
     return Pair(request.param, *runs, *events)
 
 
-def test_the_resolved_mode_and_the_captured_sizes_are_those_without_extraction(pair: Pair) -> None:
+def test_graph_mode_and_captured_sizes_are_as_without_extraction(pair: Pair) -> None:
     assert resolved(pair.events) == resolved(pair.plain_events)
     assert resolved(pair.plain_events)["resolved"] == pair.mode
     assert resolved(pair.plain_events)["captures"] == CAPTURES[pair.mode]
 
 
-def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: Pair) -> None:
+def test_every_step_runs_in_the_same_graph_as_without_extraction(pair: Pair) -> None:
     ran = forwards(pair.events)
     assert ran == forwards(pair.plain_events)
     assert {mode for mode, _ in ran} == {"NONE", pair.graph}
@@ -145,7 +145,7 @@ def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: P
     assert replays == pieces * sum(mode == pair.graph for mode, _ in ran) > 0
 
 
-def test_the_generated_tokens_are_those_without_extraction(pair: Pair) -> None:
+def test_generated_tokens_are_as_without_extraction(pair: Pair) -> None:
     for request_id in REQUESTS:
         assert (
             pair.extracting.requests[request_id]["tokens"]
@@ -195,7 +195,7 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_upstreams_connector_disables_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     _, (events,) = run(
         tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32"
     )
@@ -204,7 +204,7 @@ def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_upstream_s_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_upstreams_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     done, _ = run(tmp_path, float32_qwen3, "FULL", ours=False, late=False, dtype="float32")
     assert done.error is not None
     assert "CUDAGraphMode.FULL is not supported with CacheOnlyAttentionBackend" in done.error

@@ -75,7 +75,7 @@ def reference(float32_qwen3: Path) -> Reference:
         for each in plays
     ],
 )
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages, reference: Reference, engine: str, played: Callable[[Stage], None]
 ) -> None:
     options = {
@@ -89,9 +89,7 @@ def test_files_are_right_when(
     stage.check()
 
 
-def test_text_and_steps_are_those_of_a_server_without_extraction(
-    float32_qwen3: Path, tmp_path: Path
-) -> None:
+def test_text_and_steps_are_as_without_extraction(float32_qwen3: Path, tmp_path: Path) -> None:
     options = {"dtype": "float32", "async_scheduling": True, "environ": V2}
     plain = run_engine(
         tmp_path / "plain", float32_qwen3, generation.SCRIPT, extract=False, **options
@@ -110,7 +108,7 @@ def test_text_and_steps_are_those_of_a_server_without_extraction(
 
 
 @pytest.mark.timeout(1500)
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(
+def test_any_traffic_leaves_right_files_and_nothing_else(
     float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     engine = {**traffic.ENGINES["cramped"], "environ": V2}

@@ -98,7 +98,7 @@ def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], len
 
 
 @pytest.mark.usefixtures("run")
-def test_each_worker_has_a_context_on_its_own_npu_alone(directory: Path) -> None:
+def test_each_worker_has_a_context_only_on_its_own_npu(directory: Path) -> None:
     check_contexts(read_trace(directory / "trace_contexts"), npus=2)
 
 
@@ -119,7 +119,7 @@ def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(
         assert comparison.matches, (name, comparison)
 
 
-def test_all_ranks_tell_the_same_weights(
+def test_all_ranks_report_the_same_weights(
     run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path
 ) -> None:
     checkpoint = find_checkpoint(tiny_minimax_m2, "auto")

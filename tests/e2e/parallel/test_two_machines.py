@@ -130,9 +130,7 @@ def test_the_rows_of_both_machines_are_right_and_found_from_either(
 
 
 @pytest.mark.long
-def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(
-    cluster: Cluster, tiny_minimax_m2: Path
-) -> None:
+def test_readers_learn_that_the_other_machine_died(cluster: Cluster, tiny_minimax_m2: Path) -> None:
     """Last in this file: there is no server afterwards."""
     body = {
         "model": str(tiny_minimax_m2),

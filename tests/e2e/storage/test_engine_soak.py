@@ -71,7 +71,7 @@ def add(stage: Stage, luck: random.Random, kind: str) -> Request:
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_grows_with_the_number_of_requests(
+def test_resources_do_not_grow_with_the_number_of_requests(
     stage: Stage, request: pytest.FixtureRequest
 ) -> None:
     requests = request.config.getoption("engine_soak") or REQUESTS

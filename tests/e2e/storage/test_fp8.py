@@ -50,9 +50,7 @@ def path_of(session: EngineSession, request: Request) -> Path:
     return path
 
 
-def test_rows_are_the_models_to_within_the_error_of_float8(
-    float32_qwen3: Path, tmp_path: Path
-) -> None:
+def test_rows_are_right_within_float8_error(float32_qwen3: Path, tmp_path: Path) -> None:
     """A float32 target: only float8 rounds."""
     with EngineSession(
         tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8
@@ -91,7 +89,7 @@ def test_rows_are_the_models_to_within_the_error_of_float8(
     ],
     ids=str,
 )
-def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(
+def test_stored_float8_equals_hs_connectors_in_half_the_bytes(
     dtype: torch.dtype, target: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model: Path = request.getfixturevalue(target)

@@ -269,7 +269,7 @@ def holders_of_locks(storage: Path) -> list[int]:
     ],
     ids=["files", "shards"],
 )
-def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
+def test_files_of_a_killed_engine_are_right_and_the_next_engine_works(
     float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest, options: dict[str, Any]
 ) -> None:
     asked = request.config.getoption("engine_kills")

@@ -247,7 +247,7 @@ def assert_no_file_is_named(answer: Answer) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("api_servers", [1, 2])
-def test_sigterm_to_a_server_with_several_engines(
+def test_sigterm_to_a_server_with_several_engines_leaves_rows_or_reasons(
     api_servers: int, tiny_minimax_m2: Path, tmp_path: Path
 ) -> None:
     """The storage needs more time than the executor gives the workers.
@@ -290,7 +290,9 @@ def test_sigterm_to_a_server_with_several_engines(
     assert_nothing_else_is_there(storage, [*held], [paths[short]], failed)
 
 
-def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_two_ctrl_c_to_every_process_leave_rows_or_reasons(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     with serve(tmp_path, tiny_qwen3, 3) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
@@ -335,7 +337,9 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
     assert_nothing_else_is_there(storage, [*held], failed)
 
 
-def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_process_end_without_engine_shutdown_leaves_rows_or_reasons(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     """An engine in its user's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) is not shut down."""
     options = {"num_writer_threads": 8, "drain_timeout_s": 60}
     session = EngineSession(

@@ -39,7 +39,7 @@ def stage(
         yield stage
 
 
-def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) -> None:
+def test_plain_requests_continue_while_storage_hangs(stage: Stage) -> None:
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
@@ -79,7 +79,7 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
     stage.check()
 
 
-def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stage: Stage) -> None:
+def test_oversized_prompt_waits_or_fails_with_the_reason(stage: Stage) -> None:
     stage.settle_in()
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
@@ -105,7 +105,7 @@ def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stag
     assert again.finished
 
 
-def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) -> None:
+def test_held_request_is_admitted_although_nothing_else_runs(stage: Stage) -> None:
     stage.session.call("hold_writes")
     first = stage.add(tokens(60), name="first")
     plain = stage.add(tokens(5), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=6)
@@ -119,7 +119,7 @@ def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) 
     stage.check()
 
 
-def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(
+def test_hanging_open_delays_one_step_and_later_requests_are_refused(
     stage: Stage,
 ) -> None:
     """As with a stopped FUSE server, or an unreachable NFS server."""

@@ -60,9 +60,7 @@ def pattern(name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("prompt", [3, CHUNK])
-def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_opened(
-    stage: Stage, prompt: int
-) -> None:
+def test_answer_to_a_one_step_prompt_names_the_failed_open(stage: Stage, prompt: int) -> None:
     victim = stage.add(tokens(prompt), name="victim", expect="failed")
     (path,) = stage.session.paths(victim)
     stage.session.call(
@@ -77,7 +75,7 @@ def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_open
 @pytest.mark.parametrize(
     ("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS]
 )
-def test_a_fault_of_the_storage_fails_its_request_alone(
+def test_storage_fault_fails_only_its_request(
     stage: Stage, kind: str, call: str, errno: str, early: bool
 ) -> None:
     prompt = tokens(

@@ -19,7 +19,9 @@ LAYERS = 40
 PROMPT, PROMPTS = 500, 4  # a temporary for the rows of their step would have 42 MB
 
 
-def test_the_first_extracted_requests_take_no_memory_and_launch_nothing_new(tmp_path: Path) -> None:
+def test_first_extracted_requests_take_no_memory_and_launch_no_new_operators(
+    tmp_path: Path,
+) -> None:
     model = build_qwen3(tmp_path / "qwen3-deep", layers=LAYERS)
     options = {"max_num_batched_tokens": PROMPT * PROMPTS, "layer_ids": tuple(range(LAYERS + 1))}
     # With 2, a workspace is not memory that torch has kept from the forward pass.

@@ -206,7 +206,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "engine", "play"), cases())
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages,
     references: dict[str, Reference],
     name: str,
@@ -247,7 +247,7 @@ GENERATING = [
 ]
 
 
-def test_kv_cache_and_text_are_those_of_a_server_without_extraction(
+def test_kv_cache_and_text_are_as_without_extraction(
     target: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     options = {"max_num_batched_tokens": STEP, "layer_ids": LAYER_IDS, **TARGETS[target].engine}
@@ -390,7 +390,7 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(
 
 @pytest.mark.long
 @only_with(">=0.26", "rows go to blocks of the first group")
-def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(
+def test_defects_3_and_4_are_fixed_rows_have_their_own_kv_cache_group(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     beside = [
@@ -444,7 +444,7 @@ def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_toleranc
     assert_rows_lie_apart(models[target], tokens(300))
 
 
-def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
+def test_row_depends_on_earlier_states(target: str, models: dict[str, Path]) -> None:
     # Replacing the first block simulates a wrong state.
     first, second = tokens(2 * BLOCK)[:BLOCK], tokens(2 * BLOCK)[BLOCK:]
     rows, other = (
@@ -464,9 +464,7 @@ def test_experts_are_chosen_evenly_and_alike_in_both_precisions(
     assert_experts_are_chosen_evenly_and_alike(models[name], tokens(400))
 
 
-def test_the_reference_is_computed_in_the_precision_that_is_asked_for(
-    target: str, models: dict[str, Path]
-) -> None:
+def test_reference_has_the_requested_precision(target: str, models: dict[str, Path]) -> None:
     # transformers loads a model with a text part in the checkpoint's dtype, regardless of the
     # requested one.
     for dtype in (torch.float32, torch.bfloat16):

@@ -182,7 +182,7 @@ def fingerprint_of(adapter: Path) -> str:
     )
 
 
-def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run) -> None:
+def test_each_row_has_its_requests_adapter_and_no_other(run: Run) -> None:
     right: dict[str, list[str]] = {request.id: [] for _, request in run.served}
     verdicts = []
     for whose, model in run.models.items():
@@ -203,7 +203,7 @@ def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run)
     assert right == {request.id: [whose] for whose, request in run.served}
 
 
-def test_each_row_of_an_adapter_differs_from_those_of_all_others(run: Run) -> None:
+def test_rows_of_different_adapters_differ(run: Run) -> None:
     """Otherwise a row of another adapter, or of none, could pass as right."""
     rows = {
         whose: load(
@@ -230,7 +230,7 @@ def test_a_file_names_its_adapter_and_the_weights_that_were_loaded(run: Run) -> 
         assert (metadata.get("lora"), metadata.get("lora_weights")) == expected, request.id
 
 
-def test_readers_take_rows_of_an_adapter_for_another_kind_and_others_of_its_name_for_other_weights(
+def test_readers_distinguish_adapters_and_weights_under_one_name(
     run: Run,
 ) -> None:
     found = {
@@ -251,7 +251,7 @@ def test_the_prefix_cache_keeps_adapters_apart(run: Run) -> None:
     assert len({tuple(request.tokens) for request in run.cached.values()}) == 3
 
 
-def test_rows_of_a_prefix_are_copied_by_requests_without_an_adapter_only(run: Run) -> None:
+def test_only_requests_without_adapter_copy_prefix_rows(run: Run) -> None:
     """Cached blocks identify an adapter by name, but not the weights."""
     assert [request.reused for request in run.in_turn] == [0, 0, 0, 0, BLOCK, 0]
     assert [request.reused for request in run.of(AGAIN)] == [0] * 4

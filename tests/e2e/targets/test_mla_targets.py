@@ -77,7 +77,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("request_id", EXTRACTED)
-def test_a_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> None:
+def test_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> None:
     comparison = run.compare(request_id)
     assert comparison.matches, comparison
 
@@ -88,7 +88,7 @@ def test_the_layer_of_the_drafter_is_in_no_kv_cache_group(run: Run) -> None:
     ]
 
 
-def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_rows_are_reusable(run: Run) -> None:
     assert (
         run.requests["opts-out"]["num_cached_tokens"] == 128
     )  # the first block, of 128 tokens, of 201

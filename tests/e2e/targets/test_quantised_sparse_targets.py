@@ -185,7 +185,7 @@ def test_rows_are_those_of_the_quantised_weights_and_caches(
 
 
 @pytest.mark.parametrize("served", long_but(SHORT_RUN, INT8_LATENTS), indirect=True, scope="module")
-def test_rows_are_nearer_to_those_of_int8_latents_than_to_others(served: Served) -> None:
+def test_rows_are_nearest_to_the_int8_latents_rows(served: Served) -> None:
     found, other = (
         served.errors("longer-than-the-selection", load)[:, FIRST]
         for load in (served.target.load, load_sparse)
@@ -193,7 +193,7 @@ def test_rows_are_nearer_to_those_of_int8_latents_than_to_others(served: Served)
     assert (found < other).float().mean() > 0.7  # by chance half of the rows would be nearer
 
 
-def test_rows_are_near_those_of_the_model_before_it_was_quantised(served: Served) -> None:
+def test_rows_are_near_the_unquantised_models_rows(served: Served) -> None:
     rows = served.run.rows("decoding")["hidden_states"].float()
     rows = rows @ rotation_of(served.checkpoint).t() if served.target.rotated else rows
     found = errors(

@@ -253,7 +253,7 @@ def test_rows_are_those_of_the_quantised_weights(served: Served, request_id: str
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(
+def test_rows_turned_back_are_near_the_unquantised_models_rows(
     served: Served, request_id: str
 ) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence(request_id), LAYER_IDS)
@@ -263,7 +263,7 @@ def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(
     assert found[:, EMBEDDING].max() < (TOLERANCE / 10 if served.rotated else 1e-9)
 
 
-def test_each_row_is_nearest_to_its_own(served: Served) -> None:
+def test_each_row_is_nearest_to_its_own_reference_row(served: Served) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS)
     rows = served.turned_back("chunked")
     for layer in set(range(len(LAYER_IDS))) - {EMBEDDING}:  # where equal tokens have equal rows
@@ -280,7 +280,7 @@ def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> 
     assert found.min() > 0.5 if served.rotated else found.max() < served.lost
 
 
-def test_files_tell_that_rows_are_rotated(served: Served) -> None:
+def test_metadata_marks_rotated_rows(served: Served) -> None:
     assert load(served.run.path("chunked")).metadata.get("basis") == (
         "rotated" if served.rotated else None
     )
@@ -308,7 +308,7 @@ def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weight
     assert torch.cat(ours).mean() < 1.05 * torch.cat(without_extraction).mean()
 
 
-def test_files_tell_that_rows_are_in_the_models_own_basis(undone: Served) -> None:
+def test_metadata_marks_rows_in_the_models_own_basis(undone: Served) -> None:
     assert load(undone.run.path("chunked")).metadata["basis"] == "model"
 
 
@@ -320,7 +320,7 @@ def predicted(source: Path, rows: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(
+def test_models_own_head_predicts_the_served_token_from_the_last_state(
     undone: Served,
 ) -> None:
     rows, request = undone.rows("greedy")[:, LAST], undone.run.requests["greedy"]
@@ -335,7 +335,7 @@ def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(
 # Rotated, and not quantised
 
 
-def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(
+def test_rotated_float_target_loads_as_quantised_with_float_layers(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     served = serve(tmp_path, Target(build_qwen3, plain, True, {}, {}), tiny_qwen3)
@@ -395,7 +395,7 @@ def undeclared(source: Path, directory: Path) -> tuple[Path, torch.Tensor]:
     [False, pytest.param(True, marks=pytest.mark.long)],
     ids=["by its files", "once it is loaded"],
 )
-def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
+def test_undeclared_rotation_is_refused_before_the_first_request(
     tiny_qwen3: Path, tmp_path: Path, late: bool
 ) -> None:
     checkpoint, _ = undeclared(tiny_qwen3, tmp_path / "checkpoint")
@@ -413,7 +413,7 @@ def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
 
 
 @pytest.mark.long
-def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(
+def test_rows_of_an_undeclared_rotation_are_kept_on_demand(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     checkpoint, rotation = undeclared(tiny_qwen3, tmp_path / "checkpoint")
@@ -469,7 +469,7 @@ def over_the_cache(
 
 
 @only_with("<0.26", "an int8 KV cache is not tested with them")
-def test_rows_are_those_of_keys_and_values_from_an_int8_cache(over_the_cache: Served) -> None:
+def test_rows_follow_from_the_int8_caches_keys_and_values(over_the_cache: Served) -> None:
     own, without = [], []
     for request_id, cached_from in CACHED_FROM.items():
         sequence, rows = over_the_cache.run.sequence(request_id), over_the_cache.rows(request_id)

@@ -95,7 +95,7 @@ def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> 
     assert sorted(run.result["kv_groups"]) == sorted([SLIDING, FULL])
 
 
-def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_rows_are_reusable(run: Run) -> None:
     assert (
         run.requests["opts-out"]["num_cached_tokens"] == 128
     )  # the first block, of 128 tokens, of 201

@@ -211,7 +211,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "play"), cases())
-def test_rows_and_placeholders_are_right_when(
+def test_rows_and_placeholders_are_right_in_scenario(
     stages: Stages, references: dict[str, VisionReference], name: str, play: Callable[[Play], None]
 ) -> None:
     playing = Play(stage_of(stages, references, name), references[name])
@@ -220,7 +220,7 @@ def test_rows_and_placeholders_are_right_when(
 
 
 @pytest.mark.long
-def test_a_video_is_refused_with_the_reason_and_the_request_generates(
+def test_video_is_refused_with_the_reason_but_generates(
     stages: Stages, references: dict[str, VisionReference]
 ) -> None:
     """Passed as embeddings, because the emulated set-up cannot read videos."""
@@ -237,7 +237,7 @@ def test_a_video_is_refused_with_the_reason_and_the_request_generates(
     stage.check()
 
 
-def test_rows_are_those_that_the_next_layer_reads_where_qwen3_vl_adds_visual_features(
+def test_rows_of_qwen3_vl_include_the_added_visual_features(
     references: dict[str, VisionReference],
 ) -> None:
     """transformers' own hidden_states are taken before the addition, as the file format says."""

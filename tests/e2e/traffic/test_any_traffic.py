@@ -235,7 +235,7 @@ class Traffic(RuleBasedStateMachine):
     "engine",
     [*(pytest.param(each, marks=pytest.mark.long) for each in ("cramped", "synchronous")), "moe"],
 )
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(
+def test_any_traffic_leaves_right_files_and_nothing_else(
     engine: str, stage: Stage, request: pytest.FixtureRequest
 ) -> None:
     play_traffic(stage, RUNS[engine], asked=request.config.getoption("traffic_runs"))

@@ -102,7 +102,7 @@ def test_every_file_is_found_and_right(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_which_answers_name_their_file(
+def test_answer_names_its_file_if_there_is_one(
     client: Client, answers: dict[str, Answer], name: str
 ) -> None:
     case, answer = CASES[name], answers[name]
@@ -220,7 +220,7 @@ def test_params_that_vllm_cannot_pass_on_end_their_request_alone(
     assert opted_out.texts == answers["one-prompt"].texts
 
 
-def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
+def test_only_complete_files_are_visible(client: Client, answers: dict[str, Answer]) -> None:
     expected = {
         client.find(answers[name], *file).name
         for name, case in CASES.items()

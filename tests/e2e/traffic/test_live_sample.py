@@ -77,7 +77,7 @@ def test_sampled_requests_have_their_rows_and_others_leave_no_trace(session: Eng
     )
 
 
-def test_requests_that_are_not_sampled_read_the_prefix_cache_and_are_in_no_metric(
+def test_unsampled_requests_read_the_prefix_cache_and_are_in_no_metric(
     session: EngineSession,
 ) -> None:
     key = next(

@@ -121,7 +121,7 @@ def references(request: pytest.FixtureRequest) -> dict[str, Reference]:
 
 
 @pytest.mark.parametrize(("model", "engine", "scenario"), cases())
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario
 ) -> None:
     options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}

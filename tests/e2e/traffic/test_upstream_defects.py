@@ -272,7 +272,7 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(
     assert is_right(right, "second")
 
 
-def test_defect_10_an_abort_in_the_middle_of_a_prompt_leaves_a_file_without_the_rest(
+def test_defect_10_abort_during_a_prompt_leaves_an_incomplete_file(
     chunking: Run, ours: Run
 ) -> None:
     (left_over,) = chunking.storage.glob("aborted-*.safetensors")
@@ -290,7 +290,7 @@ def test_defect_10_an_abort_in_the_middle_of_a_prompt_leaves_a_file_without_the_
     assert is_right(ours, "behind-it")
 
 
-def test_defect_13_pipeline_parallelism_is_refused_as_if_the_target_did_not_support_it(
+def test_defect_13_pipeline_parallelism_is_refused_for_the_wrong_reason(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     parallel = {"pipeline_parallel_size": 2}

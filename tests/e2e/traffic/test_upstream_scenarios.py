@@ -182,7 +182,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
 @pytest.mark.parametrize(
     ("scenario", "engine", "expected"), [pytest.param(*each, id=each[0].__name__) for each in TABLE]
 )
-def test_what_upstream_makes_of(
+def test_upstream_result_in_scenario(
     theirs: Stages,
     plain: Stages,
     reference: Reference,

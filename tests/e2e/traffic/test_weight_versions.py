@@ -159,7 +159,7 @@ def test_the_fingerprint_follows_reload_weights_and_the_name_is_vllms(
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not asked for"])
-def test_an_aborted_request_keeps_rows_and_tokens_if_it_asked_for_it(
+def test_aborted_request_keeps_rows_and_tokens_on_demand(
     session: EngineSession, checkpoints: list[Path], keep: bool
 ) -> None:
     params = GENERATE if keep else {"include_output_tokens": True}
@@ -257,7 +257,7 @@ def chunks(response: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("how", ["pause", "disconnect"])
-def test_over_http_rows_before_an_abort_are_kept_on_demand_and_found_by_the_id_of_the_response(
+def test_http_rows_before_an_abort_are_kept_on_demand_and_found_by_response_id(
     service: Service, how: str
 ) -> None:
     generated: list[int] = []

@@ -66,7 +66,7 @@ def counted(
     return [each for each in found.values() if isinstance(each, Capacity)]
 
 
-def test_a_dense_model_by_hand() -> None:
+def test_dense_model_matches_manual_calculation() -> None:
     """1 MiB has 32 blocks. Staging takes three; upstream's are 128 x 384 bytes larger: 12 fit."""
     found = counted(DENSE, DENSE_OPTIONS, 1 << 20, 96 << 10, 3)
     assert [each.num_blocks for each in found] == [32, 29, 12]
@@ -82,7 +82,7 @@ def test_tensor_parallel_ranks_share_the_kv_cache() -> None:
 
 
 @only_with("<0.30", "a block also holds the state of the convolution, and prefixes are cached")
-def test_a_hybrid_model_by_hand_with_blocks_of_the_recurrent_state() -> None:
+def test_hybrid_model_with_recurrent_state_blocks_matches_manual_calculation() -> None:
     plain, *_ = counted(CONFIGS["qwen3-next-80b-a3b"], OPTIONS, 30 << 30, 0, 4)
     state, keys = 8 * 128 * 128 * 2, 256 * 2  # recurrent state of a layer; keys of a token
     convolution = (2 * 16 * 128 + 32 * 128) // 4 * 3 * 2
@@ -96,7 +96,7 @@ def test_a_hybrid_model_by_hand_with_blocks_of_the_recurrent_state() -> None:
 
 
 @only_with(">=0.30", "a block holds the recurrent state alone, and prefixes are not cached")
-def test_a_hybrid_model_by_hand_with_blocks_that_hold_a_whole_state() -> None:
+def test_hybrid_model_with_whole_state_blocks_matches_manual_calculation() -> None:
     plain, *_ = counted(CONFIGS["qwen3-next-80b-a3b"], OPTIONS, 30 << 30, 0, 4)
     token = 2 * 256 * 2  # keys and values
     state = 8 * 128 * 128 * 2 + (2 * 16 * 128 + 32 * 128) // 4 * 3 * 2  # recurrent; convolution
@@ -130,7 +130,7 @@ def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a
     assert upstream.groups[-1] == (1, rows)
 
 
-def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(
+def test_missing_field_of_the_stand_in_is_not_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = vllm_planner.server_config
@@ -150,7 +150,7 @@ def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
     assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
 
 
-def test_operations_md_has_what_the_planner_of_the_installed_release_says(
+def test_operations_md_has_the_installed_planners_figures(
     measured: capacity.Result,
 ) -> None:
     table = dict(re.findall(r"^\| (\S+) \| (.* %) \|$", page("operations.md"), re.MULTILINE))
@@ -171,7 +171,7 @@ def test_operations_md_has_what_the_planner_of_the_installed_release_says(
 
 
 @OF_THE_PAGE
-def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> None:
+def test_performance_md_has_the_planners_figures(measured: capacity.Result) -> None:
     assert json.loads(PAGE.read_text())["capacity"] == json.loads(json.dumps(asdict(measured)))
     text = PAGE.with_suffix(".md").read_text()
     _, headings, rows = report.capacity_table(measured)
@@ -188,7 +188,7 @@ def test_performance_md_has_the_plan_s_cost_of_turning_rows_back() -> None:
 
 
 @pytest.mark.parametrize("name", UPSTREAM_KEEPS)
-def test_ours_keeps_the_share_that_the_plan_says_to_a_block(
+def test_our_kv_cache_share_equals_the_plan_within_a_block(
     name: str, measured: capacity.Result
 ) -> None:
     plain, ours, upstream = (

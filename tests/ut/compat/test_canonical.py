@@ -235,7 +235,7 @@ def streams(served: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (1,), (3,), (0, 3)])
 @pytest.mark.parametrize("served", SERVED.values())
-def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
+def test_stream_after_each_extracted_layer_is_collected_and_output_is_unchanged(
     served: Any, wanted: tuple[int, ...]
 ) -> None:
     input_ids, positions = torch.arange(TOKENS) * 7, torch.arange(TOKENS)
@@ -254,7 +254,7 @@ def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
     assert found is None or (found.owner, found.decoder) == ("model", type(model.model))
 
 
-def test_layers_of_another_class_than_was_checked_are_refused() -> None:
+def test_unchecked_layer_classes_are_refused() -> None:
     class Given(PostNorm):
         def __init__(self) -> None:
             super().__init__()
@@ -415,7 +415,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_code_that_is_not_canonical_is_refused_with_the_reason(
+def test_noncanonical_code_is_refused_with_the_reason(
     refused: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = refused
@@ -427,7 +427,7 @@ def test_code_that_is_not_canonical_is_refused_with_the_reason(
     assert REFUSED[refused] in str(error.value)
 
 
-def test_a_class_of_vllm_is_ours_to_collect_or_its_own() -> None:
+def test_collector_of_a_vllm_class_is_ours_or_the_class_itself() -> None:
     from vllm.model_executor.models.mixtral import MixtralForCausalLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 

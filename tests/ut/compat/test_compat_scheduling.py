@@ -27,7 +27,7 @@ KEY, VARIABLE = "enable_balance_scheduling", "VLLM_ASCEND_BALANCE_SCHEDULING"
     ],
 )
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_it_is_refused_by_option_value_and_remedy(
+def test_balance_scheduling_is_refused_by_option_value_and_remedy(
     config: dict[str, Any], environ: dict[str, str], named: str, role: str
 ) -> None:
     with pytest.raises(UserError) as refused:
@@ -38,7 +38,7 @@ def test_it_is_refused_by_option_value_and_remedy(
     assert "Remove it, or make this connector a child of a MultiConnector" in str(refused.value)
 
 
-def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
+def test_environment_variable_is_refused_if_vllm_ascend_reads_it() -> None:
     if installed_is(">=0.30"):
         refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
         return
@@ -56,7 +56,7 @@ def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
         ({KEY: True}, {VARIABLE: "1"}, "kv_both"),
     ],
 )
-def test_a_server_without_it_is_not_refused(
+def test_server_without_balance_scheduling_is_accepted(
     config: dict[str, Any], environ: dict[str, str], role: str
 ) -> None:
     refuse_balance_scheduling(config, role, environ)

@@ -38,7 +38,7 @@ def test_every_checked_pair_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("pair", CHECKED_PAIRS, ids=lambda pair: pair.vllm_ascend)
-def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_it_and_no_other_is(
+def test_exactly_the_functions_of_patch_points_are_recorded_per_release(
     pair: Pair,
 ) -> None:
     """Else one that is new, or is for other releases than before, is not checked at start."""
@@ -54,7 +54,7 @@ def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_
     assert recorded()[pair.vllm_ascend].bodies.keys() == named & with_code
 
 
-def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(
+def test_installed_pair_matches_the_record_so_nothing_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(installed, "examined", lambda: pytest.fail("it looks closer"))
@@ -81,7 +81,7 @@ def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(
     ],
 )
 @pytest.mark.parametrize("pair", [Pair("0.31.0", "0.31.0rc1"), CHECKED_PAIRS[0]])
-def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied_on_holds(
+def test_unchecked_or_changed_pair_starts_if_all_patch_points_hold(
     pair: Pair,
     point: Examined,
     difference: str | None,
@@ -113,7 +113,7 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
     assert len(caplog.records) == 1
 
 
-def test_a_digest_is_of_the_code_alone() -> None:
+def test_digest_covers_only_the_code() -> None:
     source = (
         '    def f(self, a, b="x"):\n        """Do it."""\n        # now\n        return a + b\n'
     )
@@ -167,7 +167,7 @@ UNRELATED = [
         pytest.param(UNRELATED, False, id="something else", marks=pytest.mark.long),
     ],
 )
-def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_lost(
+def test_changes_in_a_copy_of_the_packages_are_reported_with_their_consequence(
     changes: list[Change], refused: bool, tmp_path: Path
 ) -> None:
     environ = copy_installed(tmp_path, changes)

@@ -107,7 +107,7 @@ def test_defect_15_a_row_may_be_larger_than_a_page_of_the_kv_cache() -> None:
     assert block_sizes(ours(5, 2048)) == block_sizes(target())
 
 
-def test_defect_18_prefixes_are_cached_in_blocks_of_the_size_they_have_without_extraction() -> None:
+def test_defect_18_prefix_cache_blocks_have_the_size_without_extraction() -> None:
     aligned, hashed = block_sizes(upstream(3, 42))  # 65 rows of 252 bytes in a page
     assert (aligned, hashed) == ((BLOCK, BLOCK // 2) if installed_is(">=0.30") else (65 * BLOCK, 1))
     assert block_sizes(ours(3, 42)) == block_sizes(target()) == (BLOCK, BLOCK)

@@ -53,7 +53,7 @@ def judged() -> tuple[dict[str, Any], dict[str, list[str]]]:
     return found, verdicts
 
 
-def test_the_record_is_what_the_classes_of_the_installed_release_do(
+def test_recorded_architectures_match_the_installed_classes(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     record = Path(targets.__file__).with_name("architectures.json")
@@ -64,7 +64,7 @@ def test_the_record_is_what_the_classes_of_the_installed_release_do(
     assert len(judged[0]["collected"]["LANGUAGE_MODEL"]) >= 30
 
 
-def test_doctor_serve_and_server_agree_about_every_class(
+def test_doctor_serve_and_server_agree_on_every_class(
     judged: tuple[dict[str, Any], dict[str, list[str]]], tmp_path: Path
 ) -> None:
     config = tmp_path / "config.json"
@@ -85,7 +85,7 @@ def test_doctor_serve_and_server_agree_about_every_class(
                 build(tmp_path, layers, tmp_path / "rows", {}, (), {})
 
 
-def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configuration_names(
+def test_wrapper_is_accepted_if_its_language_model_is(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     for name in judged[0]["collected"]["LANGUAGE_MODEL"]:
@@ -100,7 +100,7 @@ def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configu
         assert verdicts["MixtralForCausalLM"] == verdicts["Qwen3ForCausalLM"] == ["", ""], name
 
 
-def test_what_cannot_be_served_is_what_would_be_collected(
+def test_unservable_targets_would_otherwise_be_collected(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     itself = {name for release in (judged[0],) for name in release["collected"]["ITSELF"]}
@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_what_would_be_collected(
         assert {*UNSERVABLE, *targets.OF_STREAMS} <= itself
 
 
-def test_what_the_tests_have_shown_is_collected() -> None:
+def test_targets_shown_by_tests_are_collected() -> None:
     assert list(SHOWN) == sorted(SHOWN)
     records = json.loads(
         Path(targets.__file__).with_name("architectures.json").read_text()
@@ -120,7 +120,7 @@ def test_what_the_tests_have_shown_is_collected() -> None:
     }
 
 
-def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_collects(
+def test_refusal_and_doctor_name_only_targets_of_the_installed_release(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -139,7 +139,7 @@ def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_colle
 
 
 @pytest.mark.parametrize("architecture", UNSERVABLE)
-def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
+def test_unservable_target_is_refused_by_architecture(architecture: str) -> None:
     refuse_architecture("Qwen3ForCausalLM", (0, 1))
     refuse_architecture("OfAnotherPlugin", (0, 1))
     with pytest.raises(
@@ -214,7 +214,7 @@ def test_the_reasons_about_classes_of_vllm_ascend_0_30_still_hold() -> None:
     )
 
 
-def test_a_file_of_a_target_with_several_streams_says_that_a_row_is_their_mean() -> None:
+def test_file_of_a_target_with_several_streams_states_the_mean() -> None:
     assert "mean over the residual streams" in layer_id_meaning("DeepseekV4ForCausalLM")
     assert layer_id_meaning("Qwen3ForCausalLM") == RowFormat((1,), 8, "BF16").layer_id_meaning
 
@@ -233,7 +233,7 @@ def model_config(model_class: type) -> Any:
     )
 
 
-def test_a_target_that_nobody_collects_is_refused_with_the_reason() -> None:
+def test_target_without_collector_is_refused_with_the_reason() -> None:
     problem = (
         "model='OwnForCausalLM' collects no hidden states: its class lacks the interface "
         "SupportsEagle3, and "
@@ -244,7 +244,7 @@ def test_a_target_that_nobody_collects_is_refused_with_the_reason() -> None:
         require_collecting_target(model_config(Uncollected), (1,))
 
 
-def test_the_transformers_backend_is_refused_with_layer_0_alone() -> None:
+def test_transformers_backend_is_refused_only_for_layer_0() -> None:
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
     require_collecting_target(model_config(TransformersForCausalLM), (1, 2))

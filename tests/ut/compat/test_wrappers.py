@@ -135,7 +135,7 @@ def test_a_wrapper_returns_the_streams_of_its_language_model(served: Any) -> Non
     torch.testing.assert_close(collected, [expected[0], expected[LAYERS]])
 
 
-def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None:
+def test_unchecked_class_of_a_language_model_is_refused() -> None:
     class Given(NamedInCode):
         def __init__(self) -> None:
             super().__init__(CONFIG)
@@ -148,7 +148,7 @@ def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 
-def test_a_configuration_that_names_no_language_model_is_recorded_and_not_served() -> None:
+def test_config_without_language_model_is_recorded_but_refused() -> None:
     assert collection_of(Plain, lambda names: None) is Collection.LANGUAGE_MODEL
     with pytest.raises(
         NotCanonicalError,
@@ -312,7 +312,7 @@ REFUSED: dict[type[nn.Module], str] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_a_wrapper_of_other_code_is_refused_with_the_reason(
+def test_unrecognised_wrapper_is_refused_with_the_reason(
     refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "TextForCausalLM", Uncollected)
@@ -345,7 +345,7 @@ class Uncollected(Language):
         self.model = UncollectedModel()
 
 
-def test_the_part_of_a_class_with_the_interface_must_collect() -> None:
+def test_called_part_of_a_class_with_the_interface_must_collect() -> None:
     """As the thinker of Qwen3-Omni in vllm 0.23.0, whose decoder replaces one that does."""
 
     with pytest.raises(NotCanonicalError, match="the model of Claims does not collect"):

@@ -112,7 +112,7 @@ def test_a_row_that_differs_is_named(row: int, answer: Any) -> None:
 @pytest.mark.parametrize(
     ("tokens", "compared", "holds"), [([4, 9, 6], 1, True), ([9, 5, 6], 0, False)]
 )
-def test_rows_are_compared_as_far_as_texts_are_the_same_and_half_of_them_must_be(
+def test_rows_are_compared_up_to_the_first_different_token(
     tokens: list[int], compared: int, holds: bool, answer: Any
 ) -> None:
     """The rows of other tokens differ, and that is no mistake."""

@@ -51,7 +51,7 @@ def test_stop_ends_even_a_child_that_ignores_sigterm(
     server.stop()
 
 
-def test_everything_is_stopped_when_the_caller_is_interrupted(
+def test_all_processes_are_stopped_when_the_caller_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "STOP_SECONDS", 1.0)
@@ -63,7 +63,7 @@ def test_everything_is_stopped_when_the_caller_is_interrupted(
     assert group_members(server.process.pid) == []
 
 
-def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(
+def test_ended_server_is_reported_with_exit_code_and_first_error(
     tmp_path: Path,
 ) -> None:
     with (
@@ -77,7 +77,7 @@ def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(
     assert str(server.log) in str(failure.value)
 
 
-def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+def test_server_without_answer_is_abandoned_after_the_timeout(tmp_path: Path) -> None:
     elapsed: list[float] = []
     with (
         make(SILENT, tmp_path) as server,
@@ -88,13 +88,13 @@ def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path
     assert elapsed
 
 
-def test_free_ports_differ_and_are_none_that_linux_gives_to_whoever_asks_for_any() -> None:
+def test_free_ports_differ_and_are_below_the_ephemeral_range() -> None:
     ports = {free_port() for _ in range(5)}
     assert len(ports) > 1
     assert max(ports) < 32768
 
 
-def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(
+def test_used_ports_are_skipped_and_no_free_port_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as other:

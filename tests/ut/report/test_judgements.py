@@ -36,7 +36,7 @@ def told(tmp_path: Path) -> Result:
 
 
 @pytest.mark.parametrize(("log", "outcome"), [(LOG, MEASURED), ("nothing of the kind", BROKE)])
-def test_the_kv_cache_is_the_least_that_the_log_names(
+def test_kv_cache_size_is_the_minimum_in_the_log(
     log: str, outcome: str, tmp_path: Path, tell: Teller
 ) -> None:
     (tmp_path / "log").write_text(log)
@@ -73,9 +73,7 @@ def test_a_kv_cache_smaller_than_planned_does_not_hold(
     )
 
 
-def test_a_model_that_one_npu_does_not_hold_is_not_served_there(
-    tmp_path: Path, tell: Teller
-) -> None:
+def test_model_too_large_for_one_npu_is_not_served_on_one(tmp_path: Path, tell: Teller) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8}))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(5 * GIB)
@@ -97,7 +95,7 @@ def storage(tmp_path: Path) -> Path:
     return directory
 
 
-def test_files_after_a_stop_are_whole_or_have_their_reason(storage: Path) -> None:
+def test_files_after_a_stop_are_complete_or_have_a_reason(storage: Path) -> None:
     assert files_after_stop(storage, [storage / f"{name}.safetensors" for name in "abc"]) == (
         2,
         1,
@@ -105,7 +103,7 @@ def test_files_after_a_stop_are_whole_or_have_their_reason(storage: Path) -> Non
     )
 
 
-def test_what_is_wrong_after_a_stop_is_named(storage: Path) -> None:
+def test_problems_after_a_stop_are_named(storage: Path) -> None:
     data = (storage / "a.safetensors").read_bytes()
     (storage / "a.safetensors").write_bytes(data[:-1])
     (storage / "d.safetensors.lock").touch()

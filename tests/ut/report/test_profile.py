@@ -55,7 +55,7 @@ def write(
 STEP = [("MatMulV3", 0.0, 100.0), ("Pack", 100.0, 10.0), ("MatMulV3", 120.0, 80.0)]
 
 
-def test_stack_kernels_are_counted_and_copies_beside_kernels_measured(tmp_path: Path) -> None:
+def test_stack_kernels_and_copy_overlap_are_measured(tmp_path: Path) -> None:
     write(tmp_path, 0, STEP, [(110.0, 20.0), (190.0, 20.0)])
     write(tmp_path, 1, [*STEP, ("Pack", 300.0, 1.0)], [])
     judgement = judge(tmp_path)
@@ -92,13 +92,13 @@ def test_a_profile_without_files_does_not_hold(tmp_path: Path) -> None:
         (Span(4.5, 7.5), 1),
     ],
 )
-def test_overlap_is_the_time_in_any_of_the_others(span: Span, seconds: float) -> None:
+def test_overlap_is_the_time_within_any_other_span(span: Span, seconds: float) -> None:
     busy = merge([Span(7, 8), Span(2, 4), Span(3, 5), Span(8, 10)])
     assert busy == [Span(2, 5), Span(7, 10)]
     assert overlap(span, busy) == pytest.approx(seconds)
 
 
-def test_an_emulated_npu_has_no_profiler_and_the_line_says_so(tmp_path: Path) -> None:
+def test_line_says_that_an_emulated_npu_has_no_profiler(tmp_path: Path) -> None:
     profile(Context(tmp_path, tmp_path, emulated=True), Teller(tmp_path / "told"))
     (result,), _ = read_told(tmp_path / "told")
     assert (result.outcome, result.found) == (

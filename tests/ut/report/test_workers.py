@@ -77,7 +77,7 @@ TWICE = TABLE.format(
     ],
     ids=["each on one", "one on two", "others only", "no npu-smi"],
 )
-def test_a_process_on_two_npus_is_named_unless_it_was_there_before(
+def test_process_on_two_npus_is_named_unless_it_ran_before(
     output: str | None, before: str, outcome: str, words: str
 ) -> None:
     judgement = workers.process_table(output, before)
@@ -108,7 +108,7 @@ def test_cpus_are_found_on_their_numa_nodes(tmp_path: Path) -> None:
     assert workers._nodes_of([3, 4], tmp_path) == [0, 1]
 
 
-def test_the_plugin_s_threads_are_measured_per_gib() -> None:
+def test_plugin_threads_are_measured_per_gib() -> None:
     after = worker(
         0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-lander": 1.5, "hsx-background": 0.1}
     )
@@ -118,7 +118,7 @@ def test_the_plugin_s_threads_are_measured_per_gib() -> None:
     assert "hsx-background 0.05, hsx-lander 0.50, hsx-writer 1.00" in judgement.found
 
 
-def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> None:
+def test_spinning_threads_do_not_hold_except_the_main_thread() -> None:
     main = worker(0, cpu_seconds={"main": 99.0, "hsx-writer": 1.0, "hsx-lander": 0.5})
     assert workers.threads([worker(0)], [main], GIB, 1.0)[0].outcome == MEASURED
     spinning = worker(0, cpu_seconds={"main": 5.0, "hsx-writer": 9.0, "hsx-lander": 0.5})
@@ -127,7 +127,7 @@ def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> N
     assert "keep 2.00 CPUs busy, more than one" in judgement.found
 
 
-def test_no_rows_say_nothing_about_threads() -> None:
+def test_threads_are_not_judged_without_rows() -> None:
     assert workers.threads([worker(0)], [worker(0)], 0.0, 1.0)[0].outcome == BROKE
 
 
