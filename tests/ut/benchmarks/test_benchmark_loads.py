@@ -1,4 +1,4 @@
-"""What the benchmarks ask for: rows, the steps that bring them, and prompts."""
+"""Loads of the benchmarks: rows, the steps that compute them, and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmarks measure memory, take turns and count quantiles."""
+"""Measurements of memory, turns and quantiles in the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(cost_of(lambda: numpy.ones(64 << 20, numpy.uint8)).rss, cost_of(lambda: No
 
 
 def test_peak_memory_includes_memory_that_was_freed() -> None:
-    """In a process of its own: threads of other tests may free memory meanwhile."""
+    """In a separate process: threads of other tests may free memory meanwhile."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )

@@ -1,4 +1,4 @@
-"""vLLM's planner, as the capacity benchmark calls it, against hand-made figures and the page."""
+"""vLLM's planner, called by the capacity benchmark, against manual figures and the page."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ DENSE: dict[str, Any] = {
     "head_dim": 16,
     "dtype": "bfloat16",
 }
-# What upstream keeps, before 0.30 and since. There a hybrid model has smaller blocks, and a second
-# state of each request is kept for the prefix cache.
+# Upstream's remaining share, before 0.30 and since. There a hybrid model has smaller blocks, and
+# the prefix cache keeps a second state of each request.
 UPSTREAM_KEEPS = {
     "minimax-m2": (0.7209, 0.7209),
     "qwen3.5-35b-a3b": (0.0777, 0.0837),
@@ -105,7 +105,7 @@ def test_hybrid_model_with_whole_state_blocks_matches_manual_calculation() -> No
     assert plain.num_blocks == (30 << 30) // plain.block_bytes
     assert plain.groups == 4 * ((12, 384),)
     # A request of 8,192 tokens takes 22 blocks of attention and two states of each of three groups:
-    # the current one, and that of the last whole block for the prefix cache.
+    # the current one, and the last whole block's for the prefix cache.
     assert plain.tokens == int(plain.num_blocks / 28 * 8192)
 
 

@@ -20,7 +20,7 @@ TOKENS, HIDDEN, LAYERS = 5, 8, 3
 
 
 class RMSNorm(nn.Module):
-    """As vLLM's, whose name it has: adds a residual before it normalises, and returns the sum."""
+    """Like vLLM's, with the same name: adds a residual before it normalises, and returns the sum."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """As Cohere's in vLLM: takes a residual, and does not add it."""
+    """Like Cohere's in vLLM: takes a residual, and does not add it."""
 
     def forward(self, x: Any, residual: Any = None) -> Any:
         return super().forward(x), residual
@@ -62,7 +62,7 @@ class Base(nn.Module):
 
 
 class PreNormLayer(Base):
-    """As of Qwen2-MoE, Mixtral or GLM-4.x."""
+    """Like Qwen2-MoE, Mixtral or GLM-4.x."""
 
     def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
         if residual is None:
@@ -74,7 +74,7 @@ class PreNormLayer(Base):
 
 
 class PostNormLayer(Base):
-    """As of EXAONE-4: the residual that it is given is of no use."""
+    """Like EXAONE-4: it ignores the residual."""
 
     def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
         residual = hidden_states
@@ -83,7 +83,7 @@ class PostNormLayer(Base):
 
 
 class OneTensorLayer(Base):
-    """As of OLMo-2; writes into the tensor that it is given."""
+    """Like OLMo-2; writes into the input tensor."""
 
     def forward(self, positions: Any, hidden_states: Any) -> Any:
         hidden_states += self.norm(hidden_states @ self.mix)
@@ -148,7 +148,7 @@ class PostNormModel(Decoder):
 
 
 class SummedModel(PreNormModel):
-    """As of Hy3."""
+    """Like Hy3."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -244,7 +244,7 @@ def test_stream_after_each_extracted_layer_is_collected_and_output_is_unchanged(
     found = recognise(served) if not hasattr(served, "supports_eagle3") else None
     make_collecting(served, registered)
     model = served()
-    assert torch.equal(model(input_ids, positions), output)  # nothing is wanted yet
+    assert torch.equal(model(input_ids, positions), output)  # nothing is extracted yet
     model.set_aux_hidden_state_layers(wanted)
     same, collected = model(input_ids, positions)
     assert torch.equal(same, output)
@@ -267,7 +267,7 @@ def test_unchecked_layer_classes_are_refused() -> None:
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 
-# What is refused
+# Refused code
 
 
 class Wrapped(PreNorm):
@@ -287,7 +287,7 @@ class Unnamed(Served):
 
 
 class LoopedModel(PreNormModel):
-    """As of Ouro: the layers are called several times."""
+    """Like Ouro: the layers are called several times."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -299,7 +299,7 @@ class LoopedModel(PreNormModel):
 
 
 class HyperConnectionModel(OneTensorModel):
-    """As of DeepSeek-V4: several streams per token, joined after the last layer."""
+    """Like DeepSeek-V4: several streams per token, joined after the last layer."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states = self.embed_input_ids(input_ids).unsqueeze(1).repeat(1, 4, 1)
@@ -320,7 +320,7 @@ class SkippingModel(PreNormModel):
 
 
 class AddingModel(PreNormModel):
-    """As of StableLM in vLLM 0.23: it adds after each layer."""
+    """Like StableLM in vLLM 0.23: it adds after each layer."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -392,7 +392,7 @@ class HybridModel(PreNormModel):
 
 
 class GivenLayers(PostNormModel):
-    """A subclass gives another layer than the default of the base class."""
+    """A subclass passes another layer than the default of the base class."""
 
     def __init__(self) -> None:
         super().__init__(layer_type=PreNormLayer)

@@ -1,4 +1,4 @@
-"""Each patch concerns our method or connector alone and refuses a version without its place."""
+"""Each patch affects only our method or connector, and refuses a version without its patch point."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_preemption_stays_enabled_only_for_our_connector(
     ],
 )
 def test_int8_cache_is_kept_only_with_our_connector(connector: str | None, quantised: bool) -> None:
-    """As upstream decides: whether the cache is int8, and how a layer computes."""
+    """Upstream decides on both: the dtype of the cache, and a layer's computation."""
 
     class Method:
         def __init__(self) -> None:
@@ -91,7 +91,7 @@ def test_int8_cache_is_kept_only_with_our_connector(connector: str | None, quant
     assert layer.is_int8 is quantised
     assert (layer.impl.vllm_config.kv_transfer_config is None) is quantised
     assert layer.impl.vllm_config.cache_config is config.cache_config
-    assert config.kv_transfer_config is transfer  # the server's own
+    assert config.kv_transfer_config is transfer  # unchanged
 
 
 def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
@@ -100,7 +100,7 @@ def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
 
 
 def config_module() -> Any:
-    """A VllmConfig that, as vLLM's does, checks its parts and then derives a size from them."""
+    """A VllmConfig that, like vLLM's, checks its parts and then derives a size from them."""
 
     class VllmConfig:
         def __init__(
@@ -227,7 +227,7 @@ def test_accepted_drafts_of_a_hybrid_target_are_counted_only_with_drafts(
     method: str | None, counts: bool
 ) -> None:
     class GPUModelRunner:
-        """Of vLLM: buffers for accepted drafts are made when there is a speculative method."""
+        """Like vLLM's: buffers for accepted drafts exist if there is a speculative method."""
 
         def _get_mamba_bufs(self) -> bool:
             return self.speculative_config is not None

@@ -1,4 +1,4 @@
-"""Adapters: the weights are those that were loaded last; what computes them wrong is refused."""
+"""Adapters: fingerprints are of the last loaded weights; settings with wrong outputs are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(
 
 
 def loaded(path: Path, **changes: Any) -> str:
-    """Load an adapter, and return the weights that files of its requests name."""
+    """Load an adapter, and return the weights named by files of its requests."""
     made = object()
     assert name_weights(lambda *_: made, None, request(path, **changes)) is made
     return adapter_of(request(path, **changes)).weights

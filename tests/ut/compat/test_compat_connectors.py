@@ -148,7 +148,7 @@ def test_our_answer_is_merged_with_another_connectors_answer(
     ids=["rows", "error", "stop string"],
 )
 def test_response_names_the_errors_of_all_samples(last: dict[str, str] | None) -> None:
-    """vLLM's own aggregation of samples, which has the answer of the sample that ends last."""
+    """vLLM's own aggregation of samples has the answer of the sample that ends last."""
     module = SimpleNamespace(
         RequestState=type(
             "RequestState",
@@ -280,7 +280,7 @@ def test_beam_search_requests_opt_out_with_our_connector(connector: str | None, 
     assert getattr(beam, "extra_args", None) == mark
     assert (
         getattr(offline.SamplingParams(max_tokens=1), "extra_args", None) is None
-    )  # of another's making
+    )  # created by another party
     (output,) = asyncio.run(search())
     assert getattr(output.sampling, "extra_args", None) == mark
     assert (output.kv_transfer_params is not None) is (mark is not None)
@@ -337,7 +337,7 @@ def test_beam_search_names_the_reason_for_missing_rows_if_requested(
     assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
 
 
-# How vLLM calls ours
+# vLLM's calls of our connector
 
 
 def worker_side(steps: list[Any]) -> AscendHiddenStatesConnector:

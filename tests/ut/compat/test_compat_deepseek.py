@@ -1,4 +1,4 @@
-"""DeepSeek's model returns the residual stream at both ends on request, and else stays vLLM's.
+"""DeepSeek's model returns the residual stream at both ends on request; otherwise it is vLLM's.
 
 vLLM 0.23 collects neither end, 0.26 the last state.
 """
@@ -15,13 +15,13 @@ from patching import apply
 from vllm_ascend_hsx.compat.targets import collect_both_ends, collect_embedding
 
 LAYERS = 3
-# What layer i adds to the stream, and the embedding: every state is another number.
+# Layer i's addition to the stream, and the embedding: every state is another number.
 EMBEDDED, ADDED = 1, (10, 100, 1000)
 STREAM = {0: 1, 1: 11, 2: 111, 3: 1111}
 
 
 def module(config: Any = None) -> Any:
-    """A model with vLLM's interfaces whose forward says that it was called."""
+    """A model with vLLM's interfaces whose forward records its call."""
 
     class DeepseekV2Model:
         aux_hidden_state_layers: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ def test_layers_get_the_models_scaling(
 
 
 class CollectingModel:
-    """The model of vLLM 0.26, whose layers write into the tensor that they are given."""
+    """The model of vLLM 0.26, whose layers write into their input tensor."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
 

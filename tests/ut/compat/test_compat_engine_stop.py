@@ -1,4 +1,4 @@
-"""How vLLM's engine core stops with our connector, and how it answers what it leaves."""
+"""Stop of vLLM's engine core with our connector, and its answers to remaining requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_stop_notifies_the_connector_then_aborts_then_shuts_down_ignoring_signal
     core.shutdown_state = STATE.REQUESTED
     assert core._handle_shutdown() is False
     assert events == ["server stops", "abort", "answer", SHUT_DOWN]
-    core.shutdown()  # as run_engine_core does in the end, v1/engine/core.py:1206
+    core.shutdown()  # as run_engine_core does at the end, v1/engine/core.py:1206
     assert events.count(SHUT_DOWN) == 1
 
 

@@ -1,4 +1,4 @@
-"""The exception of a step reaches our connector, and a spoilt output does not leave the worker."""
+"""A step's exception reaches our connector, and tokens of a failed device are not sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_hsx.drafter.landing import DeviceError
 
 
 class Connector:
-    """Note the calls of the patches. `ask_device` raises if the device has failed."""
+    """Records the calls of the patches. `ask_device` raises if the device has failed."""
 
     def __init__(self, device_error: Exception | None = None) -> None:
         self.failures: list[Exception] = []

@@ -1,4 +1,4 @@
-"""The rotation of a target is found as vllm-ascend does; one that cannot be used is named."""
+"""The rotation of a target is found as vllm-ascend does; an unusable one is named."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> No
     assert torch.equal(found, matrix.to(dtype).float())
 
 
-# A rotation that nothing declares
+# An undeclared rotation
 
 UNDECLARED = r"does not declare it: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
 EQUAL, TRAINED = torch.ones(SIZE), torch.linspace(0.5, 1.5, SIZE)
@@ -256,7 +256,7 @@ def test_unreadable_checkpoint_is_left_to_vllm(
 
 
 def target(final: torch.Tensor) -> torch.nn.Module:
-    """As much of a model as has a final norm."""
+    """A model with only a final norm."""
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.norm = torch.nn.Module()

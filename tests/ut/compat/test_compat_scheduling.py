@@ -1,4 +1,4 @@
-"""Balance scheduling is refused where vllm-ascend refuses it, in a message that names a way out."""
+"""Balance scheduling is refused where vllm-ascend refuses it, with a remedy."""
 
 from __future__ import annotations
 

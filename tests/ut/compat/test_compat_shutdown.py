@@ -48,7 +48,7 @@ def test_only_our_connector_has_a_stop_timeout(kv_transfer_config: Any, seconds:
     assert stop_timeout(config(kv_transfer_config)) == seconds
 
 
-# Who started the engine cores
+# Processes that start engine cores
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_every_checked_pair_is_recorded() -> None:
 def test_exactly_the_functions_of_patch_points_are_recorded_per_release(
     pair: Pair,
 ) -> None:
-    """Else one that is new, or is for other releases than before, is not checked at start."""
+    """Otherwise a new function, or one for other releases than before, is not checked at start."""
     with_code = {name for sources in recorded().values() for name in sources.bodies}
     releases = {
         package: Version(release).base_version for package, release in pair._asdict().items()

@@ -34,7 +34,7 @@ NOT_DECLARING = ("__init__", "installed", "patch_points", "versions", "weights")
 
 
 def declaring_sources() -> list[str]:
-    """What reaches into vLLM or vllm-ascend."""
+    """Return the sources that access vLLM or vllm-ascend."""
     paths = [path for path in (PACKAGE / "compat").glob("*.py") if path.stem not in NOT_DECLARING]
     return [path.read_text() for path in (*paths, PACKAGE / "plugin.py")]
 
@@ -54,7 +54,7 @@ def test_every_import_from_vllm_is_declared() -> None:
 
 
 def test_frame_of_a_replaced_method_has_a_local_self() -> None:
-    """vLLM's compiler looks for it (compilation/wrapper.py, bytecode_hook)."""
+    """vLLM's compiler reads it (compilation/wrapper.py, bytecode_hook)."""
 
     def find_self(original: Any, self: Any) -> Any:
         return sys._getframe(1).f_locals["self"]
@@ -95,7 +95,7 @@ def test_patch_parameters_are_read_from_the_function() -> None:
             ">=0.26,<0.27",
             True,
         ),  # not checked: treated as the newest checked release before it
-        ("0.9.0", ">=0.23,<0.24", True),  # as the oldest
+        ("0.9.0", ">=0.23,<0.24", True),  # like the oldest
         (None, ">=0.26,<0.27", True),  # not installed, so never imported
     ],
 )
@@ -142,7 +142,7 @@ print("FOUND", len(ours) >= 28, hooked == ours, early, Scheduler._connector_fini
 
 
 def test_the_plugin_applies_every_patch_once_when_its_module_is_imported() -> None:
-    """And imports nothing that vllm-ascend patches: a general plugin is loaded before."""
+    """It imports nothing that vllm-ascend patches: a general plugin is loaded before."""
     hsx = [str(Path(sys.executable).with_name("hsx")), "emulate", "--"]
     done = subprocess.run(
         [*hsx, sys.executable, "-c", REGISTER], capture_output=True, text=True, check=False
@@ -185,7 +185,7 @@ def test_keyword_argument_must_be_a_parameter() -> None:
 
 
 def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = ("", "")) -> None:
-    """Modules with everything that is declared; without one of them, or with another parameter."""
+    """Create modules with every declaration; without one of them, or with another parameter."""
     sources: dict[str, dict[str, list[str]]] = {"vllm_ascend.ops": {}}
     for point in FITTING:
         classes = sources.setdefault(point.module, {})

@@ -1,4 +1,4 @@
-"""Which targets can be extracted, and what is added to the class of one that could not."""
+"""Targets that can be extracted, and changes to classes without the interface."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def function(tree: ast.Module, class_name: str, name: str) -> str:
 
 
 def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
-    """Of the sources. If one fails, a version serves what we refuse: look at UNSERVABLE again."""
+    """Checks the sources. If it fails, a version serves a refused target: update UNSERVABLE."""
     runner = function(
         source("vllm_ascend", "worker", "model_runner_v1.py"),
         "NPUModelRunner",

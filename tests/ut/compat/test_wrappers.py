@@ -1,4 +1,4 @@
-"""A class that wraps a language model collects by that, or is refused with the reason."""
+"""A class that wraps a language model collects through it, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Wrapper(nn.Module):
 
 
 class NamedInCode(Wrapper):
-    """As of Qwen2-VL."""
+    """Like Qwen2-VL."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NamedInCode(Wrapper):
 
 
 class NamedInConfig(Wrapper):
-    """As of DeepSeek-OCR."""
+    """Like DeepSeek-OCR."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class NamedInConfig(Wrapper):
 
 
 class NamedAsClass(Wrapper):
-    """As of PaddleOCR-VL: it calls the whole language model."""
+    """Like PaddleOCR-VL: it calls the whole language model."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class NamedAsClass(Wrapper):
 
 
 class MadeByMethod(Wrapper):
-    """As of MiniCPM-V."""
+    """Like MiniCPM-V."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_config_without_language_model_is_recorded_but_refused() -> None:
         make_collecting(Plain, lambda names: None)
 
 
-# What is refused
+# Refused code
 
 
 class Plain(Wrapper):
@@ -205,7 +205,7 @@ class OtherConfig(Wrapper):
 
 
 class AnyConfig(Wrapper):
-    """What the constructor assigns twice may be either."""
+    """An attribute that the constructor assigns twice may be either value."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class AnyConfig(Wrapper):
 
 
 class ByType(Wrapper):
-    """As of GLM-4.1V: it has a condition."""
+    """Like GLM-4.1V: it has a condition."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class ByType(Wrapper):
 
 
 class OfDeepstack(Wrapper):
-    """As of Granite 4 Vision: features are added between the layers."""
+    """Like Granite 4 Vision: features are added between the layers."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class OfDeepstack(Wrapper):
 
 
 class Misnamed(Wrapper):
-    """As of Cosmos3-Edge."""
+    """Like Cosmos3-Edge."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -265,14 +265,14 @@ class Inner(Plain):
 
 
 class Choosing(Plain):
-    """As of MiniCPM-o: the instance is one of another class."""
+    """Like MiniCPM-o: the instance has another class."""
 
     def __new__(cls, vllm_config: Any) -> Any:
         return TextForCausalLM()
 
 
 class Diffusing(Plain):
-    """As of DiffusionGemma: several steps compute a token."""
+    """Like DiffusionGemma: several steps compute a token."""
 
     def get_model_state_cls(self) -> None:
         """Return the class of the steps' state."""
@@ -285,7 +285,7 @@ class OfNoLanguageModel(Wrapper):
 
 
 class Local(Plain):
-    """As of Ultravox."""
+    """Like Ultravox."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         model = self.language_model
@@ -322,7 +322,7 @@ def test_unrecognised_wrapper_is_refused_with_the_reason(
 
 
 class UncollectedModel(Decoder):
-    """A canonical decoder. No test makes this class or a base of it collect."""
+    """A canonical decoder. No test makes this class or a base class collect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Uncollected(Language):
 
 
 def test_called_part_of_a_class_with_the_interface_must_collect() -> None:
-    """As the thinker of Qwen3-Omni in vllm 0.23.0, whose decoder replaces one that does."""
+    """Like the thinker of Qwen3-Omni in vllm 0.23.0, whose decoder replaces a collecting one."""
 
     with pytest.raises(NotCanonicalError, match="the model of Claims does not collect"):
         collection_of(Plain, lambda names: Claims)

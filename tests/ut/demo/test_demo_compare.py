@@ -1,4 +1,4 @@
-"""compare() passes rounding, and finds and names every known mistake of extraction."""
+"""compare() accepts rounding, and names every known mistake of extraction."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ TOKENS, LAYERS, HIDDEN = 24, 3, 64
 
 
 def states(tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
-    """[tokens, LAYERS, HIDDEN] of rows that have nothing in common."""
+    """Return [tokens, LAYERS, HIDDEN] of unrelated rows."""
     return torch.randn(tokens, LAYERS, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
@@ -90,7 +90,7 @@ def test_layers_in_the_wrong_order_are_named() -> None:
 
 
 def test_the_same_layer_twice_is_named() -> None:
-    """What upstream stores for a layer id out of range."""
+    """Upstream's result for a layer id out of range."""
     assert "[1, 1, 2]" in compare(states()[:, [1, 1, 2]].to(torch.bfloat16), states()).reason
 
 
@@ -111,7 +111,7 @@ def test_rounding_to_the_dtype_is_a_match(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_finer_dtype_has_a_finer_tolerance(dtype: torch.dtype) -> None:
-    """What is rounding in bfloat16 is a mistake in the others."""
+    """A rounding error in bfloat16 is a mistake in the other dtypes."""
     noise = states() * (1 + 0.02 * states(seed=3))
     assert compare(noise.to(torch.bfloat16), states()).matches
     assert not compare(noise.to(dtype), states()).matches

@@ -79,7 +79,7 @@ def test_only_the_eager_server_is_without_graphs(
 
 @pytest.fixture
 def answer(tmp_path: Path) -> Any:
-    """Return a function that makes an answer with a file: three tokens and those generated."""
+    """Return a function that creates an answer with a file: three tokens and the generated ones."""
 
     def make(name: str, generated: list[int], change: Any = None) -> Answer:
         prompt = [1, 2, 3]
@@ -115,7 +115,7 @@ def test_a_row_that_differs_is_named(row: int, answer: Any) -> None:
 def test_rows_are_compared_up_to_the_first_different_token(
     tokens: list[int], compared: int, holds: bool, answer: Any
 ) -> None:
-    """The rows of other tokens differ, and that is no mistake."""
+    """The rows of other tokens differ without a mistake."""
     agreement = agree(
         [answer("a", [4, 5, 6])], [answer("b", tokens, slice(3 + compared, None))], [1, 2]
     )

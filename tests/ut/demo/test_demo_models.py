@@ -94,7 +94,7 @@ def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_toleranc
 
 
 def test_a_changed_first_token_changes_the_rows_of_the_last_one(model: Path) -> None:
-    """So a key or value lost at a chunk boundary is seen."""
+    """So a key or value lost at a chunk boundary is detected."""
     ids = random_ids(300)
     rows = reference_hidden_states(model, ids, [4])
     other = reference_hidden_states(model, [ids[0] ^ 1, *ids[1:]], [4])

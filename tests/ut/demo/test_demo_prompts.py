@@ -1,4 +1,4 @@
-"""The sixteen prompts: what each of them is there for."""
+"""The sixteen prompts: the purpose of each."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The demo's server process: waiting for it, saying why it failed, and leaving nothing behind."""
+"""The demo's server process: waiting, error reports, and clean-up."""
 
 import socket
 import sys
@@ -31,7 +31,7 @@ sys.exit(7)
 
 def make(code: str, tmp_path: Path) -> Server:
     port = free_port()
-    script = tmp_path / "server.py"  # not -c, for the log begins with the command line
+    script = tmp_path / "server.py"  # not -c, because the log begins with the command line
     script.write_text(code)
     return Server(
         [sys.executable, str(script), str(port)], port=port, log=tmp_path / "log", environment={}

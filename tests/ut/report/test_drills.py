@@ -1,4 +1,4 @@
-"""Sleep levels and their rows, and judgements about a server after an error of the device."""
+"""Sleep levels and their rows, and checks of a server after a device error."""
 
 from __future__ import annotations
 

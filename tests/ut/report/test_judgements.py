@@ -1,4 +1,4 @@
-"""What a step makes of what it sees: memory in a log, the plan, and files after SIGTERM."""
+"""Judgements of steps: memory in a log, the plan, and files after SIGTERM."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_model_too_large_for_one_npu_is_not_served_on_one(tmp_path: Path, tell: 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Two whole files and a failed one."""
+    """Two complete files and a failed one."""
     directory = tmp_path / "files"
     with FileSink(directory, FORMAT) as sink:
         for name in ("a", "b"):

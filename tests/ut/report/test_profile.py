@@ -1,4 +1,4 @@
-"""A profile's files: Stack kernels are counted, and copies beside kernels are measured."""
+"""A profile's files: Stack kernels are counted, and copy overlap is measured."""
 
 from __future__ import annotations
 

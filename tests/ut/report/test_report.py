@@ -1,4 +1,4 @@
-"""The order of steps, the sizes of servers, and what is written."""
+"""The order of steps, the sizes of servers, and the written report."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_failed_or_hanging_step_affects_only_dependent_steps(
             return good(step, context)
         told, log = context.output / "told", context.output / "log"
         command = [sys.executable, "-c", f"import sys; {mistake}"]
-        # A busy machine may take seconds to start a process that is to fail.
+        # A busy machine may take seconds to start a failing process.
         return run_step(
             step, command, told, log, limit_s=60.0 if "exit" in mistake else 1.0, stop_s=0.5
         )

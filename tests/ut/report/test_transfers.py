@@ -61,7 +61,7 @@ def test_different_copy_on_any_npu_does_not_hold(
 def test_ring_takes_exactly_the_requested_pinned_memory(
     share: float, outcome: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power of two of memory is the old behaviour: twice the ring."""
+    """The old behaviour was a power of two: twice the ring."""
     taken = 0
 
     class Counted(PinnedRing):

@@ -86,7 +86,7 @@ def test_process_on_two_npus_is_named_unless_it_ran_before(
 
 
 def test_two_chips_of_one_npu_are_two() -> None:
-    """An A3 card has two; both are NPUs of their own to torch_npu."""
+    """An A3 card has two chips; torch_npu counts each as an NPU."""
     table = ALONE.replace(
         "| 1       0                 | 4712", "| 0       1                 | 4711"
     )
@@ -187,7 +187,7 @@ def test_a_worker_loads_weights_again_under_its_own_configuration() -> None:
 
 class _Answered:
     def raise_for_status(self) -> None:
-        """Nothing is wrong."""
+        """No error."""
 
 
 class _Kept:
@@ -198,4 +198,4 @@ class _Kept:
         return self._path
 
     def __exit__(self, *_: object) -> None:
-        """The test's directory stays."""
+        """Keep the test's directory."""
