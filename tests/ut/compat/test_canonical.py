@@ -20,7 +20,7 @@ TOKENS, HIDDEN, LAYERS = 5, 8, 3
 
 
 class RMSNorm(nn.Module):
-    """Like vLLM's, with the same name: adds a residual before it normalises, and returns the sum."""
+    """Like vLLM's, with the same name: adds a residual, normalises, and returns the sum."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each patch affects only our method or connector, and refuses a version without its patch point."""
+"""Patches affect only our method or connector, and refuse a version without the patch point."""
 
 from __future__ import annotations
 

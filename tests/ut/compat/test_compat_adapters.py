@@ -1,4 +1,4 @@
-"""Adapters: fingerprints are of the last loaded weights; settings with wrong outputs are refused."""
+"""Adapters: fingerprints of the last loaded weights; settings with wrong outputs are refused."""
 
 from __future__ import annotations
 

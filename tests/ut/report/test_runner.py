@@ -1,4 +1,4 @@
-"""A step that fails, hangs or leaves processes affects only itself, and the report has the reason."""
+"""A step that fails, hangs or leaves processes affects only itself; the report has the reason."""
 
 from __future__ import annotations
 
