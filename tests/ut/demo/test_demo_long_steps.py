@@ -120,7 +120,7 @@ def test_rows_are_compared_up_to_the_first_different_token(
         [answer("a", [4, 5, 6])], [answer("b", tokens, slice(3 + compared, None))], [1, 2]
     )
     assert (agreement.generated, agreement.holds) == (compared, holds)
-    assert ("part too early" in str(agreement)) == (not holds)
+    assert ("diverge too early" in str(agreement)) == (not holds)
 
 
 def test_other_prompts_do_not_agree(answer: Any) -> None:

@@ -44,9 +44,9 @@ def test_server_end_with_the_devices_text_in_each_file_holds() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"seconds": 31.0}, "more than 30 s"),
+        ({"seconds": 31.0}, "exceeds 30 s"),
         ({"seconds": 90.0, "left": 2}, "2 processes were still running"),
-        ({"answered": 1}, "1 requests got an answer or a file after it"),
+        ({"answered": 1}, "1 requests got an answer or a file afterwards"),
         (
             {"reasons": [TEXT, "the storage did not take 8 bytes"]},
             "another reason is: the storage did not take",

@@ -68,7 +68,7 @@ def test_a_kv_cache_smaller_than_planned_does_not_hold(
     assert result.outcome == outcome
     assert result.data["staging_bytes"] == 2 * 1024 * 4 * 3072 * 2
     assert (
-        f"{tokens / 1e6:.2%} is kept" in result.found
+        f"{tokens / 1e6:.2%} remain" in result.found
         and "with vLLM's connector 50.00%" in result.found
     )
 
@@ -79,7 +79,7 @@ def test_model_too_large_for_one_npu_is_not_served_on_one(tmp_path: Path, tell: 
         file.truncate(5 * GIB)
     one_npu(Context(tmp_path, tmp_path, False, found={"npus": {"npus": [{"free": 6 * GIB}]}}), tell)
     assert told(tmp_path).outcome == NOT_RUN
-    assert told(tmp_path).found.startswith("weights of 5.0 GiB do not fit 1 NPUs with 6.0 GiB free")
+    assert told(tmp_path).found.startswith("weights of 5.0 GiB do not fit on 1 NPUs with 6.0 GiB free")
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_stack_kernels_and_copy_overlap_are_measured(tmp_path: Path) -> None:
     judgement = judge(tmp_path)
     assert judgement.outcome == MEASURED
     assert judgement.found == (
-        "1 Stack kernels, 0.0 ms of copies, 50% of it beside kernels; "
+        "1 Stack kernels, 0.0 ms of copies, 50% of it overlapped with kernels; "
         "2 Stack kernels, 0.0 ms of copies, "
         "no MEMCPY_ASYNC in trace_view.json, so overlap is not measured"
     )

@@ -163,7 +163,7 @@ def test_user_sizes_are_used_or_refused_by_name() -> None:
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, 8, 1) == Sizes(8, 1, False)
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, data_parallel=4) == Sizes(2, 4, False)
     with pytest.raises(
-        DoesNotFitError, match="weights of 1,000.0 GiB do not fit 8 NPUs with 60.0 GiB free each"
+        DoesNotFitError, match="weights of 1,000.0 GiB do not fit on 8 NPUs with 60.0 GiB free each"
     ):
         choose_sizes(MOE, 1000 * GIB, 8, 60 * GIB)
     with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, but there are 8"):
