@@ -46,8 +46,8 @@ def run_step(
 ) -> list[Result]:
     """Run a step's process and return a result for each line of the step.
 
-    At the time limit the process gets SIGTERM. Afterwards (or after it ends, and `stop_s` seconds)
-    the remaining process and descendants are killed. Call it within `subreaper`.
+    At the time limit the process gets SIGTERM. Once it has ended, or after
+    `stop_s` seconds, the remaining processes are killed. Call it within `subreaper`.
 
     Args:
         command: command line of the process. It appends results to `told` (a Teller).
