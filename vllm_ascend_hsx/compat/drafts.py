@@ -183,7 +183,8 @@ def take_no_drafts(original: Any, self: Any) -> Any:
 def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Handle a hybrid target's Mamba states as on a server without a speculative method.
 
-    Reason: the runner counts accepted drafts whenever there is a speculative method (MR:755). It uses an event that exists only if draft tokens are scheduled
+    Reason: the runner counts accepted drafts whenever there is a speculative method (MR:755). It
+    uses an event that exists only if draft tokens are scheduled
     (vllm/v1/worker/gpu_model_runner.py:871), and keeps buffers and copies for the counts
     (gpu_model_runner.py:1016, MR:2187).
     """

@@ -141,7 +141,9 @@ def test_missing_field_of_the_stand_in_is_not_a_refusal(
         return config
 
     monkeypatch.setattr(vllm_planner, "server_config", without_parallel_config)
-    with pytest.raises(UnknownFieldError, match="vLLM reads 'parallel_config', which the stand-in lacks"):
+    with pytest.raises(
+        UnknownFieldError, match="vLLM reads 'parallel_config', which the stand-in lacks"
+    ):
         counted(DENSE, DENSE_OPTIONS, 1 << 20, 0, 3)
 
 

@@ -102,7 +102,8 @@ def test_used_ports_are_skipped_and_no_free_port_is_an_error(
         other.bind(("127.0.0.1", used))
         monkeypatch.setattr(server_module, "PORTS", range(used, used + 1))
         with pytest.raises(
-            ServerError, match=f"no free TCP port .* {used} to {used}: stop the programs that listen there"
+            ServerError,
+            match=f"no free TCP port .* {used} to {used}: stop the programs that listen there",
         ):
             free_port()
     assert free_port() == used

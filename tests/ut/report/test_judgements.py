@@ -79,7 +79,9 @@ def test_model_too_large_for_one_npu_is_not_served_on_one(tmp_path: Path, tell: 
         file.truncate(5 * GIB)
     one_npu(Context(tmp_path, tmp_path, False, found={"npus": {"npus": [{"free": 6 * GIB}]}}), tell)
     assert told(tmp_path).outcome == NOT_RUN
-    assert told(tmp_path).found.startswith("weights of 5.0 GiB do not fit on 1 NPUs with 6.0 GiB free")
+    assert told(tmp_path).found.startswith(
+        "weights of 5.0 GiB do not fit on 1 NPUs with 6.0 GiB free"
+    )
 
 
 @pytest.fixture
