@@ -42,7 +42,7 @@ uses("vllm.model_executor.models.utils", "make_layers", SINCE_0_23, why=_WHY)
 
 
 class NotCanonicalError(Exception):
-    """The source of a class differs from a canonical decoder. The text names both."""
+    """The source of a class is not canonical. The text names the class and the difference."""
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class Driver:
             self.step()
 
     def settle(self) -> None:
-        """After drain: finish_writes, and tell the scheduler."""
+        """After drain: finish_writes, and notify the scheduler."""
         self.finish_writes()
         # An engine's step without tokens after the last request has ended.
         empty = self.core.scheduler.schedule()

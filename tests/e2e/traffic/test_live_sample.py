@@ -157,7 +157,7 @@ def first_with_room(session: EngineSession) -> Request:
 def test_each_data_parallel_engine_of_a_dense_target_keeps_its_share(
     float32_qwen3: Path, tmp_path: Path
 ) -> None:
-    """vLLM tells such an engine that it is the only one."""
+    """vLLM configures such an engine as the only one."""
     storage = tmp_path / "hidden_states"
     storage.mkdir()
     (storage / "earlier.safetensors").write_bytes(b"x" * (BUDGET // 2))

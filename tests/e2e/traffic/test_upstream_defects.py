@@ -171,7 +171,7 @@ def test_defect_7_layer_ids_are_not_checked(
     )
     right = run_engine(tmp_path / "ours", tiny_qwen3, SINGLE, layer_ids=layer_ids)
     if 99 in layer_ids:
-        assert "99" not in (broken.error or "")  # it is not told that there is no such layer
+        assert "99" not in (broken.error or "")  # no error names the missing layer
         assert right.error is not None
         assert re.search(
             r"eagle_aux_hidden_state_layer_ids=\[2, 99\] has id 99, which the target does not have",
