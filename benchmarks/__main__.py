@@ -43,21 +43,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--conversations",
         type=int,
         metavar="N",
-        help="number in that part (default: 200, with --quick 8)",
+        help="number of conversations in that part (default: 200, with --quick 8)",
     )
     parser.add_argument(
         "--memory",
         type=Path,
         default=Path("/dev/shm"),
         metavar="DIR",
-        help="on a tmpfs (default: %(default)s)",
+        help="directory on a tmpfs (default: %(default)s)",
     )
     parser.add_argument(
         "--disk",
         type=Path,
         default=Path(tempfile.gettempdir()),
         metavar="DIR",
-        help="on a disk (default: the system's)",
+        help="directory on a disk (default: the system's temporary directory)",
     )
     parser.add_argument(
         "--output",
