@@ -1,4 +1,4 @@
-"""Fixtures that more than one part of the tests uses."""
+"""Fixtures that several parts of the tests use."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 from depth import VARIABLE, emulator_is_verified, is_long
 from hypothesis import settings
 
-# Before anything imports transformers or vllm: no test may ask the network for a model.
+# Set it before anything imports transformers or vllm: no test may download a model.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 EMULATOR = Path(__file__).parent / "emulator/tests"
-# The files that take longest, in that order: no worker is to begin one when the others are done.
+# The longest files, in the order of duration: starting them last would leave workers idle.
 LONGEST = (
     "test_loop.py",
     "test_hardware_report.py",
@@ -92,14 +92,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("long"):
         os.environ[VARIABLE] = "1"
-    # Time is no evidence on a machine that others use, too. A short run tries the same inputs each
-    # time: only a change makes it fail. `--long` looks for new ones.
+    # Timing is unreliable on a shared machine. A short run tries the same inputs each time: only a
+    # change makes it fail. `--long` tries new ones.
     settings.register_profile("hsx", deadline=None, derandomize=not is_long())
     settings.load_profile("hsx")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the tests of a verified emulator, unless named: importing them takes long."""
+    """Ignore the tests of a verified emulator, unless named: importing them takes long."""
     if collection_path != EMULATOR or config.getoption("long") or not emulator_is_verified():
         return None
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
@@ -107,7 +107,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by LONGEST; leave out `long` tests, or else all would be."""
+    """Sort by LONGEST; deselect `long` tests unless `--long` is given."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     left_out = [item for item in items if item.get_closest_marker("long")]

@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, print the tables, write docs/performance.md, .json and .png.
 
-Where torch_npu is not installed it runs itself on one emulated NPU.
+Without torch_npu it runs itself on one emulated NPU.
 """
 
 from __future__ import annotations
@@ -30,39 +30,45 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a minute instead of ten; writes nothing unless --output says where",
+        help="one minute instead of ten; writes only with --output",
     )
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="leave the others out (default: all)",
+        help="run only these parts (default: all)",
     )
     parser.add_argument(
-        "--conversations", type=int, metavar="N", help="of that part (default: 200, with --quick 8)"
+        "--conversations",
+        type=int,
+        metavar="N",
+        help="number of conversations in that part (default: 200, with --quick 8)",
     )
     parser.add_argument(
         "--memory",
         type=Path,
         default=Path("/dev/shm"),
         metavar="DIR",
-        help="on a tmpfs (default: %(default)s)",
+        help="directory on a tmpfs (default: %(default)s)",
     )
     parser.add_argument(
         "--disk",
         type=Path,
         default=Path(tempfile.gettempdir()),
         metavar="DIR",
-        help="on a disk (default: the system's)",
+        help="directory on a disk (default: the system's temporary directory)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="output directory (default: docs/, with all parts)",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="into what is there already: parts that are left out stay as they are",
+        help="update an existing report: other parts stay unchanged",
     )
     parser.add_argument(
         "--page",
@@ -73,7 +79,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments.memory, arguments.disk = (
         arguments.memory.resolve(),
         arguments.disk.resolve(),
-    )  # processes have other current directories
+    )  # child processes have other current directories
     if (
         arguments.output is None
         and not arguments.quick
@@ -110,11 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
     before = None
     if (
         arguments.merge and arguments.output is not None
-    ):  # first: a file that cannot be read would waste the measurement
+    ):  # read it first: an unreadable file must not cost the measurements
         before = report.written_before(arguments.output, arguments.parts)
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # directories and processes go, too
+    )  # removes directories and processes, too
     console = Console()
     began = time.monotonic()
 
@@ -169,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
         talk = conversations.run(scale, arguments.memory, show)
     capacities = None
     if "capacity" in arguments.parts:  # last: it patches vLLM in this process
-        logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
+        logging.getLogger("vllm").setLevel(logging.WARNING)  # vLLM logs every plan
         capacities = capacity.run(show)
     loads = (load, machine.load_average())
     results = Results(
@@ -200,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
-    )  # as `make benchmark`: OpenMP barriers would wait for our writers
+    )  # as `make benchmark`: OpenMP would wait for our writers at barriers
     if find_spec("torch_npu") is None:
         from ascend_npu_emulator.launch import main as emulate
 

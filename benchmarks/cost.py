@@ -22,7 +22,7 @@ class Cost:
 
     Attributes:
         kind: KEPT, SERVED, COMPUTED or MEMORY. case: the model or the traffic.
-        off, ours, vllm: shares of that of `off`; MEMORY in bytes. None: does not start, or was not
+        off, ours, vllm: shares of `off`; MEMORY in bytes. None: does not start, or was not
             measured.
         remark: an addition to the figure of vLLM's connector.
     """

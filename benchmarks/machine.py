@@ -1,4 +1,4 @@
-"""Describe the machine as far as the figures depend on it, without anything that identifies it."""
+"""Describe the machine as far as it affects the figures, without identifying it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "vllm", "vllm-ascend", "safetensors")
 
 
 def describe() -> dict[str, str]:
-    """Return the facts that the figures depend on, by name."""
+    """Return the properties that affect the figures, by name."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores for this process",
@@ -28,12 +28,12 @@ def describe() -> dict[str, str]:
 
 
 def load_average() -> float:
-    """Return the load of the last minute. Above the number of cores, other programs run too."""
+    """Return the load of the last minute; above the number of cores, other programs run too."""
     return os.getloadavg()[0]
 
 
 def processor() -> str:
-    """Return name and vector instructions that torch uses: bfloat16 needs AVX-512 to be fast."""
+    """Return name and vector instructions used by torch: bfloat16 needs AVX-512 to be fast."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

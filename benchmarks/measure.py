@@ -11,17 +11,17 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: the peak of resident memory starts again from the present value
+_RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: resets the peak of resident memory
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run cost.
+    """Cost of one run.
 
     Attributes:
-        wall: seconds.
+        wall: seconds of wall time.
         cpu: seconds of CPU time, user and system, all threads of the process.
-        rss: bytes by which resident memory was above its value at the beginning, at its peak.
+        rss: growth of resident memory in bytes, from the start to the peak.
     """
 
     wall: float
@@ -30,7 +30,7 @@ class Cost:
 
 
 def cost_of(work: Callable[[], None]) -> Cost:
-    """Run `work` once."""
+    """Run `work` once and measure it."""
     _CLEAR_REFS.write_text(_RESET_PEAK)
     before = resident_bytes()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -40,14 +40,14 @@ def cost_of(work: Callable[[], None]) -> Cost:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Return the resident memory of this process."""
     return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10  # kB, which the kernel counts in 1024
+            return int(line.split()[1]) << 10  # kB means 1024 bytes here
     raise OSError(f"{_STATUS} has no {field}")
 
 
@@ -60,15 +60,15 @@ def in_turn(
 ) -> dict[str, list[Cost]]:
     """Run every contestant once per repetition, each time in a new random order.
 
-    Whatever else the machine does then affects all of them alike.
+    Other load on the machine then affects all of them alike.
 
     Args:
-        contestants: what to run, by name.
-        repetitions: how often each is measured.
-        warm_up: repetitions before these, which are thrown away.
+        contestants: functions to run, by name.
+        repetitions: number of measurements of each.
+        warm_up: discarded repetitions before the measurements.
 
     Returns:
-        By name one cost per repetition; entries of the same index were measured side by side.
+        Costs by name, one per repetition; equal indexes were measured side by side.
     """
     draw = random.Random(seed)
     costs: dict[str, list[Cost]] = {name: [] for name in contestants}
@@ -83,18 +83,18 @@ def in_turn(
 
 
 def median_wall(costs: Sequence[Cost]) -> float:
-    """Seconds."""
+    """Return the median in seconds."""
     return statistics.median(cost.wall for cost in costs)
 
 
 def speed_ratio(costs: Sequence[Cost], reference: Sequence[Cost]) -> float:
-    """How many times as fast as the reference: the median of the ratios within a repetition."""
+    """Return the speed relative to the reference: the median of the ratios within a repetition."""
     return statistics.median(
         other.wall / cost.wall for cost, other in zip(costs, reference, strict=True)
     )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least `share` of them do not exceed."""
+    """Return the smallest value that is not exceeded by at least `share` of the values."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]

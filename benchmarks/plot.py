@@ -52,7 +52,7 @@ _COSTS = {
 
 
 def _cost(axis: Any, kind: str, found: list[Cost]) -> None:
-    """Bars of a kind of cost, for each case: extraction off, ours, vLLM's connector."""
+    """Draw bars of one kind of cost per case: extraction off, ours, vLLM's connector."""
     contestants = (
         ("extraction off", "off", LIMIT_COLOUR),
         ("ours", "ours", OURS_COLOUR),
@@ -86,7 +86,7 @@ def _cost(axis: Any, kind: str, found: list[Cost]) -> None:
 def _lines(
     axis: Any, cells: list[Cell], name: str, attribute: str, colour: str, scale: float
 ) -> None:
-    """One line per filesystem and number of requests in flight, over the length of the requests."""
+    """Draw a line per filesystem and requests in flight, over the length of the requests."""
     styles = {True: "-", False: ":"}
     filesystems = sorted({cell.filesystem for cell in cells})
     for filesystem in filesystems:
@@ -183,7 +183,7 @@ def _latency(axis: Any, results: Results) -> None:
         axis.set_xticks(range(len(labels)), labels)
         axis.axhline(1, **_GOAL)
         axis.set_yscale("log")
-        axis.set_ylim(top=20 * axis.get_ylim()[1])  # room for the legend
+        axis.set_ylim(top=20 * axis.get_ylim()[1])  # for the legend
         axis.legend(fontsize=8, loc="upper left")
         axis.set(
             title=f"latency on {result.filesystem} (p50)",

@@ -1,10 +1,10 @@
-"""Read rows of hidden states into a Ray Dataset, for a training loop that lives there.
+"""Read rows of hidden states into a Ray Dataset for a training loop.
 
     python examples/ray_data.py /data/hidden_states
 
-Files are read by the nodes of the cluster, all of which see the directory under the same path.
-Needs `pip install 'vllm-ascend-hsx[ray,reader]' 'ray[data]'`. To generate rows on the cluster, call
-`hsx generate --ray`.
+The nodes of the cluster read files. All nodes must see the directory under the same path. Needs
+`pip install 'vllm-ascend-hsx[ray,reader]' 'ray[data]'`. To generate rows on the cluster, call `hsx
+generate --ray`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm_ascend_hsx import HiddenStatesDataset, load
 
 
 def read(row: dict[str, Any]) -> dict[str, Any]:
-    """Load one file, or member of a shard, on the node that the task runs on.
+    """Load one file, or one member of a shard, on the node of the task.
 
     Returns:
         path; token_ids, int64 [tokens]; hidden_states, the bits of bf16 [tokens, layers, hidden] as
-        int16, for numpy has no bf16.
+        int16, because numpy has no bf16.
     """
     states = load(row["item"])
     bits = states.hidden_states.to(torch.bfloat16).view(torch.int16)

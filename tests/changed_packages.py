@@ -1,4 +1,4 @@
-"""A copy of the installed vllm and vllm_ascend in which a few files are changed."""
+"""A copy of the installed vllm and vllm_ascend with changes to a few files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIND = (
 
 
 class Change(NamedTuple):
-    """A text in a file, its replacement, and what is reported of it."""
+    """A text in a file, the replacement, and the expected report."""
 
     file: str
     text: str
@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 def copy_installed(folder: Path, changes: Sequence[Change]) -> dict[str, str]:
-    """Copy both packages into `folder`, with the changes. Return an environment that has it."""
+    """Copy both packages into `folder`, with the changes. Return an environment that uses it."""
     found = subprocess.run(
         [sys.executable, "-c", _FIND], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()[-1]
@@ -45,7 +45,7 @@ def copy_installed(folder: Path, changes: Sequence[Change]) -> dict[str, str]:
 
 
 def _copy_by_links(package: Path, target: Path, files: Sequence[str]) -> None:
-    """Directories are made where one of the files is; all else are links."""
+    """Create directories that contain one of the files; link everything else."""
     target.mkdir()
     for each in package.iterdir():
         inside = f"{target.name}/{each.name}"

@@ -1,10 +1,10 @@
-"""How deep tests go: what `make test` runs, and what only `make test-all` (`--long`) does."""
+"""Depth of the tests: a share with `make test`, the full depth with `make test-all` (`--long`)."""
 
 import hashlib
 import os
 from pathlib import Path
 
-VARIABLE = "HSX_TESTS_LONG"  # set by conftest.py where `--long` was given
+VARIABLE = "HSX_TESTS_LONG"  # conftest.py sets it if `--long` is given
 _ROOT = Path(__file__).parent.parent
 VERIFIED = _ROOT / "emulator/tests/verified.sha256"
 _EMULATOR = ("emulator/ascend_npu_emulator", "emulator/tests", "requirements")
@@ -16,7 +16,7 @@ def depth(full: int, share: int = 6) -> int:
 
 
 def is_long() -> bool:
-    """Return True where `--long` was given."""
+    """Return True if `--long` is given."""
     return bool(os.environ.get(VARIABLE))
 
 
@@ -26,7 +26,7 @@ def emulator_is_verified() -> bool:
 
 
 def emulator_digest() -> str:
-    """Return the SHA-256 of the emulator's sources, of its tests and of the pins, in hex digits."""
+    """Return the SHA-256 of the emulator's sources, the tests and of the pins, in hex digits."""
     digest = hashlib.sha256()
     for top in _EMULATOR:
         for path in [_ROOT / top, *sorted((_ROOT / top).rglob("*"))]:

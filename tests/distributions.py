@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Of the checkout: what is in the sdist, and a part of what is not.
+# Parts of the checkout: the contents of the sdist, and some other files.
 SOURCES = (
     "pyproject.toml",
     "MANIFEST.in",
@@ -27,9 +27,8 @@ EMULATOR_SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 def build(work: Path, *, emulator: bool = False) -> Path:
     """Build sdist and wheel of the plugin, or of the emulator, and return their folder.
 
-    They are built in a copy below the folder `work`, so that the build leaves nothing here. The
-    copy is a repository, since setuptools-scm, where it is installed, adds every file of one to the
-    sdist.
+    They are built in a copy below the folder `work`, to leave no build files here. The copy is a
+    repository, because setuptools-scm, if installed, adds every file of a repository to the sdist.
     """
     source, output = work / "source", work / "dist"
     source.mkdir()
@@ -45,7 +44,7 @@ def build(work: Path, *, emulator: bool = False) -> Path:
     (source / "tests").mkdir()
     shutil.copy(
         __file__, source / "tests" / "test_copied.py"
-    )  # setuptools takes such files by itself
+    )  # setuptools adds such files by itself
     identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     for words in (
         ("init", "--quiet"),

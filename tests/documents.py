@@ -14,7 +14,7 @@ BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?^ *```(\w+)\n(.*?)```", re.DOTALL | 
 
 
 class Command(NamedTuple):
-    """A `vllm serve` of a page: the model, options with values, and options without."""
+    """A `vllm serve` command of a page: the model, the options, and the options without a value."""
 
     model: str
     options: dict[str, str]

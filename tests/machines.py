@@ -1,4 +1,4 @@
-"""Two machines for network tests: namespaces on this one whose only network is a cable."""
+"""Two machines for network tests: namespaces on this machine, connected only by a cable."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pyroute2 import IPRoute, NetlinkError, netns
 ROOT = Path(__file__).parents[1]
 CABLE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-# Shared memory, semaphores and host name are separate, too: no other way leads off the machine.
+# Shared memory, semaphores and host name are separate, too: the cable is the only connection.
 _NAMESPACES = ("--net", "--ipc", "--uts", "--mount")
 _BOOT = "mount -t tmpfs tmpfs /dev/shm && echo booted && exec sleep infinity"
 
 
 class Machine:
-    """One of them.
+    """One of the two machines.
 
     Args:
-        pid: of a process on it.
-        address: of its end of the cable.
+        pid: process on the machine.
+        address: address at this end of the cable.
     """
 
     def __init__(self, pid: int, address: str) -> None:
@@ -32,7 +32,7 @@ class Machine:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Sockets that this thread makes are the machine's."""
+        """Create this thread's sockets on the machine."""
         with open("/proc/thread-self/ns/net") as own:
             netns.setns(f"/proc/{self.pid}/ns/net", flags=0)
             try:
@@ -41,13 +41,13 @@ class Machine:
                 netns.setns(own.fileno())
 
     def command(self, words: Sequence[str], directory: Path = ROOT) -> list[str]:
-        """A command line that runs `words` in a directory on the machine."""
+        """Return a command line that runs `words` in a directory on the machine."""
         return ["nsenter", f"--target={self.pid}", *_NAMESPACES, f"--wd={directory}", "--", *words]
 
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Skips the test where they cannot be made."""
+    """Create both machines. Skip the test if that is not possible."""
     with ExitStack() as stack:
         found = []
         for address in ADDRESSES:
@@ -62,7 +62,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             said = boot.stdout.readline().strip()
             if said != "booted":
                 pytest.skip(
-                    f"machines are network namespaces, which this user must not make: {said}"
+                    f"machines are network namespaces, but this user must not create any: {said}"
                 )
             found.append(Machine(boot.pid, address))
         first, second = found
@@ -76,7 +76,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
                 )
             except NetlinkError as error:
                 pytest.skip(
-                    f"machines are joined by a veth pair, which this system does not make: {error}"
+                    "machines are joined by a veth pair, but this system cannot create "
+                    f"one: {error}"
                 )
         for machine in found:
             with machine.network(), IPRoute() as routes:
@@ -86,7 +87,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
                         routes.addr("add", index=index, address=machine.address, prefixlen=24)
                     routes.link("set", index=index, state="up")
         for machine, other in ((first, second), (second, first)):
-            # vLLM takes the source address of the default route for the machine's
+            # vLLM takes the source address of the default route as the machine's address
             # (utils/network_utils.py:53).
             with machine.network(), IPRoute() as routes:
                 routes.route("add", dst="default", gateway=other.address)

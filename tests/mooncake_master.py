@@ -1,4 +1,4 @@
-"""A mooncake_master of the tests."""
+"""A mooncake_master for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 30.0
 
 
 def require_mooncake() -> None:
-    """Skip the test where Mooncake's package cannot be used; fail in continuous integration."""
+    """Skip the test if Mooncake's package is unusable; fail in continuous integration."""
     from vllm_ascend_hsx.protocol.mooncake.store import UserError, load_package
 
     try:
@@ -32,12 +32,12 @@ def require_mooncake() -> None:
 
 
 class MooncakeMaster:
-    """`mooncake_master` in a process of its own. Use as a context manager.
+    """`mooncake_master` in a separate process. Use as a context manager.
 
     Args:
-        directory: for its log.
+        directory: directory for the log.
         options: further flags.
-        host: where it listens; the thread that enters must be on that machine.
+        host: listening address; the thread that enters must be on that machine.
 
     Attributes:
         address: host:port.
@@ -49,7 +49,8 @@ class MooncakeMaster:
         self.address = f"{host}:{port}"
         package = find_spec("mooncake")
         assert package is not None and package.submodule_search_locations
-        # The program itself: the command of 0.3.11.post1 starts it as a child, which outlives it.
+        # Start the program itself: the command of 0.3.11.post1 starts it as a child that outlives
+        # the command.
         program = Path(package.submodule_search_locations[0], "mooncake_master")
         program.chmod(0o755)
         places = [f"-rpc_port={port}", f"-rpc_address={host}", f"-metrics_port={metrics}"]
@@ -85,20 +86,20 @@ class MooncakeMaster:
                 assert self._process.poll() is None, (
                     f"it ended:\n{self._log.read_text(errors='replace')[-2000:]}"
                 )
-                assert time.monotonic() < deadline, "it takes no connections"
+                assert time.monotonic() < deadline, "it accepts no connections"
                 with suppress(
                     subprocess.TimeoutExpired
-                ):  # its end, if that comes first, is said above
+                ):  # the end of the process, if earlier, is reported above
                     self._process.wait(0.02)
 
     def pause(self) -> None:
-        """Have it take connections and answer nothing."""
+        """Keep it accepting connections without answers."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """As if its machine had lost power. A second call does nothing."""
+        """Stop it as if the machine had lost power. A second call does nothing."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""What must hold of a tiny model, so that a comparison with it says something."""
+"""Requirements on a tiny model that make a comparison with it meaningful."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
 
 
 def assert_rows_lie_apart(model: Path, token_ids: Sequence[int]) -> None:
-    """Rows of different tokens and of neighbouring layers differ by more than the tolerance."""
+    """Check that rows of other tokens and neighbouring layers differ by more than the tolerance."""
     rows = reference_hidden_states(model, token_ids, [1, 2, 3, 4])
     norms = rows.norm(dim=-1)
     for layer in range(4):
@@ -27,7 +27,7 @@ def assert_rows_lie_apart(model: Path, token_ids: Sequence[int]) -> None:
 
 
 def assert_experts_are_chosen_evenly_and_alike(model: Path, token_ids: Sequence[int]) -> None:
-    """float32 and bfloat16 agree; rounding that changed experts would change rows far more."""
+    """Check that float32 and bfloat16 choose the same experts; rounding must not change them."""
     chosen = []
     for dtype in (torch.float32, torch.bfloat16):
         target = AutoModelForCausalLM.from_pretrained(model).to(dtype)

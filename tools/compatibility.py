@@ -1,8 +1,8 @@
-"""Write which tests ran on each release into docs/compatibility.md: `make matrix`.
+"""Write the tests that ran on each release into docs/compatibility.md: `make matrix`.
 
 `python tools/compatibility.py REPORT.xml ...` takes pytest's JUnit reports of tests/e2e, each named
-after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps their counts in
-docs/compatibility.json and leaves other releases there unchanged. A test compares page and counts.
+after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps the counts in
+docs/compatibility.json; other releases stay unchanged there. A test compares page and counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FAILED = ("failure", "error")
 
 
 class Counts(TypedDict):
-    """Results of a file of tests: the number that passed, and the names of failed tests."""
+    """Results of the tests of a file: the number that passed, and the names of failed tests."""
 
     passed: int
     failed: list[str]
@@ -33,12 +33,12 @@ Runs = Mapping[str, Mapping[str, Counts]]
 
 
 def read_report(report: Path) -> dict[str, Counts]:
-    """Return the counts of each file of tests. A file with only skipped tests is left out."""
+    """Return the counts of each file of tests, except files with only skipped tests."""
     files: dict[str, Counts] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # A module that cannot be collected has no class, and its name is in `name`.
+        # A module that cannot be collected has an empty class, and the module's name as name.
         module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
         counts = files.setdefault(module, Counts(passed=0, failed=[]))
         if any(case.find(kind) is not None for kind in _FAILED):
@@ -92,7 +92,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page(text: str, runs: Runs) -> str:
-    """Return the page with a new table between the two comments."""
+    """Return the page with the table between the two comments replaced."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

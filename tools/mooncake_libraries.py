@@ -1,8 +1,8 @@
 """Put the missing system libraries of Mooncake's package beside it. Standard library only.
 
 Debian's packages are downloaded and unpacked; nothing is installed, and apt's own lists are not
-changed. The libraries go to the package's own, where the loader finds them by its RPATH: no
-process needs an environment variable. Exits with 1 and a reason if Mooncake will not work.
+changed. The libraries go beside the package's own, where the loader finds them by RPATH: no process
+needs an environment variable. Exits with 1 and a reason if Mooncake will not work.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 BINARIES = ("store.so", "mooncake_master")
 OWN_LIBRARIES = "mooncake_transfer_engine_non_cuda.libs"
-# What auditwheel leaves to the system, and more than a minimal Debian has.
+# Libraries that auditwheel leaves to the system and a minimal Debian lacks.
 PROVIDERS = {
     "libibverbs.so.1": "libibverbs1",
     "libnuma.so.1": "libnuma1",
@@ -25,11 +25,11 @@ PROVIDERS = {
 
 
 class LibrariesError(Exception):
-    """Some libraries are missing, and cannot be had; the message says which and why."""
+    """Some libraries are missing and not available; the message has names and reason."""
 
 
 def missing_libraries(package: Path) -> set[str]:
-    """Names of the libraries that the loader does not find for the package's binaries."""
+    """Return the names of libraries that the loader does not find for the package's binaries."""
     missing = set()
     for name in BINARIES:
         result = subprocess.run(
@@ -46,7 +46,7 @@ def missing_libraries(package: Path) -> set[str]:
 
 
 def provide(package: Path) -> None:
-    """Have every library there. Raises LibrariesError."""
+    """Provide every library. Raises LibrariesError."""
     missing = missing_libraries(package)
     if not missing:
         return
@@ -71,7 +71,7 @@ def copy_libraries(names: Sequence[str], into: Path) -> None:
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise LibrariesError(
-                f"there is no {tool} here; install what {', '.join(names)} of Debian are"
+                f"{tool} is missing; install the Debian packages {', '.join(names)}"
             )
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -101,7 +101,7 @@ def copy_libraries(names: Sequence[str], into: Path) -> None:
 
 
 def run(command: Sequence[str | Path], where: Path) -> str:
-    """What a command prints. Raises LibrariesError with the end of it."""
+    """Return the output of a command. Raises LibrariesError with the end of the output."""
     result = subprocess.run(
         command,
         cwd=where,

@@ -1,10 +1,10 @@
-"""Compare a release of vLLM, and of vllm-ascend, with the installed one, before it is tried.
+"""Compare a release of vLLM, and of vllm-ascend, with the installed one, before trying it.
 
 `python tools/new_version.py 0.31.0 0.31.0rc1`, in the environment of the newest checked pair.
-Downloads the source distributions as pip finds them, imports neither, and prints as Markdown what a
-person must read: patch points, methods that we override, their callers, operators. Without a
-release of vllm-ascend it compares vLLM alone. Exits with 1 if there is something to read, and with
-2 if a release cannot be had.
+Downloads the source distributions with pip, imports neither, and prints a Markdown list for review:
+patch points, methods that we override, their callers, operators. Without a release of vllm-ascend
+it compares only vLLM. Exits with 1 if there is something to review, and with 2 if a release is not
+available.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from vllm_ascend_hsx.compat.versions import installed_pair
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm_ascend_hsx"
 SCHEMAS = OURS / "emulator" / "ops" / "schemas"
-# pip runs a source distribution's setup.py for its metadata.
+# pip runs a source distribution's setup.py for metadata.
 BUILD = {
     "VLLM_TARGET_DEVICE": "empty",
     "CARGO": "no-cargo",
     "COMPILE_CUSTOM_KERNELS": "0",
     "SOC_VERSION": "ascend910b1",
 }
-_COMMON = 8  # a name that more classes define says nothing about who is called
+_COMMON = 8  # a name defined by more classes does not identify the callee
 _OPERATOR = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.(_C_ascend|npu)\.(\w+)")
 _SCHEMA = re.compile(r'\bdef\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
 _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 class UnavailableError(Exception):
-    """A release that cannot be had, with the reason."""
+    """A release is not available; the message has the reason."""
 
 
 class Override(NamedTuple):
-    """A method of a class of ours, and the method of vLLM or vllm-ascend that it replaces."""
+    """A method of one of our classes, and the method of vLLM or vllm-ascend that it replaces."""
 
     ours: str
     module: str
@@ -63,7 +63,7 @@ class Override(NamedTuple):
 def overrides(folder: Path) -> Iterator[Override]:
     """Yield each method in the package at `folder` whose class names a base of vLLM or vllm-ascend.
 
-    Whether the base has the method is not known yet.
+    The base may lack the method.
     """
     for file in sorted(folder.rglob("*.py")):
         tree = ast.parse(file.read_text())
@@ -93,7 +93,7 @@ def overrides(folder: Path) -> Iterator[Override]:
 
 
 def patch_points(new: Tree, releases: Mapping[str, Version]) -> Iterator[str]:
-    """Yield a line for each patch point that does not hold as in a checked release."""
+    """Yield a line for each patch point that differs from the checked releases."""
     for point in POINTS:
         package = point.module.partition(".")[0]
         if package not in releases or releases[package].base_version not in SpecifierSet(
@@ -109,7 +109,7 @@ def patch_points(new: Tree, releases: Mapping[str, Version]) -> Iterator[str]:
 
 def _difference(point: PatchPoint, found: Definition | None) -> str | None:
     if found is None:
-        return "it is not there"
+        return "it is missing"
     if (
         found.signature is not None
         and point.use is not Use.NAMED
@@ -129,16 +129,16 @@ def _difference(point: PatchPoint, found: Definition | None) -> str | None:
 
 
 def overridden(old: Tree, new: Tree) -> Iterator[str]:
-    """Yield a line for each method that we override and that has changed or gone."""
+    """Yield a line for each overridden method that has changed or is missing."""
     for each in overrides(OURS):
         if each.module.partition(".")[0] not in new.packages:
             continue
         before, after = old.find(each.module, each.path), new.find(each.module, each.path)
-        if before is None:  # the method is ours alone
+        if before is None:  # only our class has the method
             continue
         name = ".".join((each.module, *each.path))
         if after is None:
-            yield f"`{name}`: it is not there; `{each.ours}` overrides it"
+            yield f"`{name}`: it is missing; `{each.ours}` overrides it"
         elif str(after.signature) != str(before.signature):
             yield (
                 f"`{name}` ({after.where}): its parameters are {after.signature}, not "
@@ -151,7 +151,7 @@ def overridden(old: Tree, new: Tree) -> Iterator[str]:
 def callers(old: Tree, new: Tree, names: Collection[str]) -> Iterator[str]:
     """Yield a line for each function that calls one of `names` and is new or has changed.
 
-    Names that many classes define are left out.
+    Names that many classes define are ignored.
     """
     defined = Counter(
         name
@@ -209,7 +209,7 @@ def _functions(
 
 
 def operators(old: Tree, new: Tree) -> Iterator[str]:
-    """Yield a line for each operator that only the new sources call, with the first place."""
+    """Yield a line for each operator that only the new sources call, with the first call."""
     known = set(_operators(old))
     yield from (
         f"`{name}`: called at {where}"
@@ -228,7 +228,7 @@ def _operators(tree: Tree) -> dict[str, str]:
 
 
 def schemas(source: Path, known: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each operator of vllm-ascend's extension that is new, other or gone.
+    """Yield a line for each operator of vllm-ascend's extension that is new, changed or missing.
 
     Args:
         source: folder of the source distribution.
@@ -259,7 +259,7 @@ def _plain(schema: str) -> str:
 
 
 def known_schemas(folder: Path = SCHEMAS) -> dict[str, str]:
-    """Return the schemas that the emulator has for the newest release of vllm-ascend, by name."""
+    """Return the emulator's schemas for the newest release of vllm-ascend, by name."""
     newest = max(
         folder.glob("_C_ascend-*.txt"),
         key=lambda file: Version(file.stem.removeprefix("_C_ascend-")),
@@ -269,10 +269,10 @@ def known_schemas(folder: Path = SCHEMAS) -> dict[str, str]:
 
 
 def download(package: str, release: str, folder: Path) -> Path:
-    """Unpack a source distribution below `folder`. Return its top folder.
+    """Unpack a source distribution below `folder`. Return the top folder.
 
     Raises:
-        UnavailableError: pip does not get it.
+        UnavailableError: pip cannot download it.
     """
     command = [
         sys.executable,
@@ -310,12 +310,12 @@ def download(package: str, release: str, folder: Path) -> Path:
 def sections(
     old: Tree, new: Tree, releases: Mapping[str, Version], source: Path | None
 ) -> dict[str, list[str]]:
-    """Return the lines of each section of the report, by its title."""
+    """Return the lines of each section of the report, by title."""
     names = {point.path[-1] for point in POINTS if point.replacement} | {
         each.path[-1] for each in overrides(OURS)
     }
     return {
-        "Patch points that do not hold as in a checked release": list(patch_points(new, releases)),
+        "Patch points that differ from the checked releases": list(patch_points(new, releases)),
         "Methods that we override": list(overridden(old, new)),
         "Callers of what we patch or override": list(callers(old, new, names)),
         "Operators that only the new sources call": list(operators(old, new)),
@@ -327,8 +327,10 @@ def sections(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("vllm", help="release of vLLM, as 0.31.0")
-    parser.add_argument("vllm_ascend", nargs="?", help="release of vllm-ascend, as 0.31.0rc1")
+    parser.add_argument("vllm", help="release of vLLM, for example 0.31.0")
+    parser.add_argument(
+        "vllm_ascend", nargs="?", help="release of vllm-ascend, for example 0.31.0rc1"
+    )
     wanted = {
         name: release for name, release in vars(parser.parse_args()).items() if release is not None
     }
@@ -342,7 +344,7 @@ def main() -> int:
         except UnavailableError as error:
             print(f"new_version: {error}", file=sys.stderr)
             return 2
-        print("reading the sources, which takes a minute or two ...", file=sys.stderr, flush=True)
+        print("reading the sources (a minute or two) ...", file=sys.stderr, flush=True)
         old = Tree({name: folder_of(name) for name in wanted})
         new = Tree({name: top / name for name, top in tops.items()})
         releases = {name: Version(release) for name, release in wanted.items()}
@@ -357,7 +359,7 @@ def main() -> int:
 
 
 def folder_of(package: str) -> Path:
-    """Return the folder of an installed package, which is not imported."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, package
     return Path(spec.submodule_search_locations[0])

@@ -1,4 +1,4 @@
-"""Record who collects the hidden states of each architecture that the installed release serves.
+"""Record the collector of the hidden states of each architecture in the installed release.
 
 `hsx emulate -- python tools/record_architectures.py`, in the environment of the release. Writes
 vllm_ascend_hsx/compat/architectures.json.
@@ -18,14 +18,14 @@ from vllm_ascend_hsx.compat.targets import shown_inside
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, release_to_patch
 
 TARGET = Path(__file__).parents[1] / "vllm_ascend_hsx" / "compat" / "architectures.json"
-# Tables of vLLM's registry that list targets; others have drafts and models without text.
+# Tables of vLLM's registry that list targets; other tables have drafts and models without text.
 TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 
 
 def served_classes() -> dict[str, Any]:
     """Return the class of each target that vLLM and vllm-ascend register, by architecture.
 
-    A class whose module needs a package that is not installed is left out.
+    A class is left out if the module needs a missing package.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models import registry

@@ -1,6 +1,6 @@
-"""Record the sources of the installed vLLM and vllm-ascend as those of a checked pair.
+"""Record the sources of the installed vLLM and vllm-ascend as the sources of a checked pair.
 
-`hsx emulate -- python tools/record_sources.py`, in the environment of the pair, after its tests
+`hsx emulate -- python tools/record_sources.py`, in the environment of the pair, after the tests
 have passed. Writes vllm_ascend_hsx/compat/sources.json; see compat/installed.py.
 """
 

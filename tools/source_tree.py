@@ -1,4 +1,4 @@
-"""Look names up in the sources of packages that are not imported, for new_version.py."""
+"""Look up names in the sources of packages without importing them, for new_version.py."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Definition(NamedTuple):
 
 
 class Tree:
-    """Sources of packages that are read without being imported.
+    """Sources of packages, read without importing them.
 
     Args:
-        packages: folder of each package, by its name.
+        packages: folder of each package, by name.
     """
 
     def __init__(self, packages: Mapping[str, Path]) -> None:
@@ -50,9 +50,9 @@ class Tree:
             self._loader.load(name)
 
     def find(self, module: str, path: Sequence[str]) -> Definition | None:
-        """Return what a name stands for, or None.
+        """Return the definition of a name, or None.
 
-        Follows imports, base classes, instances of a class, and what a module assigns to it.
+        Follows imports, base classes, instances of a class, and assignments by a module.
         """
         try:
             found: Any = self._loader.modules_collection[module]
@@ -100,7 +100,7 @@ def _target(found: Any) -> Any:
 
 
 def _assigned(module: Any, path: Sequence[str]) -> str | None:
-    """Return the name of the function that a module puts in the place of another one's method."""
+    """Return the name of the function that a module assigns over another module's method."""
     for node in ast.parse(module.source).body if len(path) > 1 else ():
         if (
             isinstance(node, ast.Assign)

@@ -1,4 +1,4 @@
-"""Part (f), the KV cache that is left without extraction, with ours and with vLLM's own layout.
+"""Part (f): the remaining KV cache without extraction, with ours and with vLLM's own layout.
 
 The figures come from vLLM's planner with vllm-ascend's patches.
 """
@@ -21,13 +21,13 @@ KV_BYTES = 30 << 30
 
 @dataclass(frozen=True)
 class Cell:
-    """A model with a layout.
+    """One model with one layout.
 
     Attributes:
         block_size: tokens per block of the attention layers. blocks: vLLM's num_gpu_blocks.
-        tokens: what the server logs as the size of its KV cache.
-        kept: tokens as a share of those without extraction; 0 if the server does not start.
-        reason: why it does not start.
+        tokens: size of the KV cache as logged by the server.
+        kept: tokens as a share of `off`; 0 if the server does not start.
+        reason: reason why it does not start.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Result:
 
 
 def run(show: Callable[[str], None]) -> Result:
-    """Ask for every preset, with the layers that `hsx plan` takes by default."""
+    """Plan every preset, with the default layers of `hsx plan`."""
     vllm_planner.load()
     options, cells = EngineOptions(), []
     for name, config in CONFIGS.items():
@@ -82,16 +82,16 @@ def run(show: Callable[[str], None]) -> Result:
 def capacities(
     shape: ModelShape, options: EngineOptions, num_extracted: int, kv_bytes: int, staging_bytes: int
 ) -> dict[Layout, Capacity | LayoutError]:
-    """Plan the KV cache of each layout; ours gives up the staging bytes.
+    """Plan the KV cache of each layout; the staging bytes reduce ours.
 
     vllm_planner.load must have been called.
 
     Args:
         shape: the target.
-        options: of the server.
-        num_extracted: layers that are extracted.
+        options: options of the server.
+        num_extracted: number of extracted layers.
         kv_bytes: memory of an NPU for the KV cache, without extraction.
-        staging_bytes: of our staging slots.
+        staging_bytes: bytes of our staging slots.
     """
     found: dict[Layout, Capacity | LayoutError] = {}
     for layout in Layout:

@@ -1,4 +1,4 @@
-"""What vLLM's planner needs to know of a model, read from its config.json."""
+"""Properties of a model that vLLM's planner needs, read from config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LayerKind(Enum):
-    """What a layer keeps in the KV cache."""
+    """Contents of the KV cache for a layer."""
 
     FULL = "full_attention"
     LATENT = "latent_attention"
@@ -18,7 +18,7 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of GatedDeltaNet's state."""
+    """Sizes of GatedDeltaNet's state."""
 
     num_key_heads: int
     num_value_heads: int
@@ -33,13 +33,13 @@ class ModelShape:
 
     Attributes:
         architecture, model_type: from config.json.
-        dtype: in which it is served.
+        dtype: dtype in which it is served.
         hidden_size: elements of a hidden state.
-        layers: what each decoder layer keeps.
+        layers: kind of each decoder layer.
         num_kv_heads, head_dim: of attention; latent attention has one head of
             `kv_lora_rank + qk_rope_head_dim`.
-        delta_net: if a layer is LINEAR.
-        config: the fields of config.json, those of its text part on top.
+        delta_net: None unless a layer is LINEAR.
+        config: the fields of config.json, with fields of the text part at the top level.
     """
 
     architecture: str
@@ -54,7 +54,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """vLLM's word for a model that has state besides a KV cache."""
+        """vLLM's term for a model with state besides a KV cache."""
         return self.delta_net is not None
 
     @property

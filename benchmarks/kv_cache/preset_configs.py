@@ -1,6 +1,6 @@
 """Fields of the presets' config.json that vLLM's planner needs and `hsx plan` does not know.
 
-Names are those of config.json; each preset says where its values were read.
+Names are as in config.json; each preset names the source of the values.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _MORE: dict[str, dict[str, Any]] = {
     },
 }
 
-# Weights in W8A8 have the same shape, and so the same KV cache, as those that they were made of.
+# Weights in W8A8 have the same shape, and so the same KV cache, as the original weights.
 CONFIGS: dict[str, dict[str, Any]] = {
     name: PRESETS[name].config | more for name, more in _MORE.items()
 }

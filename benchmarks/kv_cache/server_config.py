@@ -1,8 +1,8 @@
-"""A stand-in for VllmConfig as vLLM's planner reads it; the real one needs a server's model.
+"""A stand-in for VllmConfig as vLLM's planner reads it; the real class needs a server's model.
 
-Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. It has the fields
-of VllmConfig that any of them reads on the way to a KV cache. Where the releases differ, vLLM is
-asked instead. Imports are deferred because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with the matching vllm. It has all
+fields of VllmConfig that any of these releases reads to plan a KV cache. Where the releases differ,
+vLLM is asked instead. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHECKED = "vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2"
 
 
 class Layout(Enum):
-    """Where hidden states are: nowhere, in our slots, in the KV pool (vLLM's example connector)."""
+    """Location of hidden states: nowhere, our slots, or the KV pool (vLLM's example connector)."""
 
     PLAIN = "no extraction"
     HSX = "hsx"
@@ -32,7 +32,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What of a server's options the KV cache depends on."""
+    """Options of a server that affect the KV cache."""
 
     tensor_parallel: int = 4
     max_model_len: int = 8192
@@ -40,31 +40,31 @@ class EngineOptions:
 
 
 class UnknownFieldError(AttributeError):
-    """This version of vLLM reads a field of its configuration that the stand-in lacks."""
+    """This version of vLLM reads a configuration field that the stand-in lacks."""
 
 
 class _Fields(SimpleNamespace):
-    """A part of VllmConfig. What it lacks must not pass for a configuration that vLLM refuses."""
+    """A part of VllmConfig. A missing field must not look like a configuration error."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnknownFieldError(
-            f"vLLM reads {name!r}, which this lacks; it was checked against {CHECKED}: install "
-            "one of these"
+            f"vLLM reads {name!r}, which the stand-in lacks; it was checked against "
+            f"{CHECKED}: install one of these"
         )
 
 
 def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
-    """Build the fields of VllmConfig that the planner reads, as a server has them after its start.
+    """Build the fields of VllmConfig that the planner reads, as after a server's start.
 
-    * `speculative_config`: none without extraction. Upstream has one draft token, hence one more
+    * `speculative_config`: none without extraction. Upstream has one draft token, and so one more
       Mamba state per request; our plugin sets it to 0 (compat.drafts.schedule_no_drafts).
-    * Prefix caching is vLLM's default; chunked prefill is too, if upstream's connector takes it.
-      Without, a step takes a whole request.
-    * The order of the KV cache in memory is the one that vLLM 0.30 resolves: upstream's connector
-      demands LBNHC (example_hidden_states_connector.py:610), and it is vLLM's own choice where, as
-      on Ascend, no attention backend asks for another (vllm/v1/attention/backends/utils.py:189).
+    * Prefix caching has vLLM's default. So has chunked prefill if upstream's connector accepts it.
+      Otherwise a step takes a whole request.
+    * The KV cache has the memory layout that vLLM 0.30 resolves: upstream's connector requires
+      LBNHC (example_hidden_states_connector.py:610). vLLM chooses the same where, as on Ascend, no
+      attention backend requires another (vllm/v1/attention/backends/utils.py:189).
     * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369 in 0.23, :1405 in 0.30) makes it
-      128; that of a hybrid model follows from its state.
+      128; that of a hybrid model follows from the state size.
     """
     torch = importlib.import_module("torch")
     upstream, batched = layout is Layout.UPSTREAM, options.max_num_batched_tokens
@@ -126,7 +126,7 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
             use_eagle_block_drop=lambda: False,
             use_multi_module_mtp=lambda: False,
         ),
-        kv_transfer_config=None,  # read for AscendStoreConnector alone
+        kv_transfer_config=None,  # read only for AscendStoreConnector
         max_concurrent_batches=2,  # asynchronous scheduling, vLLM's default, with extraction too
     )
     if shape.is_hybrid:
@@ -157,7 +157,7 @@ def _caches_prefixes(shape: ModelShape) -> bool:
 
 
 def _upstream_takes_chunks() -> bool:
-    """Return whether a server with upstream's connector may have chunked prefill.
+    """Return True if a server with upstream's connector may use chunked prefill.
 
     Reason: 0.23 refuses to start (vllm/config/vllm.py:764); 0.26 and 0.30 do not.
     """
@@ -174,13 +174,13 @@ def _upstream_takes_chunks() -> bool:
 
 
 def _align(shape: ModelShape, config: Any) -> None:
-    """Let vLLM and vllm-ascend choose block size and page of a hybrid model.
+    """Let vLLM and vllm-ascend choose block size and page size of a hybrid model.
 
     Reason: vllm-ascend's patch_mamba_config.verify_and_update_config replaces vLLM's
-    HybridAttentionMambaModelConfig; since 0.30 it leaves the sizes to the platform, which a worker
-    asks with its layers (vllm/v1/executor/uniproc_executor.py:75, vllm/platforms/interface.py:609).
-    Both look up the model's class in vLLM's registry, which would import the model, and ask it for
-    the state's shapes; here they are passed in instead. Before that, vLLM takes the recurrent
+    HybridAttentionMambaModelConfig. Since 0.30 it leaves the sizes to the platform, called by a
+    worker with its layers (vllm/v1/executor/uniproc_executor.py:75,
+    vllm/platforms/interface.py:609). Both import the model's class through vLLM's registry for the
+    state's shapes; here the shapes are passed in instead. Before that, vLLM takes the recurrent
     state's dtype from config.json for some classes (models/config.py:536 in 0.23, in
     MODELS_CONFIG_MAP).
     """
@@ -206,7 +206,7 @@ def _align(shape: ModelShape, config: Any) -> None:
 
 
 def _attention_layer() -> Any:
-    """Return a layer of which the platform asks nothing but its backend, and that only in 0.30."""
+    """Return a layer with only a backend; the platform reads nothing else, and only in 0.30."""
     base: Any = importlib.import_module(
         "vllm.model_executor.layers.attention_layer_base"
     ).AttentionLayerBase
@@ -222,10 +222,10 @@ def _attention_layer() -> Any:
 
 
 def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
-    """Shapes and dtypes of GatedDeltaNet's convolution and recurrent state on one NPU.
+    """Return shapes and dtypes of GatedDeltaNet's convolution and recurrent state on one NPU.
 
     Reason: vllm/model_executor/models/qwen3_5.py:678-708 in 0.23 (:399 in 0.30) and qwen3_next.py
-    ask the same calculators, and so does the layer (vllm_ascend/ops/gdn.py:45, :275).
+    call the same calculators, and so does the layer (vllm_ascend/ops/gdn.py:45, :275).
     """
     utils = importlib.import_module(MAMBA_UTILS)
     net = shape.delta_net
@@ -248,5 +248,5 @@ def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
 
 
 def num_drafts(config: Any) -> int:
-    """Draft tokens of a step."""
+    """Return the number of draft tokens per step."""
     return config.speculative_config.num_speculative_tokens if config.speculative_config else 0

@@ -1,10 +1,10 @@
-"""The KV cache that vLLM's planner, patched by vllm-ascend, gives a server not yet started.
+"""The KV cache that vLLM's planner, patched by vllm-ascend, gives a server, without starting it.
 
-Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. A server builds its
-VllmConfig and its model, asks each layer for a KVCacheSpec, and hands the specs to vLLM's planner.
-Here the specs are made as the layers make them, from a stand-in (server_config.py). KCU below is
-vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py; lines are those of 0.23
-unless another release is named. Imports are deferred because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with the matching vllm. A server
+builds a VllmConfig and the model, asks each layer for a KVCacheSpec, and passes the specs to vLLM's
+planner. Here the specs are built as the layers build them, from a stand-in (server_config.py). KCU
+below is vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py; line numbers
+refer to 0.23 unless another release is named. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ CACHE_ONLY = "model.cache_only_layers.{}"
 
 @dataclass(frozen=True)
 class Capacity:
-    """The KV cache that vLLM makes of some memory.
+    """The KV cache that vLLM plans for an amount of memory.
 
     Attributes:
         block_size: tokens per block of the attention layers.
         num_blocks: blocks; vLLM calls it num_gpu_blocks.
-        block_bytes: bytes per NPU that a block takes: those of the largest group's layers.
+        block_bytes: bytes of a block per NPU, in the layers of the largest group.
         groups: layers and tokens per block of each KV cache group.
-        tokens: what requests of max_model_len tokens can hold together; the server logs it as
-            "GPU KV cache size".
+        tokens: capacity in tokens for requests of max_model_len tokens; the server logs it as "GPU
+            KV cache size".
     """
 
     block_size: int
@@ -52,14 +52,14 @@ class Capacity:
 
 
 class LayoutError(Exception):
-    """vLLM's planner refuses the configuration and so a server's start; the message says why."""
+    """vLLM's planner refuses the configuration: a server would not start. The message says why."""
 
 
 def load() -> None:
-    """Import vLLM with vllm-ascend's patches applied, as a server on Ascend has them.
+    """Import vLLM with vllm-ascend's patches applied, as on an Ascend server.
 
     Reason: vllm-ascend replaces a part of the planner (patch/platform/patch_kv_cache_utils.py) and
-    the alignment of hybrid models (patch_mamba_config.py) when its general plugins are loaded.
+    the alignment of hybrid models (patch_mamba_config.py) when the general plugins are loaded.
     """
     from vllm_ascend.utils import adapt_patch
 
@@ -69,22 +69,22 @@ def load() -> None:
 def plan_layout(
     shape: ModelShape, options: EngineOptions, layout: Layout, num_extracted: int, kv_bytes: int
 ) -> Capacity:
-    """Ask vLLM's planner what KV cache an NPU has.
+    """Return the KV cache that vLLM's planner gives an NPU.
 
     Reason: KCU:1956 (get_kv_cache_configs) groups layers, unifies their pages, checks that a
-    request fits and counts the blocks; KCU:899 (get_max_concurrency_for_kv_cache_config) times
+    request fits and counts the blocks. KCU:899 (get_max_concurrency_for_kv_cache_config) times
     max_model_len is the size that the server logs (KCU:1720). In 0.30: KCU:2617, :1067 and :2373.
 
     Args:
         shape: the target.
-        options: of the server.
-        layout: where the hidden states are.
-        num_extracted: layers that are extracted.
-        kv_bytes: memory of an NPU that is left for the KV cache.
+        options: options of the server.
+        layout: location of the hidden states.
+        num_extracted: number of extracted layers.
+        kv_bytes: memory of an NPU for the KV cache.
 
     Raises:
         LayoutError: such a server does not start.
-        UnknownFieldError: another version of vLLM.
+        UnknownFieldError: another version of vLLM is installed.
     """
     planner = importlib.import_module(PLANNER)
     try:
@@ -94,7 +94,7 @@ def plan_layout(
         concurrency = planner.get_max_concurrency_for_kv_cache_config(config, cache)
     except UnknownFieldError:
         raise
-    except Exception as error:  # whatever it is, it is what the server would end with
+    except Exception as error:  # any error would also end the server
         raise LayoutError(_reason(error)) from error
     return Capacity(
         block_size=config.cache_config.block_size,
@@ -109,9 +109,9 @@ def plan_layout(
 
 
 def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -> dict[str, Any]:
-    """KVCacheSpecs of all layers in the order of MR:4907: attention, the drafter's layer, Mamba.
+    """Return KVCacheSpecs of all layers in MR:4907's order: attention, the drafter's layer, Mamba.
 
-    Attention pages smaller than those of Mamba are padded (MR:5021). Upstream's drafter layer has a
+    Attention pages smaller than Mamba pages are padded (MR:5021). Upstream's drafter layer has a
     HiddenStateCacheSpec (MR:5003); ours has none. In 0.30: MR:6144, :6343 and :6308.
     """
     specs: dict[str, Any] = {}
@@ -170,9 +170,10 @@ def _state_spec(shape: ModelShape, config: Any) -> Any:
 
 
 def _group_bytes(group: Any) -> int:
-    """Bytes of a block in the layers of a group; groups use the same memory in turn.
+    """Return the bytes of a block in the layers of a group; groups use the same memory in turn.
 
-    Reason: a spec for several kinds of layers has their pages summed up; any other is each layer's.
+    Reason: a spec for several kinds of layers has the sum of their pages; any other spec is per
+    layer.
     """
     spec = group.kv_cache_spec
     alike = not isinstance(spec, importlib.import_module(SPECS).UniformTypeKVCacheSpecs)
@@ -180,7 +181,7 @@ def _group_bytes(group: Any) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The last line of a server's log; an assertion without a message is named by its place."""
+    """Return the last line of a server's log; an assertion without a message gets its location."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     text = (
         str(error).split("\n")[0].split(". ")[0].strip()

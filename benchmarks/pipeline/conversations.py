@@ -1,6 +1,6 @@
-"""Part (f), conversations: what is computed of prompts that extend each other, by contestant.
+"""Part (f): tokens computed for conversations whose prompts extend each other, by contestant.
 
-It is also the module of an engine's process, which takes orders; see engine_process.py.
+This module also runs in an engine's process and takes orders; see engine_process.py.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ RELEASE = "0.30.0rc2"
 PYTHON = ROOT / f".venv-{RELEASE}" / "bin" / "python"
 OFF, OURS, WITHOUT = "off", "ours", "ours, prefix_reuse_bytes=0"
 OFF_THERE, VLLM = f"off, {RELEASE}", f"vLLM's connector, {RELEASE}"
-# Each with what it is compared with.
+# Each contestant and its baseline.
 CONTESTANTS = {OFF: OFF, OURS: OFF, WITHOUT: OFF, OFF_THERE: OFF_THERE, VLLM: OFF_THERE}
 COUNTER, SOURCE = "vllm:prompt_tokens_by_source", "local_compute"
 _PUBLISHED_S = 60.0
-_IDLE_S = 0.1  # that an engine without requests waits for a file before its next step
+_IDLE_S = 0.1  # poll interval of an idle engine that waits for a file
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
-        conversations: in all. rounds: in each of which every engine gets its share of them.
-        turns: prompts of a conversation, each of which extends the one before.
-        system: tokens that all prompts begin with. least, most: tokens that a turn adds.
+        conversations: total number. rounds: number of rounds that share them, for every engine.
+        turns: prompts per conversation; each extends the previous one.
+        system: tokens of the common prefix. least, most: tokens that a turn adds.
         concurrency: requests in flight.
     """
 
@@ -66,16 +66,17 @@ QUICK = Scale(conversations=8, rounds=1, concurrency=8)
 
 @dataclass(frozen=True)
 class Cell:
-    """One contestant.
+    """Results of one contestant.
 
     Attributes:
-        prompt, computed: prompt tokens, and those of them that were computed.
-        copied: rows that came from earlier files.
-        wall: seconds until the last file was published; of that of `off` of the same release, the
+        prompt, computed: number of prompt tokens, and of computed ones.
+        copied: rows copied from earlier files.
+        wall: seconds until the last file was published, relative to `off` of the same release;
             median of the rounds.
-        of_off: that of the tokens computed.
-        bytes: of the files. files, right: how many there are, and how many equal the reference.
-        reason: why it was not measured; empty if it was.
+        of_off: computed tokens, relative to `off`.
+        bytes: size of the files. files, right: number of files, and number of files equal to the
+            reference.
+        reason: reason for a missing measurement; empty if measured.
     """
 
     name: str
@@ -93,11 +94,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """All contestants.
+    """Results of all contestants.
 
     Attributes:
-        distinct: tokens of the system prompt and of all turns, which no server can do without.
-        machine: on which, and how busy it was.
+        distinct: tokens of the system prompt and of all turns: the minimum for any server.
+        machine: description and load of the machine.
     """
 
     cells: list[Cell]
@@ -107,7 +108,7 @@ class Result:
 
 
 def prompts_of(scale: Scale, conversations: range) -> list[list[int]]:
-    """The turns of some conversations, shuffled. Negative ones have another system prompt."""
+    """Return shuffled turns of some conversations. Negative ones have another system prompt."""
     warm_up = conversations.start < 0
     system = np.random.default_rng(warm_up).integers(3, VOCABULARY, scale.system).tolist()
     prompts = []
@@ -132,10 +133,10 @@ def run(
     """Measure, with files on the directory's filesystem.
 
     Args:
-        scale: how much.
-        directory: for the files, which go after each round.
-        show: shows progress.
-        python: of the environment that has vLLM's connector of RELEASE.
+        scale: size of the measurement.
+        directory: directory for the files; they are removed after each round.
+        show: callback for progress.
+        python: interpreter of the environment with vLLM's connector of RELEASE.
     """
     from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 
@@ -245,12 +246,12 @@ def _cell(
 def _difference(
     states: Any, prompt: tuple[int, ...], prompts: Sequence[Sequence[int]], model: str
 ) -> str:
-    """Return how a file differs from the rows of transformers in float32; empty if it does not."""
+    """Return the difference from transformers' rows in float32; empty if there is none."""
     from vllm_ascend_hsx.demo.compare import compare
 
     if tuple(states.token_ids.tolist()) != prompt:
-        return "its tokens are another prompt's"
-    # Rows depend on the tokens before them alone: those of the last turn are those of all turns.
+        return "the file has the tokens of another prompt"
+    # Rows depend only on preceding tokens: rows of the last turn include the rows of all turns.
     last = max((each for each in prompts if tuple(each[: len(prompt)]) == prompt), key=len)
     return compare(
         states.hidden_states, _reference(model, tuple(last))[: len(prompt)], LAYER_IDS
@@ -286,8 +287,9 @@ def serve(engine: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     """Answer the prompts of some conversations, in the order of `hsx generate`.
 
     Returns:
-        "wall": seconds until the last file is published. "computed": prompt tokens. "copied": rows
-            of earlier files. "paths": of the files, by the prompt's number, if it extracts.
+        "wall": seconds until the last file is published. "computed": number of prompt tokens.
+        "copied": number of rows from earlier files. "paths": the files, by prompt number, with
+        extraction.
     """
     from vllm import SamplingParams
 
@@ -337,7 +339,7 @@ def serve(engine: Any, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(engine: Any) -> int:
-    """Return how many prompt tokens the engine has computed."""
+    """Return the number of prompt tokens that the engine has computed."""
     return sum(
         int(each.value)
         for each in engine.get_metrics()

@@ -1,4 +1,4 @@
-"""Part (h), rows of generated tokens: CPU time per row, and length of a step."""
+"""Part (h): rows of generated tokens: CPU time per row, and length of a step."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from benchmarks.pipeline.rows import Source, Step
 from vllm_ascend_hsx.drafter.spans import Span
 
 OFF, OURS, RAW = "no extraction", "ours", "raw write"
-DEVICE_S = 0.0005  # seconds of a step in which the main thread waits for the device
-JOINED_BYTES = 256 << 10  # of a raw write of many rows
+DEVICE_S = 0.0005  # seconds per step in which the main thread waits for the device
+JOINED_BYTES = 256 << 10  # size of a raw write of many rows
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
         in_flight: requests that each get one row per step.
-        steps: of a round.
-        rounds: in each of which all contestants take turns.
-        python_s: seconds of Python in a step, as of a scheduler and a runner.
+        steps: steps per round.
+        rounds: number of rounds; all contestants take turns in each.
+        python_s: seconds of Python per step, standing for scheduler and runner.
     """
 
     in_flight: tuple[int, ...] = (16, 256)
@@ -47,9 +47,9 @@ class Cell:
     """Medians of the rounds, in seconds.
 
     Attributes:
-        in_flight: requests.
-        row: CPU time of all threads for a row, less that of a step without extraction.
-        raw, joined: CPU time of os.pwrite for a row: one at a time, and many in one call.
+        in_flight: number of requests.
+        row: CPU time of all threads per row, minus a step without extraction.
+        raw, joined: CPU time of os.pwrite per row: one row per call, and many rows per call.
         step, step_off: length of a step with and without extraction.
     """
 
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """All cells, and how much was measured."""
+    """All cells, and the size of the measurement."""
 
     cells: list[Cell]
     scale: Scale
@@ -87,8 +87,7 @@ def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], Non
             ]
             cells.append(_median(in_flight, rounds[1:]))  # the first one warms up
             show(
-                f"{in_flight} requests that generate: {cells[-1].row * 1e6:.0f} µs of CPU time "
-                "per row"
+                f"{in_flight} generating requests: {cells[-1].row * 1e6:.0f} µs of CPU time per row"
             )
     return Result(cells, scale)
 
@@ -129,7 +128,7 @@ def _steps(
     in_flight: int,
     turn: int,
 ) -> tuple[float, float]:
-    """Return the CPU time of all steps, until the files are published, and the median step."""
+    """Return the CPU time of all steps until the files are published, and the median step."""
     ids = [f"cmpl-{turn}-0-{index:08x}" for index in range(in_flight)]
     starts = [
         start_of(each, directory / f"{each}.safetensors", 1, include_output=True) for each in ids
@@ -184,7 +183,7 @@ def _raw(source: Source, directory: Path, in_flight: int, steps: int, count: int
 
 
 def _python(loops: int) -> int:
-    """Hold the GIL as Python code does."""
+    """Hold the GIL like Python code."""
     total, kept = 0, {}
     for index in range(loops):
         kept[index & 255] = total
@@ -193,7 +192,7 @@ def _python(loops: int) -> int:
 
 
 def _loops(seconds: float) -> int:
-    """Return how many loops take about so long, on a machine without other load."""
+    """Return the number of loops that take the given time on an idle machine."""
     loops = 20_000
     fastest = min(_timed(loops) for _ in range(9))
     return max(1, int(loops * seconds / fastest))

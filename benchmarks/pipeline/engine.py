@@ -1,4 +1,4 @@
-"""What extraction costs an engine: three take turns, without it, with ours and vLLM's."""
+"""Cost of extraction in an engine: without it, with ours and with vLLM's, in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 NAMES = OFF, OURS, VLLM = "off", "ours", "vLLM's connector"
 LAYER_IDS = (1, 2, 4)
-# All but ours: without our plugin an engine is what its users have today.
+# All except ours: without our plugin an engine is the status quo.
 UPSTREAM_PLUGINS = (
     "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling"
 )
@@ -34,12 +34,12 @@ _ENDED = 60.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
-        starts: of the three engines. Two processes of the same engine differ, each steady in
-            itself, by more than extraction costs.
-        rounds: of a start, in each of which every engine serves the same requests of each traffic
+        starts: number of starts of the three engines. Two processes of the same engine differ by
+            more than the cost of extraction, although each is steady.
+        rounds: rounds per start; in each, every engine serves the same requests of each traffic
             once.
     """
 
@@ -57,12 +57,12 @@ QUICK = Scale(starts=1, rounds=3)
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine makes of a traffic, of what the engine without extraction makes of it.
+    """One engine's results for one traffic, relative to the engine without extraction.
 
     Attributes:
         requests_per_s: for each start the median of the ratios within a round.
         cpu_per_step: likewise, CPU time of a step, all threads.
-        steps: how many there were in a round.
+        steps: number of steps in a round.
     """
 
     traffic: str
@@ -73,21 +73,21 @@ class Cell:
 
     @property
     def speed(self) -> float:
-        """The median of the starts."""
+        """Return the median of the starts."""
         return statistics.median(self.requests_per_s)
 
     @property
     def cpu(self) -> float:
-        """The median of the starts."""
+        """Return the median of the starts."""
         return statistics.median(self.cpu_per_step)
 
 
 @dataclass(frozen=True)
 class Result:
-    """All engines in all traffics.
+    """Results of all engines for all traffics.
 
     Attributes:
-        model: in words.
+        model: description of the model.
     """
 
     cells: list[Cell]
@@ -97,7 +97,7 @@ class Result:
 
 
 class Engine:
-    """A process of a module that takes orders; its output goes to `log`."""
+    """A process that takes orders; output goes to `log`."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class Engine:
         self.order(arguments)
 
     def order(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Say something, and wait for the answer.
+        """Send an order and wait for the answer.
 
         Raises:
-            RuntimeError: the process has ended; the message is the end of its log.
+            RuntimeError: the process has ended; the message has the end of the log.
         """
         print(json.dumps(order), file=self._orders, flush=True)
         line = self._answers.readline()
@@ -201,7 +201,7 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
 def _measure(
     scale: Scale, start: int, model: Path, place: Path
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Start the three engines, and return what each round of each traffic cost each of them."""
+    """Start the three engines, and return the cost of each round, per traffic and engine."""
     costs: dict[tuple[str, str], list[dict[str, Any]]] = {
         (traffic.name, name): [] for traffic in scale.traffics for name in NAMES
     }
@@ -231,8 +231,8 @@ def _measure(
 def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """EngineArgs and environment of an engine.
 
-    The three differ in extraction alone. vLLM refuses its connector together with chunked prefill,
-    so all three go without.
+    The three differ only in extraction. vLLM refuses the connector together with chunked prefill,
+    so none has it.
     """
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -241,7 +241,7 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
         "max_num_seqs": 16,
         "max_num_batched_tokens": 1024,
         "gpu_memory_utilization": 0.3,
-        "block_size": 128,  # what vllm-ascend chooses with chunked prefill
+        "block_size": 128,  # vllm-ascend's choice with chunked prefill
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "disable_log_stats": True,
@@ -259,7 +259,7 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
 
 
 def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: bool) -> None:
-    """Check and remove each request's file: its prompt and, if `exact`, a finite row per token."""
+    """Check and remove each request's file: the prompt and, if `exact`, a finite row per token."""
     if len(paths) != len(prompts):
         raise AssertionError(f"{len(paths)} of {len(prompts)} requests have a file")
     found = []
@@ -273,7 +273,7 @@ def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: boo
             raise AssertionError("a file of ours lacks rows")
         vllm_ascend_hsx.remove(path)
     if sorted(found) != sorted(map(list, prompts)):
-        raise AssertionError("the files are not those of the prompts")
+        raise AssertionError("the files do not match the prompts")
 
 
 def _per_step(costs: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

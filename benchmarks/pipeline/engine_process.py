@@ -2,9 +2,9 @@
 
 Usage: python -m benchmarks.pipeline.engine_process READ_FD WRITE_FD
 
-The first line is a JSON object of EngineArgs. Each later line is a batch,
-{"prompts": [[token, ...], ...], "max_tokens": ...}, and is answered with what it cost. The pipes
-are separate because vLLM prints to stdout.
+The first line is a JSON object of EngineArgs. Each later line is a batch, {"prompts": [[token,
+...], ...], "max_tokens": ...}. The answer is the cost. The pipes are separate because vLLM prints
+to stdout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def serve(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Answer the requests, and wait until their files are complete if they have any.
 
     Returns:
-        "wall" and "cpu": seconds, from the first request to the last file. "steps": steps of the
-            engine. "paths": the files.
+        "wall" and "cpu": seconds, from the first request to the last file. "steps": number of
+        engine steps. "paths": the files.
     """
     from vllm import SamplingParams
 
@@ -49,12 +49,12 @@ def serve(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_orders(work: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Build the engine that the first line describes, and answer each further line.
+    """Build the engine described by the first line, and answer each further line.
 
     Args:
-        work: from the engine to what makes an answer of an order.
+        work: takes the engine and returns a function from an order to an answer.
     """
-    # The scheduler in this process, so that a step is a call and its CPU time is this process's.
+    # Run the scheduler in this process: a step is then a call, with this process's CPU time.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     read_fd, write_fd = map(int, sys.argv[1:])

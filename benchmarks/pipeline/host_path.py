@@ -1,4 +1,4 @@
-"""Part (a), from rows in pinned memory or on the NPU to published files: ours, peers and limits."""
+"""Part (a): from rows in pinned memory or on the NPU to published files: ours, peers and limits."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ VLLM, VLLM_REUSING = "vLLM 0.33's path", "the same, pinned memory reused"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
-        pinned, copied, durable: for each view, the lengths of the requests and how many of each
-            length are in flight.
-        evenly: the same for the first view, with requests that share each step evenly.
-        repetitions: of each cell, an odd number.
-        least_bytes: that one run writes, so that it is long enough to be measured.
+        pinned, copied, durable: for each view, the lengths of the requests and the number in flight
+            for each length.
+        evenly: the same for the first view, with all requests sharing each step evenly.
+        repetitions: number per cell, odd.
+        least_bytes: minimum that one run writes, to make it long enough to measure.
     """
 
     pinned: Mapping[int, Sequence[int]]
@@ -54,7 +54,7 @@ class Scale:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """Return the tokens of the longest request."""
         return max(
             tokens
             for view in (self.pinned, self.copied, self.durable, self.evenly)
@@ -62,7 +62,7 @@ class Scale:
         )
 
 
-# As many in flight as make 0.8 GB of files in the first case, 0.4 GB in the others.
+# The numbers in flight make 0.8 GB of files in the first case, 0.4 GB in the others.
 FULL = Scale(
     pinned={128: (1, 8, 32, 256), 512: (1, 8, 32), 2048: (1, 8), 8192: (1, 2)},
     copied={128: (1, 256), 512: (1, 32), 2048: (1, 8), 8192: (1, 2)},
@@ -80,15 +80,15 @@ QUICK = Scale(
 
 @dataclass(frozen=True)
 class Figures:
-    """One contestant in one cell.
+    """Results of one contestant in one cell.
 
     Attributes:
         gb_per_s: median, in 10^9 bytes.
         cpu_s_per_gb: median of the CPU time of all threads.
-        rss: bytes of memory beyond what was held at the beginning, the most of all repetitions.
-        of_raw: speed as a share of the raw write's (of raw O_DIRECT's in the durable view); median
-            of the ratios within a repetition.
-        of_vllm: the same of vLLM 0.33's path; None where that did not take part.
+        rss: growth of memory in bytes; maximum of all repetitions.
+        of_raw: speed relative to the raw write (raw O_DIRECT in the durable view); median of the
+            ratios within a repetition.
+        of_vllm: the same relative to vLLM 0.33's path; None where it did not take part.
     """
 
     gb_per_s: float
@@ -100,7 +100,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured, and what came out, by contestant."""
+    """One load and the results by contestant."""
 
     view: str
     filesystem: str
@@ -120,7 +120,7 @@ def loads(
     *,
     evenly: bool = False,
 ) -> Iterator[Load]:
-    """The cells of a view."""
+    """Return the loads of a view."""
     for tokens, many in sizes.items():
         for in_flight in many:
             waves = max(1, scale.least_bytes // (in_flight * tokens * source.row_format.row_bytes))
@@ -138,7 +138,7 @@ def run(
     """Measure every view that the directory's filesystem allows.
 
     Returns:
-        The cells, and why there is no durable view (None if there is one).
+        The cells, and the reason for a missing durable view (None if it exists).
     """
     views = {
         PINNED: [
@@ -159,7 +159,7 @@ def run(
 
 @contextmanager
 def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str, Contestant]]:
-    """Those of a view, each with a directory of its own below `directory`."""
+    """Return the contestants of a view, each with a separate directory below `directory`."""
     with ExitStack() as stack:
 
         def place() -> Path:
@@ -206,7 +206,7 @@ def _measure(
 ) -> Cell:
     checked = {
         name: contestant.measure(load, check=True) for name, contestant in entered.items()
-    }  # warms up, too
+    }  # also warms up
     assert checked.keys() == entered.keys()
     costs = in_turn(
         {name: _runs(contestant, load) for name, contestant in entered.items()},

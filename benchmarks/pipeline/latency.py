@@ -1,4 +1,4 @@
-"""Part (b), from the last row of a prompt to the published file and to the waiting reader."""
+"""Part (b): from the last row of a prompt to the published file and to the waiting reader."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LOCKS = Path("/proc/locks")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
         tokens: lengths of the prompts.
-        last_chunks: tokens of their last chunk; the rest comes in whole steps before it.
-        samples: of each, with a reader who sleeps.
-        polled: of each prompt length, with a reader who polls.
-        peer_samples: of vLLM 0.33's path.
+        last_chunks: tokens of the last chunk; the others arrive in whole steps before it.
+        samples: number of each, with a sleeping reader.
+        polled: number for each prompt length, with a polling reader.
+        peer_samples: number for vLLM 0.33's path.
     """
 
     tokens: tuple[int, ...] = (2048, 8192)
@@ -56,12 +56,13 @@ class Samples:
     """Seconds, one entry per request.
 
     Attributes:
-        from_host: from the last row in pinned memory until the file can be seen under its name.
-        from_step: the same from the end of the step, when the last chunk's first row is handed to
-            the lander.
-        told: from then until the reader has been woken. loaded: until it has mapped the tensors.
-        raw: a raw write of the last chunk's bytes in the same turn; no file can be complete sooner
-            after its step.
+        from_host: from the last row in pinned memory until the file is visible under the final
+            name.
+        from_step: the same from the end of the step, when the lander receives the last chunk's
+            first row.
+        told: from then until the reader is woken. loaded: until it has mapped the tensors.
+        raw: a raw write of the last chunk's bytes in the same turn: the lower limit for a complete
+            file.
     """
 
     from_host: list[float] = field(default_factory=list)
@@ -89,15 +90,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured; times in seconds.
+    """Measurements; times in seconds.
 
     Attributes:
-        prompts: one for each kind.
+        prompts: one entry per kind of prompt.
         told: quantiles over all prompts.
-        bare_told: of a reader that sleeps on an otherwise unused lock, which is the time that the
-            system needs to wake a process.
-        polled: of a reader who polls.
-        vllm: median time of vLLM 0.33's path for one request, from the end of its last step, by
+        bare_told: for a reader that sleeps on an otherwise unused lock: the time the system needs
+            to wake a process.
+        polled: for a polling reader.
+        vllm: median time of vLLM 0.33's path for one request, from the end of the last step, by
             tokens.
     """
 
@@ -147,24 +148,24 @@ def reader(way: str) -> Iterator[Reader]:
     try:
         yield process
     except BaseException:
-        process.kill()  # it may wait for a file that nobody will finish
+        process.kill()  # it may wait for a file that will never be finished
         raise
     process.close()
 
 
 def wait_for_sleeper(lock: Path) -> None:
-    """Until somebody sleeps in flock() on the file, by the kernel's own list."""
+    """Wait until a process sleeps in flock() on the file, according to the kernel's list."""
     inode = os.stat(lock).st_ino
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if any("->" in line and f":{inode} " in line for line in _LOCKS.read_text().splitlines()):
             return
         time.sleep(0.001)
-    raise RuntimeError(f"nobody sleeps on {lock.name}")
+    raise RuntimeError(f"no process sleeps on {lock.name}")
 
 
 class Bench:
-    """One request at a time through a pipeline, with a stopwatch at each stage."""
+    """One request at a time through a pipeline, timed at each stage."""
 
     def __init__(self, source: Source, directory: Path, step_tokens: int) -> None:
         self.source = source
@@ -197,7 +198,7 @@ class Bench:
         asleep: bool,
         pause: float = 0.0,
     ) -> None:
-        """Serve a request; its reader waits before the last chunk, `pause` s if not asleep."""
+        """Serve a request; the reader waits before the last chunk, `pause` s if not asleep."""
         self._count += 1
         request_id = f"prompt-{self._count}"
         path = self.directory / f"{request_id}.safetensors"
@@ -226,7 +227,7 @@ class Bench:
             each.unlink()
 
     def raw(self, rows: int) -> float:
-        """Seconds of a raw write of the rows to an open file that has data already."""
+        """Return the seconds of a raw write of the rows to an open file that already has data."""
         data = self.source.bytes_of(self._count * 977 % (self.source.tokens - rows + 1), rows)
         path = self.directory / "raw"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
@@ -334,7 +335,7 @@ def run(
 
 
 def _hand_over(directory: Path, bare: Reader) -> float:
-    """Seconds from letting go of a lock until who sleeps on it runs."""
+    """Return the seconds from the release of a lock until a process that sleeps on it runs."""
     lock = directory / f"bare{LOCK_SUFFIX}"
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o640)
     try:

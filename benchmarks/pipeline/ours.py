@@ -1,6 +1,6 @@
-"""Ours as a contestant: the production worker, its threads and FileSink, without an engine.
+"""Our contestant: the production worker with threads and FileSink, without an engine.
 
-This is the only module of the benchmarks that uses the package's internals.
+This is the only benchmark module that uses internals of the package.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.target import ExtractionTarget
 
-# kv_connector_extra_config, as a user would give it.
+# kv_connector_extra_config, as a user would write it.
 Options = Mapping[str, Any]
 DEFAULTS: Options = {}
 NO_CHECKSUM: Options = {"checksum": "none"}
@@ -56,7 +56,7 @@ DURABLE_NO_CHECKSUM: Options = {**DURABLE, **NO_CHECKSUM}
 def server_settings(
     row_format: RowFormat, directory: Path, options: Options = DEFAULTS
 ) -> ServerSettings:
-    """What a server with these options would start with."""
+    """Return the settings of a server with these options."""
     layers = row_format.num_layers
     target = ExtractionTarget(
         row_format.model,
@@ -74,24 +74,22 @@ def server_settings(
 
 
 def num_writers() -> int:
-    """Writer threads of a worker that has this machine for itself."""
+    """Return the writer threads of a worker that has this machine for itself."""
     return server_settings(MINIMAX_M2, Path("/unused")).num_writers(1)()
 
 
 def ring_bytes() -> int:
-    """Pinned memory of a worker."""
+    """Return the pinned memory of a worker."""
     return ring_bytes_of(server_settings(MINIMAX_M2, Path("/unused")))
 
 
 def _build_worker(
     settled: ServerSettings, staging: StagingCache, device: torch.device
 ) -> ExtractionWorker:
-    """As AscendHiddenStatesConnector does it."""
+    """Build a worker like AscendHiddenStatesConnector."""
     config, row_format = settled.config, settled.row_format
     ring = PinnedRing(ring_bytes_of(settled), row_format.row_shape, settled.dtype)
-    np.frombuffer(ring.data, np.uint8).fill(
-        0
-    )  # resident, as a driver's pinned memory is from the beginning
+    np.frombuffer(ring.data, np.uint8).fill(0)  # make it resident, like a driver's pinned memory
     return ExtractionWorker(
         rank=0,
         staging=staging,
@@ -108,7 +106,7 @@ def _build_worker(
 
 @contextmanager
 def _each_publication(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` after each file has its name, which makes it visible."""
+    """Call `tell` after each file is published."""
     publish = Storage.publish
 
     def publish_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
@@ -120,7 +118,7 @@ def _each_publication(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _settle(worker: ExtractionWorker) -> None:
-    """Wait until all rows that were saved are in their files, and what ended has been decided."""
+    """Wait until all saved rows are in files, and the outcome of ended requests is decided."""
     copied = threading.Event()
     worker._lander.then(copied.set)
     copied.wait()
@@ -128,7 +126,7 @@ def _settle(worker: ExtractionWorker) -> None:
 
 
 class SourceSlot(StagingSlot):
-    """Hand over a slot filled with rows of the source; the device's filling is not measured."""
+    """Hand over a slot filled with source rows; the time to fill it is not measured."""
 
     def __init__(self, source: Source, step: Step) -> None:
         super().__init__(source.device[step.source : step.source + step.num_rows])
@@ -139,22 +137,21 @@ class SourceSlot(StagingSlot):
 
 
 class Staging(StagingCache):
-    """Hands out slots that stand ready instead of filling its own."""
+    """Return prepared slots instead of filling slots."""
 
     def ready(self, slot: StagingSlot) -> None:
         self._filled = slot
 
 
 class Pipeline:
-    """A worker as the connector builds it; the calling thread plays the engine.
+    """A worker as the connector builds it; the calling thread stands for the engine.
 
     Args:
-        with_copy: the lander copies from the NPU into the ring. Without, its chunks are rows of the
-            source on the host, as if a device's DMA engine had put them there; the ring still caps
-            their number.
+        with_copy: True to copy from the NPU into the ring. Otherwise chunks are source rows on the
+            host, as if a device's DMA engine had copied them; the ring still limits their number.
         options: kv_connector_extra_config, without the directory.
-        on_host: called when a piece is there; without the copy only.
-        on_published: called when a file can be seen under its name.
+        on_host: called when a piece has arrived; only without the copy.
+        on_published: called when a file is visible under the final name.
     """
 
     def __init__(
@@ -195,22 +192,22 @@ class Pipeline:
             self.worker._lander._copy = self._deliver_source  # type: ignore[method-assign,assignment]
 
     def start(self, starts: Iterable[RequestStart]) -> None:
-        """The beginning of a step."""
+        """Begin a step."""
         self.worker.start_step(HsxConnectorMetadata(ended=self._ended, started=list(starts)))
         self._ended = []
 
     def save(self, slot: StagingSlot) -> None:
-        """The rest of a step."""
+        """Complete a step."""
         self.staging.ready(slot)
         self.worker.save()
         self.worker.report()
 
     def wait_until_open(self) -> None:
-        """Until the files of the requests that began have their locks."""
+        """Wait until the files of new requests have locks."""
         self.worker.report()
 
     def wait_until_written(self) -> None:
-        """Until the files have all rows that were saved."""
+        """Wait until the files have all saved rows."""
         _settle(self.worker)
 
     def end(self, request_ids: Iterable[str], tokens: int) -> None:
@@ -220,7 +217,7 @@ class Pipeline:
         self.start([])
 
     def wait_for(self, request_ids: Iterable[str]) -> None:
-        """Until the files are published; the requests end, as in an engine, with the next step."""
+        """Wait until the files are published; requests end with the next step, as in an engine."""
         wanted = set(request_ids)
         with self._condition:
             self._awaited = wanted - self._decided.keys()
@@ -244,7 +241,7 @@ class Pipeline:
                 self._condition.notify_all()
 
     def _deliver_source(self, slot: SourceSlot) -> None:
-        """Stand in for Lander._copy."""
+        """Replace Lander._copy."""
         lander, row_bytes, begin = self.worker._lander, self.ring.row_bytes, 0
         while begin < slot.num_rows:
             run = self.ring.wait(rows_in_chunk(slot.spans, begin, self.ring.rows_per_chunk))
@@ -269,7 +266,7 @@ class MainThread:
     are off, so the runner has nothing to pad or to coordinate.
 
     Args:
-        max_tokens: of a step.
+        max_tokens: tokens per step.
     """
 
     def __init__(
@@ -301,7 +298,7 @@ class MainThread:
         self._proposer.vllm_config = config
         self._proposer.staging = staging
         self._proposer.model = AscendCacheOnlyLayer(staging, name, config)
-        # What the target returns: one [tokens, hidden] per layer.
+        # Output of the target: one [tokens, hidden] per layer.
         self._rows = [
             torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device)
             for _ in range(row_format.num_layers)
@@ -312,11 +309,11 @@ class MainThread:
     def step(
         self, starts: Iterable[RequestStart], input_batch: Any, query_start_loc: torch.Tensor
     ) -> float:
-        """One step; returns the CPU time of this thread in seconds.
+        """Run one step and return the CPU time of this thread in seconds.
 
         Args:
-            starts: the requests that begin in it.
-            input_batch: the runner's, as far as the proposer reads it.
+            starts: requests that begin in the step.
+            input_batch: the fields of the runner's batch that the proposer reads.
             query_start_loc: int32 [requests + 1] on the host.
         """
         metadata = HsxConnectorMetadata(ended=self._ended, started=list(starts))
@@ -335,7 +332,7 @@ class MainThread:
         return time.thread_time() - began
 
     def launches(self, num_rows: int) -> float:
-        """Fill a slot as a step does: stream, events and one launch; returns what `step` does."""
+        """Fill a slot like a step (stream, events and one launch); return the same as `step`."""
         staging = self._proposer.staging
         slot, rows = staging.slots[staging._next], [rows[:num_rows] for rows in self._rows]
         began = time.thread_time()
@@ -345,11 +342,11 @@ class MainThread:
         return cost
 
     def settle(self) -> None:
-        """Wait until nothing is under way: what the next step costs is its own."""
+        """Wait until nothing is in progress, to measure the next step alone."""
         _settle(self._worker)
 
     def end(self, request_ids: Iterable[str], *, complete: bool) -> None:
-        """The requests end with the next step; those that are not complete are aborted."""
+        """End the requests with the next step; incomplete ones are aborted."""
         self._ended += [RequestEnd(request_id, aborted=not complete) for request_id in request_ids]
 
     def close(self) -> None:
@@ -360,12 +357,12 @@ class MainThread:
 def start_of(
     request_id: str, path: Path, tokens: int, include_output: bool = False
 ) -> RequestStart:
-    """What the scheduler says of a request."""
+    """Return the scheduler's description of a new request."""
     return RequestStart(request_id, str(path), 0, token_ids(tokens), include_output)
 
 
 class Ours(Contestant):
-    """Steps one after the other, as fast as the staging slots allow."""
+    """Run steps one after the other, as fast as the staging slots allow."""
 
     def __init__(
         self, source: Source, directory: Path, *, with_copy: bool, options: Options = DEFAULTS

@@ -1,6 +1,6 @@
-"""The peers of ours: memcpy, raw writes, raw durable writes with O_DIRECT, vLLM 0.33's path.
+"""Our peers: memcpy, raw writes, raw durable writes with O_DIRECT, vLLM 0.33's path.
 
-The last is written from its description (docs/performance.md repeats it), not from its code.
+vLLM's path is written from the description (docs/performance.md repeats it), not from code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.measure import Cost, cost_of
 from benchmarks.pipeline.rows import PAGE, Load, Source, assert_files_are_right, npu, token_ids
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
-PIECE = 4 << 20  # bytes of one call of a raw write
+PIECE = 4 << 20  # bytes per call of a raw write
 MEMCPY_BUFFER = 64 << 20
 VLLM_THREADS = 8
 BLOCK_TOKENS = 128  # vllm-ascend's block size
@@ -32,7 +32,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Contestant(ABC):
-    """Takes the rows of a load to files in `directory`, which is empty before and after."""
+    """Writes the rows of a load to files in `directory`, which is empty before and after."""
 
     def __init__(self, source: Source, directory: Path) -> None:
         self.source = source
@@ -40,13 +40,13 @@ class Contestant(ABC):
 
     @abstractmethod
     def run(self, load: Load) -> None:
-        """All of the load; returns when the last file is published. This is what is measured."""
+        """Write the whole load and return when the last file is published. This is measured."""
 
     def prepare(self, load: Load) -> None:  # noqa: B027 - most have nothing to prepare
-        """What happens before the first row is computed, and is not measured."""
+        """Prepare before the first row is computed. This is not measured."""
 
     def verify(self, load: Load) -> None:  # noqa: B027 - raw bytes have no reader
-        """Compare the files with what they must hold; AssertionError if they differ."""
+        """Compare the files with the expected contents; AssertionError if they differ."""
 
     def close(self) -> None:  # noqa: B027
         """End threads."""
@@ -56,7 +56,7 @@ class Contestant(ABC):
         cost = cost_of(lambda: self.run(load))
         if check:
             self.verify(load)
-        for path in self.directory.glob("[!.]*"):  # not the hidden directory of ours
+        for path in self.directory.glob("[!.]*"):  # skip our hidden directory
             path.unlink()
         return cost
 
@@ -65,7 +65,7 @@ class Contestant(ABC):
 
 
 class Pool:
-    """Threads that take indices from a queue, one per request in flight, as a raw writer would."""
+    """Threads that take indexes from a queue, one per request in flight, like a raw writer."""
 
     def __init__(self, threads: int, work: Callable[[int], None]) -> None:
         self._jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class Pool:
 
 
 class _Pooled(Contestant):
-    """Each request is one piece of work for a pool of at most `threads` threads."""
+    """Each request is one job for a pool of at most `threads` threads."""
 
     def __init__(self, source: Source, directory: Path, threads: int) -> None:
         super().__init__(source, directory)
@@ -133,7 +133,7 @@ class _Pooled(Contestant):
 
 
 class Memcpy(_Pooled):
-    """The rows once into memory that is used again and again; no file."""
+    """Copy the rows once into reused memory; no file."""
 
     def __init__(self, source: Source, directory: Path, threads: int) -> None:
         super().__init__(source, directory, threads)
@@ -149,7 +149,7 @@ class Memcpy(_Pooled):
 
 
 class RawWrite(_Pooled):
-    """open, pwrite of 4 MiB at a time, close: rows alone, in files visible while being written."""
+    """open, pwrite of 4 MiB at a time, close: only rows, in files visible while being written."""
 
     def one(self, data: memoryview, request_id: str) -> None:
         fd = os.open(self.path(request_id), _NEW, 0o640)
@@ -164,8 +164,8 @@ class RawDirect(_Pooled):
     """open with O_DIRECT, fallocate, pwrite of 4 MiB at a time, fdatasync, close.
 
     Args:
-        checksum: make the CRC-32C of each piece before it is written.
-        publish: rename the file afterwards, and fsync the directory so that the name survives a
+        checksum: compute the CRC-32C of each piece before it is written.
+        publish: rename the file afterwards, and fsync the directory, to make the name survive a
             loss of power.
     """
 
@@ -188,7 +188,7 @@ class RawDirect(_Pooled):
             os.posix_fallocate(fd, 0, len(data))
             for begin in range(
                 0, len(data), PIECE
-            ):  # a row is whole pages, and so is each of these
+            ):  # a row is a number of whole pages, and so is each of these
                 piece = data[begin : begin + PIECE]
                 if self._checksum:
                     crc32c(piece)
@@ -212,7 +212,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def direct_io_works(directory: Path) -> str | None:
-    """None if the filesystem really writes past the page cache; else why not."""
+    """Return None if the filesystem really bypasses the page cache, otherwise the reason."""
     if (kind := filesystem_of(directory)) in MEMORY_FILESYSTEMS:
         return f"{kind} takes O_DIRECT, but its files are the page cache"
     path = directory / "direct-io-probe"
@@ -225,7 +225,7 @@ def direct_io_works(directory: Path) -> str | None:
     try:
         os.pwrite(fd, memory[begin : begin + PAGE].numpy().data, 0)
     except OSError as error:
-        return f"it refuses a write past the page cache: {error.strerror}"
+        return f"it refuses a write that bypasses the page cache: {error.strerror}"
     finally:
         os.close(fd)
         path.unlink()
@@ -233,17 +233,17 @@ def direct_io_works(directory: Path) -> str | None:
 
 
 class Vllm033(Contestant):
-    """vLLM 0.33's path, from its description.
+    """vLLM 0.33's path, from the description.
 
-    A request's rows stay in paged memory until it ends. Then they are gathered by its block ids and
-    copied into newly obtained pinned host memory, and a lock file is locked. One of 8 threads calls
-    save_file with rows and token ids under the file's own name and releases the lock.
+    A request's rows stay in paged memory until it ends. Then they are gathered by block id and
+    copied into new pinned host memory, and a lock file is locked. One of 8 threads calls save_file
+    with rows and token ids under the file's final name and releases the lock.
 
     Args:
-        with_copy: gather, obtain memory and copy; otherwise the rows are in pinned memory already,
-            and the path begins with the lock.
-        reuse_pinned: take the pinned memory of an earlier request of the same size, as torch's
-            caching allocator would where it can; otherwise obtain new memory.
+        with_copy: gather, allocate and copy; otherwise the rows are already in pinned memory, and
+            the path begins with the lock.
+        reuse_pinned: reuse the pinned memory of an earlier request of the same size, as torch's
+            caching allocator would where possible; otherwise allocate new memory.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Vllm033(Contestant):
         )
 
     def prepare(self, load: Load) -> None:
-        """Shuffled block ids on the device, as vLLM has them after running for a while."""
+        """Shuffle the block ids on the device, as in a vLLM that has run for a while."""
         self._unused = [rows for rows in self._unused if len(rows) == load.tokens]
         count = -(-load.tokens // self._block_tokens)
         draws = [
@@ -307,10 +307,10 @@ class Vllm033(Contestant):
         return future
 
     def _gather(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Gather these blocks' rows, [tokens, layers, hidden], into preallocated device memory.
+        """Gather the rows of these blocks, [tokens, layers, hidden], into existing device memory.
 
-        A device's allocator would have that memory ready; fresh memory of a CPU would add page
-        faults, which are no cost of this path.
+        A device's allocator would have this memory ready. Fresh memory of a CPU would add page
+        faults that this path does not have on a device.
         """
         blocks = self._gathered[: len(block_ids)]
         torch.index_select(self._paged, 0, block_ids, out=blocks)

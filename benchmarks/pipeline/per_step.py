@@ -1,4 +1,4 @@
-"""Part (d), the main thread's cost of a step by prompt length and number of requests in flight."""
+"""Part (d): the main thread's cost of a step by prompt length and number of requests in flight."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from benchmarks.pipeline.ours import MainThread, start_of
 from benchmarks.pipeline.rows import STEP_TOKENS
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
-# Narrow rows cost nothing to move: the thread that calls an emulated NPU does the NPU's work.
+# Narrow rows cost nothing to move: the calling thread does the work of an emulated NPU.
 NARROW = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=1, dtype="BF16", model="narrow")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
         tokens: lengths of the prompts.
         in_flight: requests that share each step.
-        rounds: in each of which every cell is measured, in an order drawn anew.
-        waves: groups of requests in a round, of one request; with more in flight there are fewer.
-        steps: of a wave at most; then its requests are aborted.
+        rounds: number of rounds; each measures every cell in a new random order.
+        waves: groups of requests per round for one request in flight; with more in flight there are
+            fewer.
+        steps: maximum per wave; then the requests are aborted.
     """
 
     tokens: tuple[int, ...] = (128, 512, 2048, 8192)
@@ -64,15 +65,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, and the line through it.
+    """Measurements, and the fit.
 
     Attributes:
         cells: one for each prompt length and number of requests in flight.
         per_step, per_request, per_beginning: seconds; a step costs per_step + per_request for each
             request in it + per_beginning for each that begins in it. Least squares over the cells,
-            each deviation as a share of the cell's cost.
-        launches: seconds of per_step that the device's API takes: stream, events and one launch.
-        per_1000_tokens: seconds that 1000 more tokens of prompt add to a step in which no request
+            each deviation relative to the cell's cost.
+        launches: seconds of per_step in the device's API: stream, events and one launch.
+        per_1000_tokens: seconds that 1000 more prompt tokens add to a step in which no request
             begins; the median slope over the numbers of requests in flight.
     """
 
@@ -135,7 +136,7 @@ class Samples:
 
 
 def _line(cell: Cell) -> str:
-    going_on = "" if cell.going_on is None else f", {cell.going_on * 1e6:.0f} us when they go on"
+    going_on = "" if cell.going_on is None else f", {cell.going_on * 1e6:.0f} us when they continue"
     return (
         f"{cell.tokens} tokens, {cell.in_flight} in flight: {cell.beginning * 1e6:.0f} us per "
         f"step when they begin{going_on}"
@@ -165,7 +166,7 @@ def _one_wave(
     thread.end(ids, complete=firsts[-1] + share >= tokens)
     for _ in range(
         3
-    ):  # the first hears that the requests have ended, the second reports what became of them
+    ):  # the first learns that the requests have ended, the second reports the outcomes
         cost = thread.step([], *Batch(ids, [tokens] * in_flight, [1] * in_flight).runner_state())
         thread.settle()
     samples.idle.append(cost)
@@ -175,11 +176,11 @@ def _one_wave(
 
 @dataclass(frozen=True)
 class Batch:
-    """As much of the runner's batch as the proposer reads.
+    """The part of the runner's batch that the proposer reads.
 
     Attributes:
-        ids: of the requests, in batch order.
-        firsts: token position of each one's first row. counts: its rows.
+        ids: ids of the requests, in batch order.
+        firsts: token position of each request's first row. counts: numbers of rows.
     """
 
     ids: Sequence[str]
@@ -196,7 +197,7 @@ class Batch:
 
 
 def fit(cells: Sequence[Cell]) -> tuple[float, float, float]:
-    """per_step, per_request and per_beginning; see Result."""
+    """Return per_step, per_request and per_beginning; see Result."""
     rows: list[tuple[float, float, float]] = []
     costs: list[float] = []
     for cell in cells:
@@ -213,7 +214,7 @@ def fit(cells: Sequence[Cell]) -> tuple[float, float, float]:
 
 
 def slope(cells: Sequence[Cell]) -> float:
-    """per_1000_tokens; see Result."""
+    """Return per_1000_tokens; see Result."""
     slopes = []
     for in_flight in sorted({cell.in_flight for cell in cells}):
         points = [

@@ -30,18 +30,18 @@ from vllm_ascend_hsx.sinks.encoder import Fp8PerToken
 from vllm_ascend_hsx.sinks.file import FileSink
 
 PAGE = ROOT / "docs" / "file-format.md"
-TOKENS = 512  # of the synthetic rows, and of the files whose size is taken
+TOKENS = 512  # of the synthetic rows, and of files for sizes
 HIDDEN = 4096
 OUTLIERS = 8  # channels
-VOCABULARY = 500  # token ids of the tiny model that are used
-JOB = 1 << 20  # bytes that a writer thread takes at a time
+VOCABULARY = 500  # token ids of the tiny model
+JOB = 1 << 20  # bytes per job of a writer thread
 
 Rows = list[list[str]]
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is written to measure the cost: the files, their tokens and the repetitions."""
+    """Load for the cost: the files, their tokens and the repetitions."""
 
     repetitions: int = 9
     files: int = 4
@@ -53,13 +53,13 @@ LOAD = Load()
 
 @dataclass(frozen=True)
 class Case:
-    """Rows to be stored.
+    """Rows to store.
 
     Attributes:
-        name: for the table.
+        name: name in the table.
         rows: float32 [tokens, layers, hidden].
-        layers: what to call each; None: they are all of one kind and shown together.
-        outliers: channels that are larger than the others.
+        layers: name of each layer; None if all are of one kind and shown together.
+        outliers: channels larger than the others.
     """
 
     name: str
@@ -70,14 +70,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of rows read from a file: norm of the difference by the float32 row's norm.
+    """Relative errors of rows read from a file: norm of the difference over the float32 row's norm.
 
     Attributes:
-        bfloat16: median of the rows, if they are stored in bfloat16.
-        fp8: median of the rows, dequantised to bfloat16 as readers do.
-        worst: the largest.
-        ordinary: median, of the channels that are no outliers, by the norm of these.
-        lost: share of the elements that were not 0 and are now.
+        bfloat16: median over the rows if stored in bfloat16.
+        fp8: median over the rows, dequantised to bfloat16 as by readers.
+        worst: maximum.
+        ordinary: median over the channels without outliers, relative to their norm.
+        lost: share of nonzero elements that became 0.
     """
 
     bfloat16: float
@@ -88,7 +88,7 @@ class Errors:
 
 
 def store(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as read from a bfloat16 server with quantization fp8, [tokens, layers, hidden]."""
+    """Return rows as read from a bfloat16 server with fp8, [tokens, layers, hidden]."""
     tokens, layers, hidden = rows.shape
     encoder = Fp8PerToken(RowFormat(tuple(range(layers)), hidden, "BF16", quantization="fp8"))
     data = rows.bfloat16().contiguous().view(torch.uint8).numpy().reshape(-1).data
@@ -101,7 +101,7 @@ def store(rows: torch.Tensor) -> torch.Tensor:
 
 
 def errors(case: Case) -> list[Errors]:
-    """Of each layer, or of all of them together if they are of one kind."""
+    """Return the errors of each layer, or of all layers together if they are of one kind."""
     read, plain = store(case.rows).float(), case.rows.bfloat16().float()
     ordinary = slice(case.outliers, None)
     found = []
@@ -122,14 +122,14 @@ def errors(case: Case) -> list[Errors]:
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """float32 [rows]."""
+    """Return float32 [rows]."""
     return torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(
         expected, dim=-1
     )
 
 
 def synthetic() -> list[Case]:
-    """Random rows with the traits that make rows of large models hard to quantize."""
+    """Return random rows with the properties that make rows of large models hard to quantize."""
 
     def gaussian(layers: int, factor: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(layers)
@@ -155,7 +155,7 @@ def synthetic() -> list[Case]:
 
 
 def tiny(directory: Path) -> Case:
-    """Rows of the tiny MiniMax-M2 with random weights, computed by transformers in float32."""
+    """Return rows of the tiny MiniMax-M2, computed by transformers in float32."""
     layer_ids = (0, 1, 2, 3, 4)
     model = build_minimax_m2(directory / "minimax_m2")
     prompts = [
@@ -188,7 +188,7 @@ def _percent(share: float) -> str:
 
 
 def size_rows(directory: Path) -> Rows:
-    """Bytes per token of files, without their header, by model, for four layers."""
+    """Return bytes per token of files, without header, by model, for four layers."""
     rows = []
     for name in ("minimax-m2", "qwen3.5-35b-a3b", "deepseek-v3"):
         preset = PRESETS[name]
@@ -211,7 +211,7 @@ def size_rows(directory: Path) -> Rows:
 
 
 def cost_rows(directory: Path, load: Load = LOAD) -> Rows:
-    """What one thread needs to write rows of MiniMax-M2, with checksum, to files in `directory`."""
+    """Return one thread's cost of writing MiniMax-M2 rows with checksum to `directory`."""
     values = np.random.default_rng(0).standard_normal(
         (load.tokens, *MINIMAX_M2.row_shape), np.float32
     )
@@ -244,7 +244,7 @@ def _writes(sink: Sink, where: Path, rows: npt.NDArray[np.uint8], load: Load) ->
             for first in range(0, load.tokens, step):
                 file.write(first, rows[first : first + step])
             file.commit(np.zeros(load.tokens, np.int64), load.tokens)
-            os.unlink(file.path)  # the next round writes the name again
+            os.unlink(file.path)  # the next round uses the same name
 
     return lambda: cost_of(write)
 

@@ -1,13 +1,13 @@
-"""A reader in its own process: reports when it is woken for a file and when it has the tensors.
+"""A separate reader process: reports when it is woken for a file and when it has the tensors.
 
 Usage: python -m benchmarks.pipeline.reader_process sleep|poll|flock
 
 Reads a path per line and answers each with a line of JSON: "told" and "loaded", in seconds of a
 clock that all processes share.
-* sleep: as vllm_ascend_hsx.load, which sleeps on the lock.
-* poll: tries the lock every 0.1 s, as speculators does (hs_connectors/transfer.py,
-  hs-connectors 0.9.0).
-* flock: sleeps on the lock and loads nothing: how fast the system wakes anybody.
+* sleep: like vllm_ascend_hsx.load, sleeps on the lock.
+* poll: tries the lock every 0.1 s, like speculators (hs_connectors/transfer.py, hs-connectors
+  0.9.0).
+* flock: sleeps on the lock and loads nothing: the system's own time to wake a process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT = 60.0
 
 
 def wait_asleep(path: Path) -> None:
-    """The first thing that `load` does."""
+    """The first action of `load`."""
     wait_until_released(path.with_name(path.name + LOCK_SUFFIX), TIMEOUT)
 
 

@@ -21,24 +21,24 @@ MINIMAX_M2 = RowFormat(
 TINY = RowFormat(layer_ids=(2, 0), hidden_size=1024, dtype="BF16", model="tiny")
 
 DTYPE = torch.bfloat16
-PAGE = 4096  # what O_DIRECT wants offsets, sizes and memory to be multiples of
+PAGE = 4096  # alignment of offsets, sizes and memory for O_DIRECT
 STEP_TOKENS = 2048  # tokens of one step of the engine (max_num_batched_tokens)
 
 
 def npu() -> Any:
-    """torch.npu, which torch_npu brings."""
+    """Return torch.npu, provided by torch_npu."""
     return torch.npu  # type: ignore[attr-defined]
 
 
 class Source:
-    """Rows with the same bytes in pinned host memory and on the NPU, as the device computed them.
+    """Rows with the same bytes in pinned host memory and on the NPU.
 
     Args:
         row_format: BF16.
-        tokens: rows; more bytes than the processor's caches hold, so that all reads go to memory.
+        tokens: number of rows; they exceed the processor's caches, so all reads go to memory.
 
     Attributes:
-        host: pinned [tokens, layers, hidden], at the beginning of a page.
+        host: pinned [tokens, layers, hidden], page-aligned.
         device: the same on the NPU.
     """
 
@@ -51,7 +51,7 @@ class Source:
         self.host = (
             memory[begin : begin + num_bytes].view(DTYPE).view(tokens, *row_format.row_shape)
         )
-        # Finite values of bfloat16 (exponent below 0xff), no two rows alike.
+        # Finite values of bfloat16 (exponent below 0xff); all rows differ.
         bits = np.random.default_rng(0).integers(
             0, 0x7F80, size=(tokens, *row_format.row_shape), dtype=np.int16
         )
@@ -59,24 +59,24 @@ class Source:
         self.device = self.host.to(device)
 
     def bytes_of(self, first: int, count: int) -> memoryview:
-        """The bytes of rows [first, first + count) of the pinned copy, not copied."""
+        """Return the bytes of rows [first, first + count) of the pinned copy, not copied."""
         view: memoryview = (
             self.host[first : first + count].view(torch.uint8).numpy().reshape(-1).data
         )
         return view
 
 
-# Of a step: request id, first token position, rows.
+# Part of a step: request id, first token position, number of rows.
 Part = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step computes.
+    """Work of one step.
 
     Attributes:
-        source: row of the source where the step's rows begin.
-        spans: whose they are; `Span.row` counts from there.
+        source: first row of the step in the source.
+        spans: spans of the requests; `Span.row` counts from `source`.
     """
 
     source: int
@@ -88,23 +88,23 @@ class Step:
 
     @property
     def begins(self) -> list[str]:
-        """The requests of which it computes the first row."""
+        """Return the requests whose first row is in this step."""
         return [span.request_id for span in self.spans if span.first == 0]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Equal requests, some of which are in flight at a time.
+    """Equal requests, with a fixed number in flight.
 
     Attributes:
-        tokens: of each request.
-        requests: how many in all.
-        in_flight: how many an engine has at a time; when these are done, the next ones begin.
+        tokens: tokens per request.
+        requests: total number.
+        in_flight: number in flight; when these are done, the next ones begin.
         source_tokens: rows of the source.
         step_tokens: rows of a step.
-        evenly: all requests in flight share each step. Otherwise a step takes them first come,
-            first served, as vLLM's scheduler does: whole prompts while there is room, then a part
-            of one, whose rest comes first in the next step.
+        evenly: all requests in flight share each step. Otherwise a step serves them first come,
+            first served, like vLLM's scheduler: whole prompts as long as they fit, then a part of
+            one. The rest of this prompt comes first in the next step.
     """
 
     tokens: int
@@ -117,22 +117,23 @@ class Load:
     def __post_init__(self) -> None:
         if self.requests % self.in_flight:
             raise ValueError(
-                f"{self.requests} requests cannot be {self.in_flight} in flight at all times"
+                f"{self.requests} requests cannot be divided into groups of "
+                f"{self.in_flight} in flight"
             )
         if max(self.tokens, self.step_tokens, self.in_flight) > self.source_tokens:
             raise ValueError(
-                f"requests of {self.tokens} tokens and steps of {self.step_tokens} need a source "
-                "as large"
+                f"requests of {self.tokens} tokens and steps of {self.step_tokens} need "
+                "a source of at least this size"
             )
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        """As vLLM makes them, unique by their last 8 digits: no other request can have the file."""
+        """Return ids like vLLM's, unique by the last 8 digits: no two requests share a file."""
         return tuple(f"cmpl-{index}-0-{index:08x}" for index in range(self.requests))
 
     @cached_property
     def waves(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of each group of requests that are in flight together."""
+        """Yield the steps of each group of requests that are in flight together."""
         cut = self._cut_evenly if self.evenly else self._cut_in_turn
         at, waves = 0, []
         for begin in range(0, self.requests, self.in_flight):
@@ -174,14 +175,14 @@ class Load:
         return self.tokens * self.requests
 
     def first_row(self, index: int) -> int:
-        """Rows of request `index` in the source, for contestants that write it as one piece."""
+        """Return the first source row of request `index`, for contestants that write one piece."""
         places = self.source_tokens - self.tokens + 1
         return (
             index * 977 % places
-        )  # spread out, so that no request finds what the one before it left in the caches
+        )  # spread out: no request finds data of the previous one in the caches
 
     def expected(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows of each request that came in steps, [tokens, layers, hidden]."""
+        """Return the expected rows of each request, [tokens, layers, hidden]."""
         pieces: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in self.ids}
         for step in (step for wave in self.waves for step in wave):
             for span in step.spans:
@@ -196,13 +197,13 @@ def token_ids(tokens: int) -> np.ndarray:
 
 
 def assert_files_are_right(files: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-    """Compare loaded tensors with the rows that they must hold, bit by bit.
+    """Compare loaded tensors with the expected rows, bit by bit.
 
     Raises:
-        AssertionError: they differ: then the figures are worth nothing.
+        AssertionError: they differ, so the figures are worthless.
     """
     for tensors, rows in files:
         if not torch.equal(tensors["hidden_states"].view(torch.int16), rows.view(torch.int16)):
-            raise AssertionError("a file does not hold the rows that were written")
+            raise AssertionError("a file does not hold the written rows")
         if not np.array_equal(tensors["token_ids"].numpy(), token_ids(len(rows))):
-            raise AssertionError("a file does not hold the token ids that were written")
+            raise AssertionError("a file does not hold the written token ids")

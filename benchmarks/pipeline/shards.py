@@ -24,14 +24,14 @@ KINDS = ("files", "shards")
 
 
 def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
-    """Compare shards with files; maps each figure's description to its ratio in words.
+    """Compare shards with files. Return each figure's description and its ratio in words.
 
     Above 1, shards are faster.
 
     Args:
-        requests: how many, one after the other.
-        tokens: of each; a row has 8 KiB.
-        repetitions: of all, after one that does not count.
+        requests: number of requests, one after the other.
+        tokens: tokens of each; a row has 8 KiB.
+        repetitions: number of measurements, after a warm-up.
     """
     rows = np.random.default_rng(0).integers(
         0, 1 << 15, (tokens, *ROWS.row_shape), dtype=np.uint16
@@ -78,7 +78,7 @@ def _timed(work: Callable[[str], None], kind: str) -> Callable[[], Cost]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pipeline.shards", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""Part (e), slow storage: a stream without extraction beside extracted prompts, by slow_storage."""
+"""Part (e): slow storage: a stream without extraction beside extracted prompts, by slow_storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.pipeline.engine import LAYER_IDS, Engine
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 NO_EXTRACTION, WAIT, FAIL = "no extraction", "wait", "fail"
-# Of the bytes per second that the prompts make when storage is fast.
+# Share of the bytes per second that the prompts write with fast storage.
 SHARES: dict[str, float | None] = {
     "as it is": None,
     "1/2": 0.5,
@@ -29,11 +29,11 @@ RING_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """Size of the measurement.
 
     Attributes:
-        seconds: of each cell.
-        in_flight: prompts. tokens: of each.
+        seconds: duration of each cell.
+        in_flight: number of prompts. tokens: tokens of each.
     """
 
     seconds: float = 10.0
@@ -51,8 +51,8 @@ class Cell:
 
     Attributes:
         p50, p99, longest: seconds between two tokens of the stream.
-        per_second: prompts that were answered.
-        failed: share of the prompts that have no rows.
+        per_second: answered prompts.
+        failed: share of the prompts without rows.
     """
 
     setting: str
@@ -69,8 +69,8 @@ class Result:
     """All cells.
 
     Attributes:
-        needed: bytes per second that prompts make when storage is fast, by setting.
-        machine: on which, and how busy it was.
+        needed: bytes per second that prompts write with fast storage, by setting.
+        machine: description and load of the machine.
     """
 
     cells: list[Cell]

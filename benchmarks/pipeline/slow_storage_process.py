@@ -1,10 +1,11 @@
 """An engine in its own process: a stream without extraction, extracted prompts, slow storage.
 
-Started by slow_storage.py, which sets the storage's speed.
+slow_storage.py starts it and sets the storage's speed.
 
 Usage: python -m benchmarks.pipeline.slow_storage_process READ_FD WRITE_FD
 
-The first line is a JSON object of EngineArgs; then each line is a measurement, see `Bench.measure`.
+The first line is a JSON object of EngineArgs; each later line is a measurement, see
+`Bench.measure`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 
 from benchmarks.pipeline.engine_process import take_orders
 
-SMALL = 1000  # bytes; a write of less costs slow storage nothing
+SMALL = 1000  # bytes; smaller writes are not slowed down
 _OPTS_OUT = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
 
 
 class SlowDisk:
-    """Replacement of os.pwrite: all threads share some bytes per second, or get no answer."""
+    """Replacement of os.pwrite: all threads share a number of bytes per second, or hang."""
 
     def __init__(self) -> None:
         self._pwrite = os.pwrite
@@ -41,7 +42,7 @@ class SlowDisk:
         self._released.clear()
 
     def release(self) -> None:
-        """As fast as it is; whoever waits goes on."""
+        """Restore full speed; waiting writes continue."""
         self._released.set()
 
     def pwrite(self, fd: int, data: Any, offset: int) -> int:
@@ -60,7 +61,7 @@ class SlowDisk:
 
 
 class Bench:
-    """The engine, and what is done with it.
+    """The engine and the measurements with it.
 
     Args:
         engine: vllm.v1.engine.llm_engine.LLMEngine.
@@ -81,15 +82,15 @@ class Bench:
         in_flight: int,
         tokens: int,
     ) -> dict[str, Any]:
-        """Run one stream beside `in_flight` prompts at any time.
+        """Run one stream beside `in_flight` prompts.
 
         Args:
-            extract: the prompts.
-            bytes_per_s: that storage takes; None as it is, 0 nothing.
+            extract: True to extract the prompts.
+            bytes_per_s: speed of storage; None for full speed, 0 to stop it.
 
         Returns:
             "gaps": seconds between the stream's tokens. "answered": prompts in that time. "failed":
-                how many of all prompts have no rows.
+            number of prompts without rows.
         """
         if bytes_per_s is not None:
             self._disk.slow_down(bytes_per_s)
@@ -110,7 +111,7 @@ class Bench:
                     prompts.discard(output.request_id)
                     answers.append(output.kv_transfer_params)
                     answered += 1
-        times.append(time.perf_counter())  # a stream that has stood still until now has a gap, too
+        times.append(time.perf_counter())  # a stream that has stalled until now has a gap, too
         self._engine.abort_request([stream])
         self._disk.release()
         while self._engine.has_unfinished_requests():
@@ -141,7 +142,7 @@ class Bench:
 
 
 def _has_rows(params: dict[str, Any]) -> bool:
-    """Whether a request has its file, which goes."""
+    """Return True if a request has the file, and remove the file."""
     import vllm_ascend_hsx
 
     if "hidden_states_error" in params:

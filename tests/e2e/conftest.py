@@ -1,4 +1,4 @@
-"""Fixtures of the e2e tests: one engine run serves many claims."""
+"""Fixtures of the e2e tests: one engine run serves many tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def float32_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny dense Qwen3 in float32, for exact comparisons.
 
-    Its residual streams are a quarter as large as those of other tiny models, and so is their
-    rounding: at most 3e-6.
+    Residual streams, and so rounding errors, are a quarter as large as in other tiny models: at
+    most 3e-6.
     """
     from safetensors.torch import load_file, save_file
 

@@ -1,8 +1,8 @@
-"""Plant each mistake of mutants.toml in a copy of the project and expect its tests to fail.
+"""Plant each mistake of mutants.toml in a copy of the project and expect the tests to fail.
 
-`make mutants` runs it. A mutant names the file, a text that occurs there exactly once, its
-replacement, and tests. One of them must fail, or another test of their folders. Exits with 1 if a
-mutant survives, and with 2 if one cannot be planted or its tests cannot be run.
+`make mutants` runs it. A mutant names the file, a text that occurs there exactly once, the
+replacement, and tests. One of these tests, or another test of their folders, must fail. Exits with
+1 if a mutant survives, and with 2 if a mutant cannot be planted or the tests cannot run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ COPIED = (
     ".github",
     ".pre-commit-config.yaml",
 )
-TEST_TIMEOUT_S = 120  # for one test: a mutant may hang it
-TIMEOUT_S = 900  # a mutant that hangs pytest itself is noticed
+TEST_TIMEOUT_S = 120  # for one test: a mutant may make it hang
+TIMEOUT_S = 900  # in case a mutant makes pytest itself hang
 
 
 class Mutant(NamedTuple):
@@ -56,21 +56,21 @@ class Mutant(NamedTuple):
 
 
 class PlantingError(Exception):
-    """The text to replace is not there exactly once, or the tests do not run."""
+    """The text to replace does not occur exactly once, or the tests do not run."""
 
 
 def read_mutants() -> list[Mutant]:
-    """Return the mutants of the table. Raises PlantingError: two have one name."""
+    """Return the mutants of the table. Raises PlantingError if two have the same name."""
     mutants = [Mutant(**each) for each in tomllib.loads(TABLE.read_text())["mutant"]]
     names = [mutant.name for mutant in mutants]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise PlantingError(f"{sorted(twice)}: give each mutant a name of its own")
+        raise PlantingError(f"{sorted(twice)}: give each mutant a unique name")
     return mutants
 
 
 @contextmanager
 def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
-    """Plant the mutant in a copy, and take it out again."""
+    """Plant the mutant in a copy, and remove it afterwards."""
     path = copy / mutant.file
     source = path.read_text()
     if (count := source.count(mutant.replace)) != 1:
@@ -83,15 +83,15 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 
 
 def is_caught(mutant: Mutant, copy: Path) -> bool:
-    """Return whether a test notices the mutant: one that it names, or another of their folders.
+    """Return True if a test fails: a named test, or another one of the same folders.
 
-    So a test that a mutant names may be deleted if another one of the folder notices the mutant.
+    So a named test may be deleted if another test of the folder catches the mutant.
 
     Raises:
-        PlantingError: the mutant cannot be planted, or pytest cannot run the tests.
+        PlantingError: if the mutant cannot be planted, or pytest cannot run the tests.
     """
     named = [f"tests/{each}" for each in mutant.tests]
-    # Folders of engines take minutes.
+    # Folders with engines take minutes.
     folders = sorted(
         {
             str(Path(each.partition("::")[0]).parent)
@@ -103,22 +103,21 @@ def is_caught(mutant: Mutant, copy: Path) -> bool:
         if run_tests(named, copy):
             return True
         failed = run_tests(folders, copy) if folders else None
-    # A test may fail in a copy for another reason, such as one that needs the repository.
+    # A test may fail in a copy for another reason, for example because it needs the repository.
     return failed is not None and not run_tests([failed], copy)
 
 
 def run_tests(tests: list[str], copy: Path) -> str | None:
-    """Return the first test that fails, as an argument of pytest, or None.
+    """Return the first failing test, as an argument of pytest, or None.
 
-    A run that ends without one, such as one that hangs, returns the first of `tests`.
+    If a run ends without naming a failing test, for example because it hangs, return the first of
+    `tests`.
 
     Raises:
-        PlantingError: pytest cannot run them.
+        PlantingError: if pytest cannot run them.
     """
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
-    options += [
-        "--timeout-method=thread"
-    ]  # ends the process: a test that hangs may hang its end, too
+    options += ["--timeout-method=thread"]  # ends the process: a hanging test may hang at exit, too
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(copy), str(copy / "emulator"))),
@@ -152,17 +151,17 @@ def run_tests(tests: list[str], copy: Path) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "-k", metavar="TEXT", default="", help="only mutants with this text in their name or file"
+        "-k", metavar="TEXT", default="", help="only mutants with this text in name or file"
     )
     parser.add_argument(
         "-j",
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="mutants at the same time",
+        help="number of mutants at the same time",
     )
     parser.add_argument(
-        "--tenth", action="store_true", help="a tenth of them, another one each day"
+        "--tenth", action="store_true", help="a tenth of them, a different one each day"
     )
     options = parser.parse_args()
     mutants = [each for each in read_mutants() if options.k in f"{each.name} {each.file}"]

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): the weights of one that was loaded, and servers that compute them wrong."""
+"""Adapters (LoRA): fingerprints of loaded weights, and configurations that compute wrong rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 WORKER_MANAGER = "vllm.lora.worker_manager"
 UTILS = "vllm.lora.utils"
-_WHY = "files name the weights of their adapter"
+_WHY = "files name the weights of the adapter"
 # In vLLM's order of preference (lora/lora_model.py:212 in 0.23.0).
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _DESCRIPTION = "adapter_config.json"
 _loaded: dict[
     int, str
-] = {}  # fingerprint of each adapter that this worker has loaded, by its id in vLLM
+] = {}  # fingerprint of each adapter that this worker has loaded, by vLLM's id
 
 uses(UTILS, "get_adapter_absolute_path", V0_23, takes="lora_path", why=_WHY)
 
 
 @patch(WORKER_MANAGER, "WorkerLoRAManager._load_adapter", V0_23, why=_WHY)
 def name_weights(original: Any, self: Any, lora_request: Any) -> Any:
-    """Take the fingerprint of an adapter's weights each time that they are loaded.
+    """Take the fingerprint of an adapter's weights whenever they are loaded.
 
     Reason: an adapter may be loaded again from the same path, under the same name and id, with
-    other weights (`load_inplace`, and adapters that were evicted). Nothing that the connector is
-    given tells when (lora/worker_manager.py:194 and 270).
+    other weights (`load_inplace`, or after an eviction). vLLM does not report this to the connector
+    (lora/worker_manager.py:194 and 270).
     """
     loaded = original(self, lora_request)
     _loaded[lora_request.lora_int_id] = _fingerprint(lora_request.lora_path)
@@ -53,7 +53,7 @@ def _fingerprint(lora_path: str) -> str:
         return "" if weights is None else fingerprint(Checkpoint([weights], [place / _DESCRIPTION]))
     except Exception as error:  # noqa: BLE001 - hub libraries raise anything, and the rows do not depend on it
         logger.warning(
-            "files will not name the weights of the adapter %s, which cannot be read: %s",
+            "cannot read the weights of adapter %s, so files will not name them: %s",
             lora_path,
             error,
         )
@@ -64,21 +64,21 @@ def refuse_wrong_products(vllm_config: Any) -> None:
     """Refuse adapters with tensor parallelism that are not fully sharded.
 
     Reason: vLLM gathers the shrunk rows of merged layers even where each rank has all of them
-    (lora/layers/column_parallel_linear.py:337 and 59 in 0.23.0), and its own kernel uses the first
-    of the copies. vllm-ascend's takes their number of columns for the rank of the adapter
-    (csrc/torch_binding.cpp:479), and reads weights where there are none: rows of every adapter
-    would be wrong. Its kernels compute ranks of 8 and more (csrc/kernels/bgmv_expand.cpp:29).
+    (lora/layers/column_parallel_linear.py:337 and 59 in 0.23.0), and vLLM's kernel uses the first
+    of the copies. vllm-ascend's kernel takes the number of columns for the rank of the adapter
+    (csrc/torch_binding.cpp:479) and reads past the weights: rows of every adapter would be wrong.
+    vllm-ascend's kernels compute ranks of 8 and more (csrc/kernels/bgmv_expand.cpp:29).
 
     Args:
         vllm_config: vllm.config.VllmConfig.
 
     Raises:
-        UserError: they are served so.
+        UserError: the configuration has such adapters.
     """
     lora, ranks = vllm_config.lora_config, vllm_config.parallel_config.tensor_parallel_size
     if lora is None or ranks == 1 or release_to_patch("vllm_ascend") not in SpecifierSet(V0_23):
         return
-    problem = f"makes vllm-ascend compute adapters wrong with tensor_parallel_size={ranks}"
+    problem = f"makes vllm-ascend compute wrong adapter outputs with tensor_parallel_size={ranks}"
     if not lora.fully_sharded_loras:
         raise UserError(
             "fully_sharded_loras",
@@ -93,7 +93,7 @@ def refuse_wrong_products(vllm_config: Any) -> None:
 
 
 def loaded_weights() -> Mapping[int, str]:
-    """Return the fingerprint of each adapter that this worker has loaded, by its id in vLLM."""
+    """Return the fingerprint of each adapter that this worker has loaded, by vLLM's id."""
     return _loaded
 
 

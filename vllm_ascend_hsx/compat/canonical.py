@@ -1,4 +1,4 @@
-"""Recognise a canonical decoder by the source code, and collect the stream between the layers.
+"""Recognise a canonical decoder by the source, and collect the stream between the layers.
 
 A canonical decoder calls one layer after the other and then a norm:
 
@@ -7,9 +7,10 @@ A canonical decoder calls one layer after the other and then a norm:
     hidden, _ = self.norm(hidden, residual)
     return hidden
 
-The stream after a layer is the input of the next layer. It is `hidden + residual` if the layer
-begins with a norm that adds them. It is `hidden` if the layer overwrites `residual` or takes none.
-The last norm must agree. Any other code is refused, since a guess would store wrong rows.
+The stream after a layer is the input of the next layer. If the layer begins with a norm that adds
+the residual, the stream is `hidden + residual`. If the layer overwrites `residual` or takes none,
+the stream is `hidden`. The last norm must agree. Any other code is refused, because a guess would
+store wrong rows.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
     import torch
 
 STATES, INDEX = "_hsx_states", "_hsx_index"  # local variables of the new forward
-# Norms of vLLM that return (norm(x + residual), x + residual) if they are given a residual
+# Norms of vLLM that return (norm(x + residual), x + residual) when called with a residual
 # (model_executor/layers/layernorm.py, 0.23.0).
 ADDING_NORMS = ("RMSNorm", "GemmaRMSNorm")
 INTERFACES = "vllm.model_executor.models.interfaces"
 NORMS = "vllm.model_executor.layers.layernorm"
-_WHY = "targets without SupportsEagle3 are collected"
+_WHY = "targets without SupportsEagle3 can be extracted"
 uses(NORMS, "RMSNorm", SINCE_0_23, why=_WHY)
 uses(NORMS, "GemmaRMSNorm", SINCE_0_23, why=_WHY)
 uses("vllm.model_executor.models.utils", "make_layers", SINCE_0_23, why=_WHY)
 
 
 class NotCanonicalError(Exception):
-    """The code of a class does something else. The text names the class and the difference."""
+    """The source of a class is not canonical. The text names the class and the difference."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,8 @@ class Decoder:
     Attributes:
         owner: attribute of the served class that holds the decoder.
         decoder: class of the decoder.
-        layer, forward: class of the decoder's layers, and the forward that also returns the
-            collected states. None if the decoder collects by itself and only the served class
-            around it lacks the interface.
+        layer, forward: class of the layers, and a forward that also returns the collected states.
+            None if the decoder collects by itself and only the served class lacks the interface.
     """
 
     owner: str
@@ -67,9 +67,9 @@ class _Loop:
     """The loop over the layers.
 
     Attributes:
-        function: the forward that has it.
-        statement: the loop.
-        call: of a layer.
+        function: the forward that contains the loop.
+        statement: the `for` statement.
+        call: the call of a layer.
         hidden, residual: names of the two tensors; `residual` is None if there is one tensor.
     """
 
@@ -84,15 +84,15 @@ def recognise(served: type[torch.nn.Module]) -> Decoder:
     """Return the decoder of a served class.
 
     Args:
-        served: as vLLM's registry has it, for example Glm4MoeForCausalLM.
+        served: class from vLLM's registry, for example Glm4MoeForCausalLM.
 
     Raises:
-        NotCanonicalError: if the code of the class, of the decoder or of a layer is another.
+        NotCanonicalError: if the class, the decoder or a layer is not canonical.
     """
     owner = attribute_of_self(passed_on(served))
     if owner is None:
         raise NotCanonicalError(
-            f"{served.__name__}.forward does not return the output of a decoder as it is"
+            f"{served.__name__}.forward does not return the unchanged output of a decoder"
         )
     decoder = class_of(served, owner)
     if "_maybe_add_hidden_state" in inspect.getsource(decoder.forward):
@@ -111,16 +111,16 @@ def collect(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Add the stream after `index` layers to `states` if it is wanted, and return `states`.
+    """Append the stream after `index` layers to `states` if it is extracted, and return `states`.
 
     Args:
-        self: the decoder. `aux_hidden_state_layers` has the wanted ids.
+        self: the decoder. `aux_hidden_state_layers` has the ids to extract.
         states: the streams so far, each [tokens, hidden].
         index: number of layers.
         hidden, residual: [tokens, hidden]; the stream is their sum.
     """
     if index in self.aux_hidden_state_layers:
-        # The next layer may write into the tensor that it is given.
+        # The next layer may write into this tensor.
         states.append(hidden.clone() if residual is None else hidden + residual)
     return states
 
@@ -129,10 +129,11 @@ def collect(
 
 
 def passed_on(served: type[torch.nn.Module]) -> ast.expr:
-    """Return the callee whose output the forward of a served class returns as it is.
+    """Return the callee whose unchanged output the forward of a served class returns.
 
-    Other statements of the forward do not name the output. The class makes instances of itself. It
-    has no model state of its own: one may call the forward several times (block diffusion).
+    No other statement of the forward may name the output. The class must not override `__new__`,
+    and must have no model state: a model state may call the forward several times (block
+    diffusion).
     """
     for each in ("__new__", "get_model_state_cls"):
         if any(
@@ -141,7 +142,7 @@ def passed_on(served: type[torch.nn.Module]) -> ast.expr:
             if base.__module__ not in (object.__module__, INTERFACES)
         ):
             raise NotCanonicalError(
-                f"{served.__name__} has {each}, so that its forward is not the whole of it"
+                f"{served.__name__} has {each}, so its forward is not the whole computation"
             )
     tree = _parse(_plain_function(served))
     last = tree.body[-1]
@@ -159,14 +160,14 @@ def passed_on(served: type[torch.nn.Module]) -> ast.expr:
     if len(returns) == 1 and isinstance(returned, ast.Call):
         return returned.func
     raise NotCanonicalError(
-        f"{served.__name__}.forward does not return the output of a decoder as it is"
+        f"{served.__name__}.forward does not return the unchanged output of a decoder"
     )
 
 
 def assignment(
     served: type[torch.nn.Module], attribute: str
 ) -> tuple[type, ast.FunctionDef, ast.expr]:
-    """Return the class and the constructor that make an attribute, and the assigned value."""
+    """Return class and constructor that assign an attribute, and the assigned value."""
     for owner, constructor in _constructors(served):
         for node in ast.walk(constructor):
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
@@ -174,11 +175,11 @@ def assignment(
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if attribute in map(attribute_of_self, targets):
                 return owner, constructor, node.value
-    raise NotCanonicalError(f"{served.__name__} has no constructor that makes its {attribute}")
+    raise NotCanonicalError(f"no constructor of {served.__name__} assigns {attribute}")
 
 
 def class_of(served: type[torch.nn.Module], attribute: str) -> type[torch.nn.Module]:
-    """Return the class of an attribute, by the assignment in a constructor."""
+    """Return the class of an attribute, from the assignment in a constructor."""
     owner, constructor, value = assignment(served, attribute)
     made = value.func if isinstance(value, ast.Call) else value
     method = getattr(served, attribute_of_self(made) or "", None)
@@ -189,11 +190,11 @@ def class_of(served: type[torch.nn.Module], attribute: str) -> type[torch.nn.Mod
     )
     if _is_module(found):
         return found
-    raise NotCanonicalError(f"{owner.__name__} makes its {attribute} by {ast.unparse(made)}")
+    raise NotCanonicalError(f"{owner.__name__} creates {attribute} with {ast.unparse(made)}")
 
 
 def _returned_by(method: FunctionType) -> object:
-    """Return the class whose instance a method returns, or None."""
+    """Return the class that a method instantiates and returns, or None."""
     returns = [each.value for each in ast.walk(_parse(method)) if isinstance(each, ast.Return)]
     made = returns[0].func if len(returns) == 1 and isinstance(returns[0], ast.Call) else None
     return None if made is None else vars(sys.modules[method.__module__]).get(ast.unparse(made))
@@ -203,7 +204,7 @@ def _returned_by(method: FunctionType) -> object:
 
 
 def _class_of_layers(decoder: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return the class that a decoder gives to make_layers (model_executor/models/utils.py)."""
+    """Return the class that a decoder passes to make_layers (model_executor/models/utils.py)."""
     for owner, constructor in _constructors(decoder):
         for node in ast.walk(constructor):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_layers":
@@ -213,13 +214,11 @@ def _class_of_layers(decoder: type[torch.nn.Module]) -> type[torch.nn.Module]:
                     if _is_module(found):
                         return found
                 raise NotCanonicalError(f"{owner.__name__} makes layers of more than one class")
-    raise NotCanonicalError(
-        f"{decoder.__name__} makes its layers in another way than by make_layers"
-    )
+    raise NotCanonicalError(f"{decoder.__name__} does not create its layers with make_layers")
 
 
 def _loop_of(function: Callable[..., Any], decoder: type[torch.nn.Module]) -> _Loop:
-    """Return the only loop of a forward. It must call a layer and do nothing else."""
+    """Return the only loop of a forward. It must only call a layer."""
     tree = _parse(function)
     loops = [
         node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.comprehension)
@@ -230,7 +229,9 @@ def _loop_of(function: Callable[..., Any], decoder: type[torch.nn.Module]) -> _L
         or loop not in tree.body
         or not (layer := _layer_variable(loop))
     ):
-        raise NotCanonicalError(f"{decoder.__name__}.forward has no loop over its layers alone")
+        raise NotCanonicalError(
+            f"{decoder.__name__}.forward has no loop that only calls its layers"
+        )
     body = loop.body[0]
     if len(loop.body) == 1 and isinstance(body, ast.Assign) and isinstance(body.value, ast.Call):
         names, given = (
@@ -251,7 +252,7 @@ def _loop_of(function: Callable[..., Any], decoder: type[torch.nn.Module]) -> _L
 
 
 def _layer_variable(loop: ast.For) -> str | None:
-    """Return the loop's variable for a layer if the loop goes over all layers in order."""
+    """Return the loop variable that holds the layer if the loop visits all layers in order."""
     over, target = loop.iter, loop.target
     if (
         isinstance(over, ast.Call)
@@ -268,7 +269,7 @@ def _layer_variable(loop: ast.For) -> str | None:
 
 
 def _adds_residual(loop: _Loop, layer: type[torch.nn.Module]) -> bool:
-    """Return whether a layer adds the residual that it is given; False if it overwrites it."""
+    """Return True if a layer adds the residual, False if it overwrites it."""
     function = _plain_function(layer)
     parameters = list(inspect.signature(function).parameters)[1:]
     names = {
@@ -326,10 +327,10 @@ def _norm_that_adds(branch: ast.If, hidden: str, residual: str) -> str | None:
 
 
 def _check_end(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) -> None:
-    """Check that a forward ends with the norm of the stream and returns that.
+    """Check that a forward ends with the norm of the stream and returns the result.
 
     Raises:
-        NotCanonicalError: it does not.
+        NotCanonicalError: if not.
     """
     hidden, residual = loop.hidden, loop.residual
     summed = (f"{hidden} = {hidden} + {residual}", f"{residual} = {hidden}")
@@ -362,12 +363,12 @@ def _check_end(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) -> None:
     if norm and (is_summed or not adds) and texts[0] == alone:
         return
     raise NotCanonicalError(
-        f"{decoder.__name__}.forward does not end with the norm of what its layers return"
+        f"{decoder.__name__}.forward does not end with the norm of its layers' output"
     )
 
 
 def _ends_a_stage(statement: ast.stmt) -> bool:
-    """Return whether a statement is for pipeline stages. Extraction has one stage."""
+    """Return True for a statement that serves pipeline stages. Extraction has one stage."""
     return (
         isinstance(statement, ast.If)
         and ast.unparse(statement.test) == "not get_pp_group().is_last_rank"
@@ -382,13 +383,13 @@ def _last_norm(statement: ast.stmt) -> str | None:
 
 
 def _is_adding(owner: type[torch.nn.Module], attribute: str) -> bool:
-    """Return whether an attribute is one of ADDING_NORMS of vLLM."""
+    """Return True if an attribute is one of vLLM's ADDING_NORMS."""
     found = class_of(owner, attribute)
     return found.__module__ == NORMS and found.__name__ in ADDING_NORMS
 
 
 def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) -> Callable[..., Any]:
-    """Compile a decoder's forward with the calls of `collect`."""
+    """Compile a decoder's forward with calls of `collect` inserted."""
     original = _plain_function(decoder)
     residual = loop.residual if adds else "None"
     begin = (
@@ -412,7 +413,7 @@ def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) ->
     tree.body[-1:] = ast.parse(
         f"return ({loop.hidden}, {STATES}) if {STATES} else {loop.hidden}"
     ).body
-    # In the places of the original, for tracebacks and for who asks for the source.
+    # Keep the original line numbers for tracebacks and inspect.getsource.
     module = ast.increment_lineno(
         ast.fix_missing_locations(ast.Module([tree], [])),
         original.__code__.co_firstlineno - tree.lineno,
@@ -432,7 +433,7 @@ def _with_collection(loop: _Loop, decoder: type[torch.nn.Module], adds: bool) ->
 
 
 def _plain_function(owner: type[torch.nn.Module]) -> FunctionType:
-    """Return the forward of a class if the source can stand alone."""
+    """Return the forward of a class if the source can be compiled alone."""
     function: Any = owner.forward
     if (
         isinstance(function, FunctionType)
@@ -444,7 +445,7 @@ def _plain_function(owner: type[torch.nn.Module]) -> FunctionType:
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
-    """Parse a method as the only statement of a class, since the source is indented."""
+    """Parse a method inside of a class statement, because the source is indented."""
     ((tree,),) = (
         each.body
         for each in ast.parse(f"class _:\n{inspect.getsource(function)}").body
@@ -455,7 +456,7 @@ def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
 
 
 def _constructors(owner: type[torch.nn.Module]) -> Iterator[tuple[type, ast.FunctionDef]]:
-    """Yield the constructors of a class and of the bases, by the sources of the classes.
+    """Yield the constructors of a class and base classes, from the sources of the classes.
 
     The decorator `support_torch_compile` replaces a constructor (compilation/decorators.py).
     """
@@ -473,13 +474,14 @@ def _constructors(owner: type[torch.nn.Module]) -> Iterator[tuple[type, ast.Func
 def _resolved(
     expression: ast.expr, owner: type, constructor: ast.FunctionDef, with_defaults: bool
 ) -> object:
-    """Return the object of a name in a constructor: of the module, or the default of a parameter.
+    """Return the object of a name in a constructor: a global, or the default of a parameter.
 
     Args:
         expression: the name.
         owner: class of the constructor.
-        constructor: of the class.
-        with_defaults: False for the constructor of a base class, whose parameters may be given.
+        constructor: constructor of the class.
+        with_defaults: False for the constructor of a base class, because a subclass may pass other
+            values.
     """
     arguments = constructor.args
     parameters = (*arguments.posonlyargs, *arguments.args)
@@ -528,7 +530,7 @@ def _assigns(statement: ast.stmt, name: str) -> bool:
 
 
 def _names(target: ast.expr) -> list[str]:
-    """Return the names of an assignment's target, or none if there is anything else."""
+    """Return the names of an assignment's target; empty if it contains anything else."""
     parts = target.elts if isinstance(target, ast.Tuple) else [target]
     return (
         [each.id for each in parts if isinstance(each, ast.Name)]

@@ -1,4 +1,4 @@
-"""Have a served class return hidden states, whether or not it has vLLM's interface for them."""
+"""Make a served class return hidden states, with or without vLLM's interface."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "vllm.model_executor.models.transformers"
-_WHY = "targets without SupportsEagle3 are collected"
+_WHY = "targets without SupportsEagle3 can be extracted"
 uses(
     INTERFACES,
     "supports_eagle3",
     SINCE_0_23,
     takes="model",
-    why="the runner asks whether a target collects",
+    why="the runner can ask whether a target collects",
 )
 uses(INTERFACES, "SupportsEagle3", SINCE_0_23, why=_WHY)
 
 
 class Collection(Enum):
-    """Who collects the hidden states of a served class.
+    """The code that collects the hidden states of a served class.
 
-    ITSELF: the class has SupportsEagle3. BACKEND: vLLM's Transformers backend collects by hooks.
+    ITSELF: the class has SupportsEagle3. BACKEND: vLLM's Transformers backend collects with hooks.
     OURS: our calls between the layers of a canonical decoder collect. LANGUAGE_MODEL: the class
     wraps a language model that collects. The text config names the class of the language model.
     """
@@ -41,12 +41,12 @@ class Collection(Enum):
 
 
 # Returns the class of the first architecture that vLLM registers. Without architectures: the class
-# that the text config names, or None where there is no config.
+# that the text config names, or None without a text config.
 Resolve = Callable[[Sequence[str]], "type[torch.nn.Module] | None"]
 
 
 def collection_of(served: type[torch.nn.Module], resolve: Resolve) -> Collection:
-    """Return who collects the states of a served class. Raises NotCanonicalError if nobody does."""
+    """Return the collector of a served class. Raises NotCanonicalError if there is none."""
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if supports_eagle3(served):
@@ -62,11 +62,11 @@ def collection_of(served: type[torch.nn.Module], resolve: Resolve) -> Collection
 
 
 def make_collecting(served: type[torch.nn.Module], resolve: Resolve) -> Collection:
-    """Have a served class return hidden states. Call it before the class is instantiated.
+    """Make a served class return hidden states. Call it before the class is instantiated.
 
-    Reason: the runner asks `supports_eagle3` and calls `set_aux_hidden_state_layers` (MR:3758 and
-    the lines after it). `support_torch_compile` compiles the forward that the class has when an
-    instance is made (vllm/compilation/wrapper.py:127, 0.23.0).
+    Reason: the runner calls `supports_eagle3` and `set_aux_hidden_state_layers` (MR:3758 and the
+    lines after it). `support_torch_compile` compiles the forward that the class has when an
+    instance is created (vllm/compilation/wrapper.py:127, 0.23.0).
 
     Raises:
         NotCanonicalError: if the class has neither the interface nor a canonical decoder.
@@ -100,8 +100,8 @@ def _check_language_model(
         check_part(wrapper, language_model)
     elif collection is not Collection.OURS or wrapper_of(language_model) is not None:
         raise NotCanonicalError(
-            f"the language model {language_model.__name__} has a language model of its own, or "
-            "is vLLM's backend"
+            f"the language model {language_model.__name__} wraps another language model, "
+            "or is vLLM's backend"
         )
     elif wrapper.part not in (None, recognise(language_model).owner):
         raise NotCanonicalError(
@@ -127,7 +127,9 @@ def _make_decoder_collecting(served: type[torch.nn.Module]) -> None:
         }
         if other := found_there - {found.decoder, found.layer}:
             names = ", ".join(sorted(each.__name__ for each in other))
-            raise NotCanonicalError(f"{type(self).__name__} has {names}, and others were checked")
+            raise NotCanonicalError(
+                f"{type(self).__name__} has {names}, but other attributes were checked"
+            )
         decoder.aux_hidden_state_layers = layers
 
     _add_interface(served, set_aux_hidden_state_layers)
@@ -138,7 +140,7 @@ def _delegate(served: type[torch.nn.Module], owner: str, language_model: Any) ->
         found = getattr(self, owner)
         if type(found) is not language_model:
             raise NotCanonicalError(
-                f"{type(self).__name__} has {type(found).__name__}, and "
+                f"{type(self).__name__} has {type(found).__name__}, but "
                 f"{language_model.__name__} was checked"
             )
         found.set_aux_hidden_state_layers(layers)

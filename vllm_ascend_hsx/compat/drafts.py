@@ -1,4 +1,4 @@
-"""No draft tokens: an engine with our speculative method schedules and samples as without one."""
+"""No draft tokens: an extracting engine schedules and samples as without a speculative method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNNER_V2 = "vllm_ascend.worker.v2.model_runner"
 
 @patch(CONFIG, "VllmConfig.__init__", SINCE_0_23, takes="", why="no draft tokens are scheduled")
 def check_config_with_one_draft(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Give vLLM's check the number of draft tokens that it accepts; see `schedule_no_drafts`."""
+    """Give vLLM's check a number of draft tokens that it accepts; see `schedule_no_drafts`."""
     speculative: Any = kwargs.get("speculative_config")
     if extracts(speculative) and speculative.num_speculative_tokens == 0:
         speculative.num_speculative_tokens = 1
@@ -35,23 +35,23 @@ def check_config_with_one_draft(original: Any, self: Any, *args: Any, **kwargs: 
 
 @patch(CONFIG, "VllmConfig.__post_init__", SINCE_0_23, why="no draft tokens are scheduled")
 def schedule_no_drafts(original: Any, self: Any) -> None:
-    """Have an engine that extracts schedule no draft tokens: `num_speculative_tokens` becomes 0.
+    """Set `num_speculative_tokens` to 0 for an engine that extracts.
 
-    Reason: the method is a speculative one in name only, but vLLM accepts no number below 1
-    (config/speculative.py:990) and then treats each decode as one of two tokens: twice the work,
-    another sampler (the same seed gives other text), graphs for two tokens a request, Mamba state
-    for the draft. With 0, scheduler, sampler, graphs and KV cache are those of a server without
-    extraction; the runner calls the drafter all the same (MR:2503).
+    Reason: our method is speculative in name only. But vLLM accepts no number below 1
+    (config/speculative.py:990), and then treats each decode as one of two tokens: twice the work,
+    another sampler (the same seed gives other text), graphs for two tokens per request, Mamba state
+    for the draft. With 0, scheduler, sampler, graphs and KV cache are the same as on a server
+    without extraction. The runner still calls the drafter (MR:2503).
 
-    VllmConfig checks its parts again whenever it is copied (`with_hf_config`, for the text part of
-    a multimodal model), and then derives sizes from them in `__post_init__`. So the number is what
-    vLLM accepts during the check, and 0 from here on. With data parallelism each engine calls
-    `__post_init__` alone once more (vllm/v1/engine/core.py:1038).
+    VllmConfig checks its parts again on each copy (`with_hf_config`, for the text part of a
+    multimodal model), and then derives sizes from them in `__post_init__`. So the number is 1
+    during the check, and 0 afterwards. With data parallelism each engine calls `__post_init__`
+    alone once more (vllm/v1/engine/core.py:1038).
 
-    It is also the first place where method, connector and target are known together, and it runs in
-    the process that the user has started: unusable settings are refused here, in the last error
-    that this process prints. `--kv-offloading-size` replaces the connector (config/vllm.py:780), so
-    the connector is checked again.
+    Method, connector and target are first known together here, and this runs in the process that
+    the user starts. So unusable settings are refused here, in the last error that this process
+    prints. `--kv-offloading-size` replaces the connector (config/vllm.py:780), so the connector is
+    checked again.
     """
     speculative = self.speculative_config
     if extracts(speculative):
@@ -59,8 +59,8 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
             raise UserError(
                 "speculative_config.num_speculative_tokens",
                 speculative.num_speculative_tokens,
-                f"has no meaning: {METHOD} proposes no tokens",
-                "Set it to 1, the least that vLLM takes.",
+                f"has no effect: {METHOD} proposes no tokens",
+                "Set it to 1, the minimum that vLLM accepts.",
             )
         speculative.num_speculative_tokens = 0
         require_checked(read_options(self.kv_transfer_config).allow_unchecked_versions)
@@ -77,16 +77,16 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
 
 
 def _layer_ids(speculative: Any) -> Sequence[int]:
-    """Return the ids of the layers to extract; empty if they are no list (see `read_target`)."""
+    """Return the ids of the layers to extract; empty if they are not a list (see `read_target`)."""
     layer_ids = getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None)
     return layer_ids if isinstance(layer_ids, list | tuple) else ()
 
 
 def require_no_drafts(vllm_config: Any) -> None:
-    """Refuse an engine whose configuration was made before our plugin was loaded.
+    """Refuse an engine configuration created before our plugin was loaded.
 
     Raises:
-        UserError: draft tokens would be scheduled.
+        UserError: if draft tokens would be scheduled.
     """
     number = vllm_config.speculative_config.num_speculative_tokens
     if number != 0:
@@ -94,12 +94,12 @@ def require_no_drafts(vllm_config: Any) -> None:
             "speculative_config.num_speculative_tokens",
             number,
             (
-                "would be scheduled as draft tokens: this configuration was made before our plugin "
-                "was loaded"
+                "would schedule draft tokens: this configuration was created before our "
+                "plugin was loaded"
             ),
             (
-                "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in "
-                "VLLM_PLUGINS if that is set."
+                "Create it with vLLM's EngineArgs, which loads plugins first. If "
+                "VLLM_PLUGINS is set, add ascend_hsx to it."
             ),
         )
 
@@ -108,13 +108,13 @@ def require_no_drafts(vllm_config: Any) -> None:
     "vllm.v1.spec_decode.extract_hidden_states",
     "ExtractHiddenStatesProposer.__init__",
     SINCE_0_23,
-    why="the proposer is made without drafts",
+    why="the proposer can be created without drafts",
 )
 def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Let vLLM's proposer be made although no draft tokens are scheduled.
+    """Allow vLLM's proposer to be created although no draft tokens are scheduled.
 
-    Reason: its constructor asserts one token (vllm/v1/spec_decode/extract_hidden_states.py:32). It
-    is the base class of ours, and vLLM's runner makes one itself before vllm-ascend's does
+    Reason: the constructor asserts one token (vllm/v1/spec_decode/extract_hidden_states.py:32). It
+    is the base class of ours, and vLLM's runner creates one before vllm-ascend's does
     (vllm/v1/worker/gpu_model_runner.py:607).
     """
     with _set(vllm_config.speculative_config, "num_speculative_tokens", 1):
@@ -122,10 +122,13 @@ def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
 
 
 @patch(
-    RUNNER, "NPUModelRunner._set_up_drafter", SINCE_0_23, why="the runner sets up without drafts"
+    RUNNER,
+    "NPUModelRunner._set_up_drafter",
+    SINCE_0_23,
+    why="the runner sets up the drafter without drafts",
 )
 def set_up_drafter(original: Any, self: Any) -> None:
-    """Let the runner set its drafter up although no draft tokens are scheduled.
+    """Allow the runner to set up the drafter although no draft tokens are scheduled.
 
     Reason: `_set_up_drafter` (MR:618) asserts a positive number. Everything else in the runner
     handles 0.
@@ -144,7 +147,7 @@ uses(
     "DraftTokenIds",
     SINCE_0_23,
     takes="req_ids draft_token_ids",
-    why="structured outputs with asynchronous scheduling",
+    why="structured outputs work with asynchronous scheduling",
 )
 
 
@@ -152,14 +155,14 @@ uses(
     RUNNER,
     "NPUModelRunner.take_draft_token_ids",
     SINCE_0_23,
-    why="structured outputs with asynchronous scheduling",
+    why="structured outputs work with asynchronous scheduling",
 )
 def take_no_drafts(original: Any, self: Any) -> Any:
-    """Let the runner answer, when the engine asks for draft tokens, that there are none.
+    """Answer the engine's request for draft tokens with none.
 
-    Reason: with asynchronous scheduling and structured outputs the engine asks whatever the number
-    of draft tokens is, and stops if the runner has no answer (v1/engine/core.py:583); without draft
-    tokens it has none (v1/worker/gpu_model_runner.py:4693).
+    Reason: with asynchronous scheduling and structured outputs the engine asks for draft tokens
+    regardless of their number, and stops if the runner has no answer (v1/engine/core.py:583).
+    Without draft tokens the runner has none (v1/worker/gpu_model_runner.py:4693).
     """
     if not extracts(self.speculative_config):
         return original(self)
@@ -172,15 +175,17 @@ def take_no_drafts(original: Any, self: Any) -> Any:
     RUNNER,
     "NPUModelRunner._update_states_after_model_execute",
     SINCE_0_23,
-    why="states of hybrid targets",
+    why="states of hybrid targets are right",
 )
-@patch(RUNNER, "NPUModelRunner._get_mamba_bufs", SINCE_0_23, why="states of hybrid targets")
+@patch(
+    RUNNER, "NPUModelRunner._get_mamba_bufs", SINCE_0_23, why="states of hybrid targets are right"
+)
 def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a hybrid target's Mamba states handled as on a server without a speculative method.
+    """Handle a hybrid target's Mamba states as on a server without a speculative method.
 
-    Reason: the runner counts accepted drafts whenever there is a speculative method (MR:755), with
-    an event that it has only if draft tokens are scheduled
-    (vllm/v1/worker/gpu_model_runner.py:871), and has buffers and copies for it
+    Reason: the runner counts accepted drafts whenever there is a speculative method (MR:755). It
+    uses an event that exists only if draft tokens are scheduled
+    (vllm/v1/worker/gpu_model_runner.py:871), and keeps buffers and copies for the counts
     (gpu_model_runner.py:1016, MR:2187).
     """
     if not extracts(self.speculative_config):
@@ -194,11 +199,11 @@ _NO_WAIT = "a step of model runner V2 does not wait for the device"
 
 @patch(RUNNER_V2, "NPUModelRunner._copy_num_computed_tokens_to_cpu", SINCE_0_30, why=_NO_WAIT)
 def copy_no_counts(original: Any, self: Any) -> None:
-    """Have model runner V2 not copy to the host how many tokens of each request are computed.
+    """Keep model runner V2 from copying the number of computed tokens per request to the host.
 
-    Reason: only drafts that were rejected make the host's own count wrong. The runner copies
-    whenever there is a speculator (worker/v2/model_runner.py:1082), on a stream of its own, while
-    the next step may write the same memory (vllm/v1/worker/gpu/states.py:124).
+    Reason: only rejected drafts make the host's count wrong. The runner copies whenever there is a
+    speculator (worker/v2/model_runner.py:1082), on a separate stream, while the next step may write
+    the same memory (vllm/v1/worker/gpu/states.py:124).
     """
     if not extracts(self.speculative_config):
         original(self)
@@ -206,9 +211,9 @@ def copy_no_counts(original: Any, self: Any) -> None:
 
 @patch(RUNNER_V2, "NPUModelRunner._update_seq_lens_cpu", SINCE_0_30, why=_NO_WAIT)
 def count_without_speculator(original: Any, self: Any, scheduler_output: Any, req_ids: Any) -> None:
-    """Have model runner V2 count computed tokens as on a server without a speculator.
+    """Make model runner V2 count computed tokens as on a server without a speculator.
 
-    Reason: with one each step waits for the copy (worker/v2/model_runner.py:1121); see
+    Reason: with a speculator each step waits for the copy (worker/v2/model_runner.py:1121); see
     `copy_no_counts`.
     """
     speculator = None if extracts(self.speculative_config) else self.speculator
@@ -220,12 +225,12 @@ def count_without_speculator(original: Any, self: Any, scheduler_output: Any, re
     "vllm.sampling_params",
     "SamplingParams._validate_spec_decode",
     SINCE_0_23,
-    why="min_p and logit_bias are taken",
+    why="requests may use min_p and logit_bias",
 )
 def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) -> None:
-    """Let requests use `min_p` and `logit_bias`.
+    """Allow requests to use `min_p` and `logit_bias`.
 
-    Reason: vLLM refuses both with any speculative method (sampling_params.py:828), since they are
+    Reason: vLLM refuses both with any speculative method (sampling_params.py:828), because they are
     not applied to drafts.
     """
     if not extracts(speculative_config):
@@ -234,10 +239,10 @@ def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) 
 
 @patch(RUNNER, "build_logitsprocs", SINCE_0_23, why="logits processors are applied")
 def apply_logits_processors(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have the runner apply `min_p`, `logit_bias` and custom logits processors.
+    """Make the runner apply `min_p`, `logit_bias` and custom logits processors.
 
-    Reason: `build_logitsprocs` (vllm/v1/sample/logits_processor/__init__.py:201), which the runner
-    has imported (MR:86), leaves them out with any speculative method.
+    Reason: `build_logitsprocs` (vllm/v1/sample/logits_processor/__init__.py:201) skips them with
+    any speculative method. The runner has imported it by name (MR:86).
     """
     if extracts(vllm_config.speculative_config):
         vllm_config = copy(vllm_config)
@@ -251,15 +256,15 @@ uses(LOAD_CONFIG, "LoadConfig", SINCE_0_23, takes="", keywords="load_format", wh
 
 @contextmanager
 def without_weights(vllm_config: Any) -> Iterator[None]:
-    """Have models that are loaded in the block read no checkpoint.
+    """Load models in this block without reading a checkpoint.
 
     Reason: the drafter's checkpoint is the target's, and the drafter takes no tensor of it. vLLM's
-    loader then logs the age of the machine as the time that loading took
-    (model_executor/model_loader/default_loader.py:397, 0.23.0), and loaders that know the tensors
-    of a model beforehand find none for it (sharded_state_loader.py).
+    loader would log the uptime of the machine as loading time
+    (model_executor/model_loader/default_loader.py:397, 0.23.0). Loaders that expect tensors for a
+    model would find none (sharded_state_loader.py).
 
     Args:
-        vllm_config: vllm.config.VllmConfig with which the drafter is loaded.
+        vllm_config: vllm.config.VllmConfig for loading the drafter.
     """
     from vllm.config.load import LoadConfig
 
@@ -268,13 +273,13 @@ def without_weights(vllm_config: Any) -> Iterator[None]:
 
 
 def extracts(speculative: Any) -> bool:
-    """Return whether a vllm.config.SpeculativeConfig, or None, is one of extraction."""
+    """Return True if a vllm.config.SpeculativeConfig (or None) has our method."""
     return getattr(speculative, "method", None) == METHOD
 
 
 @contextmanager
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value for the time of the block."""
+    """Set an attribute to another value within the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

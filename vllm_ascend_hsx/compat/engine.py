@@ -1,4 +1,4 @@
-"""Preemption, loading, answers and sleep of an engine that extracts."""
+"""Preemption, KV loading, answers and sleep of an engine that extracts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KV_TRANSFER = "vllm.distributed.kv_transfer"
 RECOMPUTE = "vllm_ascend.core.recompute_scheduler"
 
 _ENGINES = "hsx_data_parallel_size"
-_NAMES_FAILURE = "a response names the failure of its file"
+_NAMES_FAILURE = "a response names the failure of the file"
 
 
 class Share(NamedTuple):
-    """One rank of several.
+    """One rank and the number of ranks.
 
     Attributes:
-        number, of: number of the rank, from 0, and number of ranks.
+        number, of: the rank, from 0, and the number of ranks.
     """
 
     number: int
@@ -38,34 +38,37 @@ class Share(NamedTuple):
 
 
 def remember_engines(parallel: Any) -> None:
-    """Keep the number of data-parallel ranks with vllm.config.ParallelConfig.
+    """Remember the number of data-parallel ranks in vllm.config.ParallelConfig.
 
-    Reason: an engine whose target has no experts sets the number to 1 before it makes its connector
-    (v1/engine/core.py:1161, 0.23.0). It keeps its own number in `data_parallel_index`.
+    Reason: an engine whose target has no experts sets the number to 1 before it creates the
+    connector (v1/engine/core.py:1161, 0.23.0). The rank stays in `data_parallel_index`.
     """
     if not hasattr(parallel, _ENGINES):
         setattr(parallel, _ENGINES, parallel.data_parallel_size)
 
 
 def engine_of(parallel: Any) -> Share:
-    """Return the data-parallel rank of this process, and the number of such ranks."""
+    """Return the data-parallel rank of this process, and the number of data-parallel ranks."""
     return Share(parallel.data_parallel_index, getattr(parallel, _ENGINES))
 
 
 def methods(connector: Any, name: str) -> Iterator[Any]:
-    """Yield a method of our connector, alone or among MultiConnector's children."""
+    """Yield a method of our connector, alone or as a child of MultiConnector."""
     for each in getattr(connector, "_connectors", [connector]):
         if method := getattr(each, name, None):
             yield method
 
 
 @patch(
-    BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts"
+    BALANCE_SCHEDULE,
+    "_disable_preemption_on_prefill_node",
+    V0_23,
+    why="requests are preempted when the KV cache is full",
 )
 def keep_preemption(original: Any, vllm_config: Any) -> bool:
-    """Let vLLM's scheduler preempt requests although `kv_role` is `kv_producer`.
+    """Allow vLLM's scheduler to preempt requests although `kv_role` is `kv_producer`.
 
-    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, whose
+    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, where
     requests never decode, and disables preemption (patch/platform/patch_balance_schedule.py:47 in
     0.23.0). On a server that extracts, requests may decode; if they filled the KV cache, the server
     would hang. We hold no KV block, so preempting is safe. Another producer in MultiConnector may
@@ -84,13 +87,13 @@ def keep_preemption(original: Any, vllm_config: Any) -> bool:
     why="targets with an int8 KV cache compute with it",
 )
 def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
-    """Let a target with an int8 KV cache (C8) compute with it although `kv_role` is `kv_producer`.
+    """Make a target with an int8 KV cache (C8) compute with it although `kv_role` is `kv_producer`.
 
-    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, which
-    hands on its KV unquantised. The cache then has the target's dtype
-    (quantization/methods/kv_c8.py:117 in 0.23.0), and decodes compute nothing: their output is
-    whatever is in its memory (attention/attention_v1.py:1611). We hand no KV on. Another producer
-    in MultiConnector does; then vllm-ascend's choice stays.
+    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, where KV
+    is sent unquantised. The cache then has the target's dtype (quantization/methods/kv_c8.py:117 in
+    0.23.0), and decodes compute nothing: their output is uninitialised memory
+    (attention/attention_v1.py:1611). We send no KV. Another producer in MultiConnector does; then
+    vllm-ascend's choice stays.
     """
     transfer = layer.impl.vllm_config.kv_transfer_config
     ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
@@ -99,19 +102,19 @@ def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
     original(self, layer)
     if ours:
         config = layer.impl.vllm_config = copy.copy(layer.impl.vllm_config)
-        config.kv_transfer_config = None  # what the layer asks for when it computes
+        config.kv_transfer_config = None  # the layer reads this when it computes
 
 
 @patch(
     MULTI_CONNECTOR,
     "MultiConnector.__init__",
     SINCE_0_23,
-    why="misspelt parameters of requests are refused",
+    why="misspelt request parameters are refused",
 )
 def name_other_connectors(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Have our connector know that others read the parameters of requests, too.
+    """Notify our connector that other connectors read request parameters, too.
 
-    Reason: a connector gets a configuration in which it is alone (multi_connector.py:225).
+    Reason: each connector gets a configuration that names only itself (multi_connector.py:225).
     """
     original(self, *args, **kwargs)
     if len(self._connectors) > 1:
@@ -123,18 +126,17 @@ def name_other_connectors(original: Any, self: Any, *args: Any, **kwargs: Any) -
     MULTI_CONNECTOR,
     "MultiConnector.get_num_new_matched_tokens",
     SINCE_0_23,
-    why="extracted tokens are computed beside other connectors",
+    why="extracted tokens are computed although another connector could load them",
 )
 def compute_extracted_tokens(
     original: Any, self: Any, request: Any, num_computed_tokens: int
 ) -> tuple[int | None, bool]:
-    """Beside us in MultiConnector, let no connector load KV for a request that is extracted.
+    """Keep other connectors in MultiConnector from loading KV for an extracted request.
 
-    Reason: loaded tokens are not computed, and have no rows. `skip_reading_prefix_cache` keeps
-    vLLM's own prefix cache away (v1/core/kv_cache_manager.py:212), but no connector looks at it.
-    The others are asked all the same and are then not chosen, as happens whenever two of them offer
-    tokens (multi_connector.py:397), so they are prepared for it. vllm-ascend's MultiConnector
-    inherits the method.
+    Reason: loaded tokens are not computed and have no rows. `skip_reading_prefix_cache` excludes
+    vLLM's own prefix cache (v1/core/kv_cache_manager.py:212), but no connector reads it. The others
+    are still asked and then not chosen. They are prepared for this, because it happens whenever two
+    of them offer tokens (multi_connector.py:397). vllm-ascend's MultiConnector inherits the method.
     """
     tokens, load_async = original(self, request, num_computed_tokens)
     if tokens and any(extracts(request) for extracts in methods(self, "extracts")):
@@ -143,12 +145,12 @@ def compute_extracted_tokens(
     return tokens, load_async
 
 
-_REUSES = "extracted requests read the prefix cache as far as their rows are at hand"
+_REUSES = "extracted requests read the prefix cache only as far as their rows are reusable"
 _FORGETS = "rows of earlier weights are not reused"
 
 
 class _Limited:
-    """A request that may read only its first tokens, for KVCacheManager.get_computed_blocks."""
+    """A request that may read only the first tokens, for KVCacheManager.get_computed_blocks."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request
@@ -160,26 +162,26 @@ class _Limited:
 
 
 def limit_prefix_cache(request: Any, reusable_rows: Callable[[Any, int], int]) -> None:
-    """Let an extracted request read only those tokens from the prefix cache that have rows.
+    """Limit an extracted request's prefix cache hits to tokens with reusable rows.
 
     Args:
         request: vllm.v1.request.Request.
-        reusable_rows: called with the request and the tokens of a block of `request.block_hashes`
-            each time that the request could start or resume. Returns how many first tokens may be
-            read.
+        reusable_rows: called with the request and the number of tokens per block of
+            `request.block_hashes` whenever the request could start or resume. Returns the number of
+            first tokens that may be read.
     """
     request.hsx_reusable_rows = reusable_rows
 
 
 @patch(KV_CACHE, "KVCacheManager.get_computed_blocks", SINCE_0_23, why=_REUSES)
 def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
-    """Read the prefix cache for an extracted request only as far as its rows are at hand.
+    """Read the prefix cache for an extracted request only as far as the rows are reusable.
 
-    Reason: tokens that are read from the cache are not computed and make no rows. vLLM knows all or
-    nothing (`skip_reading_prefix_cache`), but generated tokens, and requests that are not
-    extracted, leave more in the cache than there are rows of (v1/core/kv_cache_manager.py:196 in
-    0.23.0). In the statistics of the prefix cache such a request counts with the tokens that it
-    may read.
+    Reason: tokens that are read from the cache are not computed and make no rows. vLLM offers all
+    or nothing (`skip_reading_prefix_cache`), but generated tokens and requests without extraction
+    add entries to the cache for which there are no rows (v1/core/kv_cache_manager.py:196 in
+    0.23.0). In the statistics of the prefix cache such a request counts with the tokens that it may
+    read.
     """
     reusable_rows = getattr(request, "hsx_reusable_rows", None)
     if reusable_rows is None or not self.enable_caching or request.skip_reading_prefix_cache:
@@ -193,9 +195,9 @@ def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
 @patch(SCHEDULER, "Scheduler.reset_prefix_cache", SINCE_0_23, why=_FORGETS)
 @patch(KV_DELIVERY, "KVDeliveryScheduler.reset_prefix_cache", V0_26, why=_FORGETS)
 def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have our connector reuse no rows that were computed before the prefix cache was reset.
+    """Make our connector drop reusable rows when the prefix cache is reset.
 
-    Reason: a reset follows a change of weights, and vLLM tells connectors only if it is asked to
+    Reason: a reset follows a change of weights, but vLLM notifies connectors only on request
     (`reset_connector`, v1/core/sched/scheduler.py:1988 in 0.23.0). vllm-ascend 0.26's scheduler has
     a copy of the method (patch/platform/patch_kv_delivery_preemption.py:1190).
     """
@@ -214,20 +216,20 @@ def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -
 def report_before_answers(
     original: Any, self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    """Give our connector the workers' report of a step before requests that end in it are answered.
+    """Give our connector the workers' report of a step before the step's requests are answered.
 
     Reason: `Scheduler.update_from_output` ends requests, and asks the connector for their answers,
     before it passes on the report of the workers (v1/core/sched/scheduler.py:1526 and 1597 in
-    0.23.0). A prompt of one step whose file could not be opened would be answered as if it had one.
-    vllm-ascend 0.26 puts a scheduler with a copy of the method in place of vLLM's
+    0.23.0). If the file of a one-step prompt could not be opened, the answer would still name it.
+    vllm-ascend 0.26 replaces vLLM's scheduler with one that has a copy of the method
     (patch/platform/patch_kv_delivery_preemption.py:833). Before 0.30 the scheduler of decoding
-    nodes that recompute has a copy, too (core/recompute_scheduler.py:831 in 0.23.0).
-    The report is then passed on twice; the second time it changes nothing.
+    nodes that recompute has a copy, too (core/recompute_scheduler.py:831 in 0.23.0). The report is
+    then passed on twice; the second time changes nothing.
     """
     output = model_runner_output.kv_connector_output
     meta = None if output is None else output.kv_connector_worker_meta
     if meta is not None:
-        # MultiConnector's report has one of each of its children.
+        # MultiConnector's report has one report per child.
         children = getattr(self.connector, "_connectors", None)
         pairs = (
             [(self.connector, meta)]
@@ -244,18 +246,18 @@ def report_before_answers(
     SCHEDULER,
     "Scheduler._connector_finished",
     SINCE_0_23,
-    why="a file is named beside another connector",
+    why="a response names the file beside another connector's answer",
 )
 def answer_beside_others(
     original: Any, self: Any, request: Any
 ) -> tuple[bool, dict[str, Any] | None]:
-    """Have a response name our file when another connector in MultiConnector answers too.
+    """Make a response name our file when another connector in MultiConnector answers too.
 
-    Reason: a connector that hands KV on to a decoding server answers with its place, and
-    MultiConnector, vllm-ascend's too, ends the engine over a second answer (multi_connector.py:498;
-    vllm-ascend's distributed/kv_transfer/ascend_multi_connector.py:94). So ours is taken before
-    MultiConnector asks, and our connector then has no answer left. Where both have a key, the
-    other's value stays.
+    Reason: a connector that sends KV to a decoding server answers with the address of the KV.
+    MultiConnector, vllm-ascend's too, stops the engine if there is a second answer
+    (multi_connector.py:498; vllm-ascend's distributed/kv_transfer/ascend_multi_connector.py:94). So
+    our answer is taken before MultiConnector asks, and our connector has none left. If both answers
+    have a key, the other connector's value stays.
     """
     ours: dict[str, Any] = {}
     if hasattr(self.connector, "_connectors"):
@@ -282,9 +284,9 @@ def name_errors_of_samples(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Have the response to a request with n > 1 name the errors of all its samples.
+    """Make the response to a request with n > 1 name the errors of all samples.
 
-    Reason: each sample is a request of its own, and the response has the kv_transfer_params of the
+    Reason: each sample is a separate request, and the response has the kv_transfer_params of the
     last one to end (v1/engine/output_processor.py:329).
     """
     answer, parent = kv_transfer_params or {}, self.parent_req
@@ -314,9 +316,9 @@ def name_errors_of_samples(
 def name_errors_of_prompts(
     original: Any, self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Have the response to several prompts name the errors of all of them.
+    """Make the response to several prompts name the errors of all prompts.
 
-    Reason: it has the kv_transfer_params of the first one
+    Reason: the response has the kv_transfer_params of the first prompt
     (entrypoints/openai/completion/serving.py:594).
     """
     errors: dict[str, list[int]] = {}
@@ -333,13 +335,13 @@ def name_errors_of_prompts(
 
 
 def _counted(errors: dict[str, list[int]], of_all: str) -> str:
-    """Return the errors, each with how many have it, of how many, and which is the first."""
+    """Return each error with its count, the total and the first index that has it."""
     return "; ".join(
         f"{len(which)} {of_all} (first: {min(which)}): {error}" for error, which in errors.items()
     )
 
 
-_SLEEP = "rows and the matrix of a rotated target outlast sleep"
+_SLEEP = "rows and the matrix of a rotated target survive sleep"
 _ROWS = f"rows reach the connector, and {_SLEEP}"
 uses(KV_TRANSFER, "has_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
 uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
@@ -347,14 +349,14 @@ uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
 
 @patch("vllm_ascend.worker.worker", "NPUWorker.sleep", SINCE_0_23, why=_SLEEP)
 def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before a worker sleeps, copy to the host what we have in device memory.
+    """Copy our device memory to the host before a worker sleeps.
 
-    Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps the memory that was allocated with the
-    weights. Staging slots are among it, and a copy may still wait for room in the ring. So is the
-    matrix of a rotated target. Level 2 restores only the buffers of the target itself. No row is
-    staged while the engine sleeps, so the contents of a slot need not be kept. The memory cannot be
-    allocated with the tag `sleep_persistent` (device_allocator/camem.py:138): a tag belongs to a
-    segment, and torch_npu places most tensors in a segment that has one already.
+    Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps all memory allocated with the weights.
+    This includes staging slots (they may still hold rows that wait for space in the ring) and the
+    matrix of a rotated target. Level 2 restores only the target's buffers. No row is staged while
+    the engine sleeps, so the contents of a slot need not be kept. The memory cannot be allocated
+    with the tag `sleep_persistent` (device_allocator/camem.py:138): a tag belongs to a segment, and
+    torch_npu places most tensors in a segment that already has one.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -365,12 +367,12 @@ def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def stopped_by_string(request: Any) -> bool:
-    """Return whether a request that was aborted while generating may have ended by a stop string.
+    """Return True if a request aborted while generating may have ended at a stop string.
 
-    The API server looks for stop strings, because it has the text, and then aborts the request just
-    as if the client had disconnected (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be
-    published that no client waits for. The alternative would discard files that clients do wait
-    for.
+    The API server detects stop strings, because it has the text, and then aborts the request
+    exactly as if the client had disconnected (vllm/v1/engine/output_processor.py, 0.23.0). So a
+    file may be published although the client is gone. Otherwise files would be discarded while
+    clients wait for them.
     """
     return bool(
         request.num_output_tokens

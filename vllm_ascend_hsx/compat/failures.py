@@ -1,4 +1,4 @@
-"""Failures of a step: they reach our files, and no answer that the device has spoilt leaves."""
+"""Step failures: files name the reason, and no tokens from a failed device are answered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WORKER = "vllm_ascend.worker.worker"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 OUTPUT_V2 = "vllm.v1.worker.gpu.async_utils"
 
-_REASON = "a file has the reason for which a step failed"
-_SPOILT = "no answer is computed by a device that has failed"
+_REASON = "a file names the reason of a failed step"
+_SPOILT = "no answer has tokens from a failed device"
 
 
 def _connector_methods(name: str) -> Iterator[Any]:
@@ -38,11 +38,11 @@ def _reported() -> Iterator[None]:
 @patch(WORKER, "NPUWorker.execute_model", SINCE_0_23, why=_REASON)
 @patch(WORKER, "NPUWorker.sample_tokens", SINCE_0_23, why=_REASON)
 def report_failed_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give our connector the exception of a step before vLLM ends the engine.
+    """Pass the exception of a step to our connector before vLLM stops the engine.
 
-    Reason: the device reports a failure once, to one thread. If that is the main thread, vLLM
-    ends the workers without telling the connector (v1/executor/multiproc_executor.py, method
-    worker_busy_loop, 0.23.0), and no file would have the reason.
+    Reason: the device reports a failure once, to one thread. If that is the main thread, vLLM stops
+    the workers without notifying the connector (v1/executor/multiproc_executor.py, method
+    worker_busy_loop, 0.23.0), and no file would name the reason.
     """
     with _reported():
         return original(self, *args, **kwargs)
@@ -51,12 +51,12 @@ def report_failed_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 @patch(RUNNER_V1, "AsyncGPUModelRunnerOutput.get_output", SINCE_0_23, why=_SPOILT)
 @patch(OUTPUT_V2, "AsyncOutput.get_output", SINCE_0_30, why=_SPOILT)
 def withhold_spoilt_output(original: Any, self: Any) -> Any:
-    """Ask the device for a failure before the tokens of a step are sent.
+    """Check the device for a failure before the tokens of a step are sent.
 
-    Reason: a failed task drops all tasks behind it, the copy of the sampled tokens among them, and
-    the wait for this copy then ends at once (ReadQueue and ClearUnrecordedCount in torch_npu
-    2.10.0.post4, csrc/core/npu/NPUQueue.cpp:469). The tokens would be the earlier contents of
-    their memory. vLLM 0.30 has model runner V2.
+    Reason: a failed task drops all tasks behind it, including the copy of the sampled tokens. The
+    wait for this copy then returns at once (ReadQueue and ClearUnrecordedCount in torch_npu
+    2.10.0.post4, csrc/core/npu/NPUQueue.cpp:469). The tokens would be stale memory. vLLM 0.30 has
+    model runner V2.
     """
     with _reported():
         output = original(self)

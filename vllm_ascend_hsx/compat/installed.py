@@ -1,9 +1,9 @@
-"""Whether the installed vLLM and vllm-ascend are what the patch points were written for.
+"""Check that the installed vLLM and vllm-ascend match the patch points.
 
-`sources.json` has, for each checked release of vllm-ascend with its vLLM, the SHA-256 of each file
-that a patch point is in, and the digest of each function's body (`tools/record_sources.py`). Where
-all files are the same nothing is imported. Otherwise each patch point is examined in a process of
-its own, which takes as long as an import of vLLM.
+For each checked release of vllm-ascend and its vLLM, `sources.json` has the SHA-256 of each file
+that contains a patch point, and the digest of each function's body (`tools/record_sources.py`). If
+all files match, nothing is imported. Otherwise a separate process examines each patch point. This
+takes as long as an import of vLLM.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ EXAMINE = (
     "-c",
     "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.examine()",
 )
-_FIRST = "vllm_ascend.ops"  # imported before other modules of vllm_ascend, which import in circles
-_DONE = "HSX_CHECKED_VERSIONS"  # in the environment: processes that this one starts need not check again
+_FIRST = "vllm_ascend.ops"  # import it first: modules of vllm_ascend import each other in circles
+_DONE = "HSX_CHECKED_VERSIONS"  # environment variable: child processes need not check again
 _TIMEOUT_S = 300.0  # an import of vLLM takes half a minute from a cold disk
 
 
 class Sources(NamedTuple):
-    """What is known of the sources of one checked pair.
+    """The recorded sources of one checked pair.
 
     Attributes:
-        files: SHA-256 of each file, by its path below site-packages.
-        bodies: digest of each function, by the name of its patch point.
+        files: SHA-256 of each file, by path below site-packages.
+        bodies: digest of each function, by patch point.
     """
 
     files: Mapping[str, str]
@@ -64,10 +64,10 @@ class Examined(NamedTuple):
 
     Attributes:
         name, use, why: as in PatchPoint.
-        problem: why it does not hold, or None; see Problem.
-        not_imported: whether its module could not be imported.
-        body: digest of its function, or None.
-        file: path below site-packages of the file that it is in, or None.
+        problem: reason why the patch point does not hold, or None; see Problem.
+        not_imported: True if the module could not be imported.
+        body: digest of the function, or None.
+        file: path of the file below site-packages, or None.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Examined(NamedTuple):
 
 
 def require_checked(allow_unchecked: bool) -> None:
-    """Refuse an installed pair whose patch points are not known to hold, before weights are loaded.
+    """Refuse an installed pair with changed patch points, before weights are loaded.
 
     Args:
         allow_unchecked: the option `allow_unchecked_versions`: log the reasons instead.
 
     Raises:
-        IncompatibleVersionError: with each patch point that does not hold, and what needs it.
+        IncompatibleVersionError: names each patch point that does not hold, and the purpose.
     """
     pair = installed_pair()
     mark = " ".join(pair)
@@ -114,21 +114,21 @@ def _examine_installed(pair: Pair, allow_unchecked: bool) -> None:
     if not differences:
         why = "files of it were changed" if pair in CHECKED_PAIRS else "it was not checked"
         logger.warning(
-            "%s: %s, but all that vllm-ascend-hsx relies on is as in a checked release", what, why
+            "%s: %s, but every patch point of vllm-ascend-hsx is as in a checked release", what, why
         )
     elif allow_unchecked:
         logger.warning(
-            "%s differs from what was checked, and %s is set: %s",
+            "%s differs from the checked releases, and %s is set: %s",
             what,
             OPTION,
             "; ".join(differences),
         )
     else:
         listed = "".join(f"\n  {each}" for each in differences)
-        reason = f"{what} differs from what was checked:{listed}"
+        reason = f"{what} differs from the checked releases:{listed}"
         remedy = (
-            f'To start all the same, at the risk of wrong or missing rows, set "{OPTION}": true '
-            f"in {EXTRA_CONFIG}."
+            f'To start anyway, at the risk of wrong or missing rows, set "{OPTION}": '
+            f"true in {EXTRA_CONFIG}."
         )
         raise IncompatibleVersionError(reason, remedy)
 
@@ -143,7 +143,7 @@ def difference_of(point: Examined) -> str | None:
 
 @functools.cache
 def recorded() -> dict[str, Sources]:
-    """Return what is known of each checked release of vllm-ascend."""
+    """Return the recorded sources of each checked release of vllm-ascend."""
     text = resources.files(__package__).joinpath("sources.json").read_text()
     return {release: Sources(**sources) for release, sources in json.loads(text).items()}
 
@@ -151,14 +151,14 @@ def recorded() -> dict[str, Sources]:
 def examined(command: tuple[str, ...] = EXAMINE, timeout: float = _TIMEOUT_S) -> list[Examined]:
     """Examine the patch points in another process.
 
-    Importing vllm_ascend may fail, or end the process.
+    Importing vllm_ascend may fail or end the process.
 
     Args:
-        command: prints what `examine` prints.
-        timeout: most seconds that it may take.
+        command: command that prints the output of `examine`.
+        timeout: limit in seconds.
 
     Raises:
-        IncompatibleVersionError: if they could not be examined.
+        IncompatibleVersionError: if the patch points could not be examined.
     """
     # Like the command `vllm`, import nothing from the current directory (Python 3.11 and later).
     environ = {**os.environ, "PYTHONSAFEPATH": "1"}
@@ -190,7 +190,9 @@ def examined(command: tuple[str, ...] = EXAMINE, timeout: float = _TIMEOUT_S) ->
 
 def examine() -> None:
     """Print MARK and, as JSON, each patch point of the installed pair as in Examined."""
-    problem_of(PatchPoint(_FIRST, (), Use.NAMED, (), (), "", ""))  # shows with those that need it
+    problem_of(
+        PatchPoint(_FIRST, (), Use.NAMED, (), (), "", "")
+    )  # a failure is reported with the patch points that need it
     print(f"\n{MARK}{json.dumps([_examined(point) for point in POINTS if point.fits])}", flush=True)
 
 
@@ -252,9 +254,9 @@ def _folder_of(package: str) -> Path | None:
 
 
 def sources_of(found: list[Examined]) -> Sources:
-    """Return what is to be recorded of a pair that was examined.
+    """Return the sources to record for an examined pair.
 
-    Raises IncompatibleVersionError: a patch point does not hold.
+    Raises IncompatibleVersionError if a patch point does not hold.
     """
     if problems := [
         f"{point.name}: {point.problem}" for point in found if point.problem is not None

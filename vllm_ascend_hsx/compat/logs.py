@@ -1,4 +1,4 @@
-"""This package's log level and handlers in vLLM's processes."""
+"""Log level and handlers of this package in vLLM's processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from vllm_ascend_hsx.compat.versions import SINCE_0_23
 
 OURS, VLLMS = "vllm_ascend_hsx", "vllm"
 
-uses("vllm.logger", "init_logger", SINCE_0_23, takes="name", why="log lines go where vLLM's go")
+uses(
+    "vllm.logger",
+    "init_logger",
+    SINCE_0_23,
+    takes="name",
+    why="log lines appear where vLLM's appear",
+)
 
 
 def log_as_vllm_does() -> None:
-    """Give our logger vLLM's level, and vLLM's handlers where no other would print.
+    """Give our logger vLLM's level, and vLLM's handlers if no other handler would print.
 
     A user's configuration is kept. Reason: an API server of vLLM 0.23.0 imports
-    model_hosting_container_standards, which sets the root logger to ERROR (its
-    logging_config.py:50), and forked processes inherit that: a logger without a level of its own
-    would print no warnings.
+    model_hosting_container_standards. It sets the root logger to ERROR (logging_config.py:50), and
+    forked processes inherit this. A logger without an explicit level would print no warnings.
     """
     from vllm.logger import init_logger
 

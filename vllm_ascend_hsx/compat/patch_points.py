@@ -1,8 +1,8 @@
-"""One declaration for each patch point: what we replace, call or name in vLLM and vllm-ascend.
+"""Declare each patch point: each attribute of vLLM or vllm-ascend that we replace, call or name.
 
-A replacement is declared by the decorator `patch`, anything else by `uses` beside the code that
-uses it. Both add to POINTS. `plugin.register` applies the patches when their modules are imported;
-`hsx doctor` checks all points.
+The decorator `patch` declares a replacement. `uses`, beside the code that uses the attribute,
+declares anything else. Both add to POINTS. `plugin.register` applies the patches when their modules
+are imported; `hsx doctor` checks all points.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Use(Enum):
-    """How a patch point is used, which decides what its signature may be.
+    """The use of a patch point. It decides which signatures are accepted.
 
     REPLACED: the replacement takes exactly these parameters. PASSED_ON: it takes these and passes
     any others on. CALLED: we call it with these; it may have other, optional ones. NAMED: it must
@@ -42,7 +42,7 @@ class Use(Enum):
 
 
 class Problem(NamedTuple):
-    """Why a patch point does not hold, in one line, and whether its module failed to import."""
+    """One line on why a patch point does not hold, and whether the module failed to import."""
 
     text: str
     not_imported: bool = False
@@ -53,14 +53,13 @@ class PatchPoint(NamedTuple):
 
     Attributes:
         module: name of the module that has it.
-        path: name of the attribute, or of a class and its attribute.
+        path: name of the attribute, or names of a class and an attribute.
         use: how it is used.
-        takes: parameters that we give or take by position, in order, `self` included.
-        keywords: parameters that we give or take by name.
-        why: what does not work without it.
-        versions: releases of vllm or vllm-ascend, whichever has the module, for which this holds
-            (">=0.23,<0.24").
-        replacement: called in its place with the original as first argument; None if nothing is
+        takes: parameters that we pass or accept by position, in order, `self` included.
+        keywords: parameters that we pass or accept by name.
+        why: purpose: a statement that is false without the patch point.
+        versions: releases of the package that has the module (">=0.23,<0.24").
+        replacement: called instead, with the original as first argument; None if nothing is
             replaced.
     """
 
@@ -84,10 +83,10 @@ class PatchPoint(NamedTuple):
         return release_to_patch(self.module.partition(".")[0]) in SpecifierSet(self.versions)
 
     def apply(self, module: Any) -> None:
-        """Put the replacement in place, if the module has the attribute.
+        """Install the replacement if the module has the attribute.
 
-        Otherwise the module stays as it is, for a server that extracts nothing; one that does is
-        refused by `installed.require_checked`.
+        Otherwise leave the module unchanged, for servers that do not extract.
+        `installed.require_checked` refuses servers that do.
 
         Args:
             module: the imported module.
@@ -98,7 +97,7 @@ class PatchPoint(NamedTuple):
             owner, original = original, getattr(original, name, None)
             if original is None:
                 logger.warning(
-                    "%s is not there; extraction needs it so that: %s", self.name, self.why
+                    "%s is missing; extraction needs it so that: %s", self.name, self.why
                 )
                 return
 
@@ -123,14 +122,13 @@ def patch(
 ) -> Callable[[F], F]:
     """Declare that the decorated function replaces an attribute of vLLM or vllm-ascend.
 
-    The function is called with the original first and then as the original was. Its own parameters
-    after the first are what the original must take: exactly these, or these and others if the
-    function has `*args` or `**kwargs`.
+    The function is called with the original first, then with the original's arguments. Parameters
+    of the function after the first are the parameters that the original must take: exactly these,
+    or these and others if the function has `*args` or `**kwargs`.
 
     Args:
         module, path, versions, why: as in PatchPoint; `path` with dots.
-        takes: parameters of the original, separated by spaces, where they are not those of the
-            function.
+        takes: parameters of the original, separated by spaces, if they differ from the function's.
         keywords: further parameters that the function takes by name, separated by spaces.
     """
 
@@ -162,8 +160,8 @@ def uses(
 
     Args:
         module, path, versions, why: as in PatchPoint; `path` with dots.
-        takes: parameters that we give by position, separated by spaces; None if we do not call it.
-        keywords: parameters that we give by name, separated by spaces.
+        takes: parameters that we pass by position, separated by spaces; None if we do not call it.
+        keywords: parameters that we pass by name, separated by spaces.
     """
     use = Use.NAMED if takes is None else Use.CALLED
     names = tuple((takes or "").split())
@@ -179,11 +177,11 @@ def _parts(path: str) -> tuple[str, ...]:
 def problem_of(
     point: PatchPoint, load: Callable[[str], Any] = importlib.import_module
 ) -> Problem | None:
-    """Return what differs from the declaration; None if the patch point holds.
+    """Return the difference from the declaration; None if the patch point holds.
 
     Args:
-        point: what to check.
-        load: imports a module by its name.
+        point: patch point to check.
+        load: function that imports a module by name.
     """
     try:
         found = load(point.module)
@@ -194,7 +192,7 @@ def problem_of(
             found = getattr(found, name)
         except AttributeError:
             missing = ".".join((point.module, *point.path[: index + 1]))
-            return Problem(f"{'it' if missing == point.name else missing} is not there")
+            return Problem(f"{'it' if missing == point.name else missing} is missing")
     if point.use is Use.NAMED:
         return None
     try:
@@ -205,11 +203,11 @@ def problem_of(
 
 
 def mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None:
-    """Return how a signature differs from the declaration; None if it does not."""
+    """Return the difference between a signature and the declaration; None if there is none."""
     parameters = signature.parameters
     names, expected = tuple(parameters), point.takes
-    # An argument given by position does not depend on the parameter's name, but another name mostly
-    # has another meaning.
+    # A positional argument does not depend on the parameter's name, but another name usually means
+    # another parameter.
     wrong = names[: len(expected)] != expected or not set(point.keywords) <= set(names)
     others = [parameters[name] for name in names[len(expected) :] if name not in point.keywords]
     if point.use is Use.REPLACED:

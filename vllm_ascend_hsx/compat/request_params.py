@@ -1,6 +1,6 @@
-"""Parameters of requests at endpoints where vLLM 0.23.0 drops the client's kv_transfer_params.
+"""Request parameters at endpoints where vLLM 0.23.0 drops the client's kv_transfer_params.
 
-Beam search, which is not extracted, is among them.
+They include beam search. It is not extracted.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
 ONLINE = "vllm.entrypoints.generate.beam_search.online"
 COMPLETION = "vllm.entrypoints.openai.completion.protocol"
 CHAT = "vllm.entrypoints.openai.chat_completion.protocol"
-_SCORED = "/generative_scoring takes kv_transfer_params"
-_GENERATED = "/inference/v1/generate takes kv_transfer_params"
+_SCORED = "/generative_scoring accepts kv_transfer_params"
+_GENERATED = "/inference/v1/generate accepts kv_transfer_params"
 _KEY = "kv_transfer_params"
 
-# extra_args for the SamplingParams that are made in this context.
+# extra_args for SamplingParams created in this context.
 extra_args: ContextVar[dict[str, Any] | None] = ContextVar("hsx_extra_args", default=None)
 
 
 def our_config(vllm_config: Any) -> HsxConfig | None:
-    """Return our connector's options; None if the engine has another connector or none."""
+    """Return our connector's options; None if the engine has no connector of ours."""
     try:
         return read_options(vllm_config.kv_transfer_config)
     except UserError:
@@ -51,9 +51,10 @@ def our_config(vllm_config: Any) -> HsxConfig | None:
 @patch(TOKENS_0_23, "ServingTokens.serve_tokens", V0_23, why=_GENERATED)
 @patch(TOKENS, "ServingTokens.serve_tokens", SINCE_0_26, why=_GENERATED)
 async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have `/inference/v1/generate` pass the client's kv_transfer_params on, as completions do.
+    """Make `/inference/v1/generate` pass the client's kv_transfer_params on, as completions do.
 
-    Reason: it has a field for them that nothing reads (entrypoints/serve/disagg/protocol.py:112).
+    Reason: vLLM reads nothing from the request's field for them
+    (entrypoints/serve/disagg/protocol.py:112).
     """
     if request.kv_transfer_params and our_config(self.engine_client.vllm_config) is not None:
         params = request.sampling_params
@@ -63,28 +64,30 @@ async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwa
 
 @patch(SCORING, "ServingGenerativeScoring.create_generative_scoring", SINCE_0_23, why=_SCORED)
 async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have `/generative_scoring` pass the client's kv_transfer_params on with each item.
+    """Make `/generative_scoring` pass the client's kv_transfer_params on with each item.
 
-    Reason: its request has no field for them, and keeps them as an unknown one
-    (entrypoints/generate/generative_scoring/serving.py:50). Its answer has none either; `find`
-    leads to the files.
+    Reason: the request has no field for them and keeps them as an unknown field
+    (entrypoints/generate/generative_scoring/serving.py:50). The answer has no field either; use
+    `find` to locate the files.
     """
     given = (request.model_extra or {}).get(_KEY)
     ours = given is not None and our_config(self.engine_client.vllm_config) is not None
-    extra_args.set({_KEY: given} if ours else None)  # not reset: the context is the HTTP request's
+    extra_args.set(
+        {_KEY: given} if ours else None
+    )  # not reset: the context belongs to the HTTP request
     return await original(self, request, *args, **kwargs)
 
 
-_BATCH = "a batch of chats may choose no file"
+_BATCH = "a batch of chats names no single file"
 uses(BATCH, "OpenAIServingChatBatch.create_error_response", SINCE_0_23, takes="message", why=_BATCH)
 
 
 @patch(BATCH, "OpenAIServingChatBatch.create_batch_chat_completion", SINCE_0_23, why=_BATCH)
 async def answer_batch(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse one file for several conversations.
+    """Refuse to write several conversations to one file.
 
-    Reason: their ids do not tell which is the first one, because clients choose ids that end with a
-    number, and the answer has no field for errors of files.
+    Reason: their ids do not identify the first conversation, because a client's own id may end with
+    a number. The answer has no field for errors of files.
     """
     given = (request.model_extra or {}).get(_KEY)
     of_ours = len(request.messages) > 1 and our_config(self.engine_client.vllm_config) is not None
@@ -97,18 +100,15 @@ async def answer_batch(original: Any, self: Any, request: Any, *args: Any, **kwa
 @patch(OFFLINE, "SamplingParams", SINCE_0_23, why="beams are not extracted")
 @patch(ONLINE, "SamplingParams", SINCE_0_23, why="beams are not extracted")
 def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make sampling parameters with the extra_args of this context."""
+    """Create sampling parameters with the extra_args of this context."""
     if (extra := extra_args.get()) is not None:
         kwargs["extra_args"] = extra
     return original(*args, **kwargs)
 
 
-# ---- beam search, which vLLM runs as ordinary requests without the client's parameters ----
+# Beam search: vLLM runs it as ordinary requests without the client's parameters.
 
-NOT_EXTRACTED = (
-    "beam search is not extracted; send the text that it found as a prompt to have its hidden "
-    "states"
-)
+NOT_EXTRACTED = "beam search is not extracted; send its text as a prompt to get the hidden states"
 _CLIENT_PARAMS = "_hsx_kv_transfer_params"
 
 _OPT_OUT = {"kv_transfer_params": {EXTRACT_KEY: False}}
@@ -116,11 +116,11 @@ _OPT_OUT = {"kv_transfer_params": {EXTRACT_KEY: False}}
 
 @patch(OFFLINE, "BeamSearchOfflineMixin.beam_search", SINCE_0_23, why="beams are not extracted")
 def search_offline(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have the requests that `LLM.beam_search` makes opt out of extraction.
+    """Make the requests of `LLM.beam_search` opt out of extraction.
 
     Reason: in each step each beam is a new request (entrypoints/generate/beam_search/offline.py:75)
     whose prompt is the beam so far. With w beams and t tokens they would leave 1 + w * (t - 1)
-    files per prompt, mostly of dropped beams, without a sign of which is which.
+    files per prompt. Most belong to dropped beams, and nothing identifies them.
     """
     ours = our_config(self.llm_engine.vllm_config) is not None
     before = extra_args.set(_OPT_OUT if ours else None)
@@ -134,14 +134,14 @@ def search_offline(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 async def search_online(
     original: Any, self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[Any]:
-    """Have the requests of the API server's beam search opt out, and its response name the reason.
+    """Make the API server's beam search requests opt out, and the response name the reason.
 
     Reason: as offline (entrypoints/generate/beam_search/online.py:60). The client's
     kv_transfer_params, even an opt-out, reach none of these requests.
     """
     config = our_config(self.engine_client.vllm_config)
-    # Not reset: the next step of a generator may run in another context, and this one is the HTTP
-    # request's own.
+    # Not reset: the next step of a generator may run in another context, and this context belongs
+    # to the HTTP request.
     extra_args.set(None if config is None else _OPT_OUT)
     async for output in original(self, prompt, request_id, params, *args, **kwargs):
         if config is not None:
@@ -153,16 +153,16 @@ async def search_online(
     COMPLETION,
     "CompletionRequest.to_beam_search_params",
     SINCE_0_23,
-    why="a beam search says why it has no rows",
+    why="a beam search names the reason why it has no rows",
 )
 @patch(
     CHAT,
     "ChatCompletionRequest.to_beam_search_params",
     SINCE_0_23,
-    why="a beam search says why it has no rows",
+    why="a beam search names the reason why it has no rows",
 )
 def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep the client's kv_transfer_params with the parameters of its beam search, for the answer.
+    """Keep the client's kv_transfer_params with the beam search parameters, for the answer.
 
     Reason: BeamSearchParams have no field for them (entrypoints/openai/completion/protocol.py:223
     and entrypoints/openai/chat_completion/protocol.py:531).
@@ -173,11 +173,11 @@ def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _answer(config: HsxConfig, client_params: Any) -> dict[str, Any] | None:
-    """Return why there are no hidden states, if there would be some without beam search."""
+    """Return the reason for missing hidden states if they would exist without beam search."""
     try:
         extract = read_params(
             client_params, ServerParams(None, extract_all=config.extract == "all")
         ).extract
     except ParamsError:
-        extract = True  # the client asked for something
+        extract = True  # the client asked for extraction
     return {ERROR_KEY: NOT_EXTRACTED} if extract else None

@@ -1,18 +1,19 @@
-"""The rotation of a target's residual stream (QuaRot), as msmodelslim leaves it beside the weights.
+"""The rotation of a target's residual stream (QuaRot), written by msmodelslim beside the weights.
 
-Such a target computes X @ Q instead of X, with an orthogonal Q. Its checkpoint has a description of
-its quantisation, which names the file with Q. vllm-ascend reads it for drafts
-(patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0); from 0.26 on also where the file has its
-usual name and none is given (spec_decode/llm_base_proposer.py:407 in 0.26.0rc1). 0.30 knows targets
-that only say that they are rotated (utils.py:1853 in 0.30.0rc2).
+Such a target computes X @ Q instead of X, with an orthogonal Q. The quantisation description in the
+checkpoint names the file with Q. vllm-ascend reads it for drafts
+(patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0). Since 0.26 it also reads a file of the
+usual name if the description names none (spec_decode/llm_base_proposer.py:407 in 0.26.0rc1). 0.30
+accepts targets whose description only states that they are rotated (utils.py:1853 in 0.30.0rc2).
 
-Some checkpoints do not say it. Older scripts of msmodelslim never do, such as that of vllm-ascend's
-tutorial for Qwen3-235B (example/Qwen3-MOE with `--rot`, msmodelslim 3de0a3c). Newer ones do unless
-`export_extra_info` is off. The final norm shows the rotation: QuaRot moves its weights into the
-head, since a norm commutes with a rotation only if its weights are equal (set_bias_to_ones in
-example/common/rot_utils/rot_qwen.py, fuse_ln_linear in msmodelslim/processor/quarot). Training
-leaves different ones. The norms of layers do not show it: most recipes smooth after they rotate,
-and smoothing scales them. It leaves out the final norm (get_norm_linear_subgraph in
+Some checkpoints do not declare the rotation. Older scripts of msmodelslim never do, such as the
+script of vllm-ascend's tutorial for Qwen3-235B (example/Qwen3-MOE with `--rot`, msmodelslim
+3de0a3c). Newer scripts do unless `export_extra_info` is off. The final norm shows the rotation:
+QuaRot moves the norm's weights into the head, because a norm commutes with a rotation only if the
+weights are equal (set_bias_to_ones in example/common/rot_utils/rot_qwen.py, fuse_ln_linear in
+msmodelslim/processor/quarot). Training leaves different weights. The norms of layers do not show
+it: most recipes smooth after they rotate, and smoothing scales these norms, but not the final one
+(get_norm_linear_subgraph in
 msmodelslim/pytorch/llm_ptq/anti_outlier/dag_utils/torch_dag_adapter.py).
 """
 
@@ -38,16 +39,14 @@ logger = logging.getLogger(__name__)
 FILES = "vllm_ascend.quantization.utils"
 DESCRIPTION = "quant_model_description.json"
 USUAL = "optional/quarot.safetensors"
-MATRIX = "global_rotation"  # name of the tensor, and key of its file
-_ORTHOGONAL = (
-    0.01  # largest deviation of Q @ Q.T from the identity; that of a Q in bfloat16 is 0.004
-)
+MATRIX = "global_rotation"  # name of the tensor, and key of the file
+_ORTHOGONAL = 0.01  # largest deviation of Q @ Q.T from the identity; 0.004 for Q in bfloat16
 _ROWS_AT_ONCE = 512
-_KEEP = "store rows as they are with kv_connector_extra_config.rotation='keep'."
-_REMEDY = f"Complete the checkpoint with the file that its description names, or {_KEEP}"
+_KEEP = "store rows unchanged with kv_connector_extra_config.rotation='keep'."
+_REMEDY = f"Add the file that its description names to the checkpoint, or {_KEEP}"
 _UNDECLARED = (
-    "is rotated (QuaRot) and does not say so: all weights of its final norm are equal, as they "
-    "are when they are in the head"
+    "is rotated (QuaRot) but does not declare it: all weights of its final norm are "
+    "equal, as after a fusion into the head"
 )
 _REMEDY_IF_UNDECLARED = (
     f"Put the rotation into {USUAL} (msmodelslim writes it with export_extra_info), or {_KEEP}"
@@ -67,22 +66,22 @@ uses(
 def rotation_of(vllm_config: Any, wish: str) -> Path | None:
     """Return the file of a target's rotation; None if the target is not rotated.
 
-    A rotation that is not declared is found as soon as the weights are on this machine.
+    An undeclared rotation is found if the weights are on this machine.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
-        wish: option `rotation`. With "keep" the file need not be there.
+        wish: option `rotation`. With "keep" the file may be missing.
 
     Raises:
-        UserError: if the description cannot be read or names a file that is not there, or if the
-            rotation is not declared.
+        UserError: if the description cannot be read or names a missing file, or if the rotation is
+            not declared.
     """
     model_config = vllm_config.model_config
     if model_config.quantization != "ascend":
         return None
     find = importlib.import_module(FILES).get_model_file
     path = find(model_config.model, DESCRIPTION, revision=model_config.revision)
-    if path is None:  # vllm-ascend refuses it, with a better remedy
+    if path is None:  # vllm-ascend refuses the target, with a better remedy
         return None
     try:
         description = json.loads(path.read_bytes())
@@ -107,23 +106,23 @@ def rotation_of(vllm_config: Any, wish: str) -> Path | None:
         raise UserError(
             "model",
             model_config.model,
-            f"is rotated (QuaRot), and its matrix {name} is not there",
+            f"is rotated (QuaRot), but its matrix {name} is missing",
             _REMEDY,
         )
     return found or Path(model_config.model, name)
 
 
 def refuse_undeclared_rotation(model_config: Any, target: torch.nn.Module) -> None:
-    """Refuse a loaded target that is rotated, and whose checkpoint did not show it.
+    """Refuse a loaded target with an undeclared rotation that the checkpoint did not show.
 
-    Reason: a checkpoint may be loaded from a place that `rotation_of` cannot read.
+    Reason: `rotation_of` cannot read every source of a checkpoint.
 
     Args:
         model_config: vllm.config.ModelConfig of the target.
-        target: the model with its weights. A final norm is on every rank.
+        target: the model with loaded weights. Every rank has the final norm.
 
     Raises:
-        UserError: it is rotated.
+        UserError: if it is rotated.
     """
     norms = (weight for name, weight in target.named_parameters() if _FINAL_NORM.fullmatch(name))
     if model_config.quantization == "ascend" and _has_equal_weights(norms):
@@ -131,18 +130,18 @@ def refuse_undeclared_rotation(model_config: Any, target: torch.nn.Module) -> No
 
 
 def _has_equal_weights(norms: Iterable[torch.Tensor]) -> bool:
-    """Return whether all weights of the final norm are equal; False if there is none.
+    """Return True if all weights of the final norm are equal, False without a final norm.
 
-    They are 1, or 0 of a norm that multiplies by 1 + weight.
+    Equal weights are 1, or 0 in a norm that multiplies by 1 + weight.
     """
     norm = next(iter(norms), None)
     return norm is not None and bool((norm.cpu() == norm.cpu()[0]).all())
 
 
 def _final_norms_of_checkpoint(vllm_config: Any) -> Iterator[torch.Tensor]:
-    """Yield the final norm's weight from the files on this machine, if there is one.
+    """Yield the final norm's weight from the files on this machine, if present.
 
-    It is in one of the last files of most checkpoints. vLLM reports files that cannot be read.
+    Most checkpoints have it in one of the last files. vLLM reports files that cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -155,7 +154,8 @@ def _final_norms_of_checkpoint(vllm_config: Any) -> Iterator[torch.Tensor]:
                     yield from map(file.get_tensor, names)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         logger.warning(
-            "whether %s is rotated is seen when it is loaded: %s",
+            "cannot read the final norm of %s, so whether it is rotated is checked "
+            "after loading: %s",
             vllm_config.model_config.model,
             error,
         )
@@ -171,9 +171,9 @@ def read_rotation(path: Path, hidden_size: int, device: torch.device) -> torch.T
     """Read and check a rotation.
 
     Args:
-        path: its file.
+        path: file of the rotation.
         hidden_size: elements of the target's rows.
-        device: where to check it.
+        device: device for the check.
 
     Returns:
         float32 [hidden, hidden] on the host, orthogonal.
@@ -191,7 +191,9 @@ def read_rotation(path: Path, hidden_size: int, device: torch.device) -> torch.T
             "model", str(path), f"is not a rotation: {type(error).__name__}: {error}", _REMEDY
         ) from error
     if matrix.shape != (hidden_size, hidden_size):
-        problem = f"is a rotation of {tuple(matrix.shape)}, and rows have {hidden_size} elements"
+        problem = (
+            f"is a rotation of shape {tuple(matrix.shape)}, but rows have {hidden_size} elements"
+        )
         raise UserError("model", str(path), problem, _REMEDY)
     deviation = _deviation(matrix.to(device))
     if not deviation <= _ORTHOGONAL:
@@ -205,10 +207,11 @@ def read_rotation(path: Path, hidden_size: int, device: torch.device) -> torch.T
 
 
 def _deviation(matrix: torch.Tensor) -> float:
-    """Return the largest element of |Q @ Q.T - I|; nan if there is one.
+    """Return the largest element of |Q @ Q.T - I|; nan if any element is nan.
 
-    In blocks of rows, since in sleep mode what is freed while a model is loaded is free for nobody:
-    torch_npu 2.10.0.post4 keeps it in the pool (core/npu/NPUCachingAllocator.cpp:2490).
+    The product is computed in blocks of rows. In sleep mode, memory that is freed while a model is
+    loaded stays in the pool and cannot be used (torch_npu 2.10.0.post4,
+    core/npu/NPUCachingAllocator.cpp:2490).
     """
     largest = []
     for begin in range(0, len(matrix), _ROWS_AT_ONCE):

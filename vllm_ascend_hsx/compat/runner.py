@@ -1,4 +1,4 @@
-"""The parts of the runner, its batch and the connector that proposer and layer use."""
+"""Parts of the runner, the batch and the connector that proposer and layer use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_ascend_hsx.compat.patch_points import uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, IncompatibleVersionError
 
 RUNNER = "vllm_ascend.worker.model_runner_v1"
-# What HsxProposer calls on the runner; model runner V2 of vllm-ascend has neither.
+# Methods that HsxProposer calls on the runner; vllm-ascend's model runner V2 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
 
 _PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
@@ -20,7 +20,7 @@ uses(
     _PAD,
     SINCE_0_23,
     takes="self num_scheduled_tokens",
-    why="rows with sequence parallelism",
+    why="rows are right with sequence parallelism",
 )
 _KEYWORDS = "num_tokens is_draft_model cudagraph_mode"
 uses(
@@ -42,11 +42,11 @@ def require_runner_hooks(runner: Any) -> None:
     private methods of the v1 NPUModelRunner.
 
     Raises:
-        IncompatibleVersionError: no runner, or one without a method; at start-up instead of an
-            AttributeError in the first step.
+        IncompatibleVersionError: no runner, or a runner without a method. It is raised at start-up,
+            before an AttributeError in the first step.
     """
     if runner is None:
-        raise IncompatibleVersionError("vllm-ascend gave its proposer no model runner")
+        raise IncompatibleVersionError("vllm-ascend created its proposer without a model runner")
     missing = [name for name in RUNNER_HOOKS if not callable(getattr(runner, name, None))]
     if missing:
         raise IncompatibleVersionError(
@@ -57,7 +57,7 @@ def require_runner_hooks(runner: Any) -> None:
 
 
 class BatchRow(NamedTuple):
-    """The rows of one request in the runner's current batch."""
+    """Rows of one request in the runner's current batch."""
 
     request_id: str
     first: int
@@ -68,19 +68,19 @@ class BatchRow(NamedTuple):
 def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     """Return the requests in the runner's current batch, in batch order.
 
-    Reason: `propose` is given tensors without request ids; `input_batch`
-    (vllm/v1/worker/gpu_input_batch.py) holds both the ids and the position of each request's first
+    Reason: `propose` receives tensors without request ids. `input_batch`
+    (vllm/v1/worker/gpu_input_batch.py) holds the ids and the position of each request's first
     token. Without draft tokens `num_computed_tokens_cpu` is exact also with asynchronous
     scheduling.
 
     Args:
         runner: the NPUModelRunner.
-        query_start_loc: int32 [requests + 1] on the host; row at which each request begins.
+        query_start_loc: int32 [requests + 1] on the host; first row of each request.
     """
     input_batch = runner.input_batch
     positions = input_batch.num_computed_tokens_cpu[
         : len(input_batch.req_ids)
-    ]  # int32 [most requests]
+    ]  # int32 [max requests]
     return _batch_rows(input_batch.req_ids, positions.tolist(), query_start_loc.tolist())
 
 
@@ -102,7 +102,7 @@ def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
 def _batch_rows(
     request_ids: Sequence[str], positions: Sequence[int], starts: Sequence[int]
 ) -> list[BatchRow]:
-    """Return the requests; `positions` are those of each one's first token, `starts` its rows."""
+    """Return the requests from the position of each first token and from each first row."""
     count = len(request_ids)  # the runners' arrays may be padded
     return [
         BatchRow(request_id, first, end - start, start)
@@ -113,15 +113,15 @@ def _batch_rows(
 
 
 def connector_hand_over() -> Callable[[str, torch.Tensor, Any], None]:
-    """Return a function (layer name, its KV cache, metadata) that calls `save_kv_layer`.
+    """Return a function (layer name, KV cache, metadata) that calls `save_kv_layer`.
 
-    It does what vLLM does after each attention layer
-    (model_executor/layers/attention/kv_transfer_utils.py:22), and reaches a connector inside
-    MultiConnector too.
+    It repeats vLLM's code after each attention layer
+    (model_executor/layers/attention/kv_transfer_utils.py:22), and also reaches a connector inside
+    MultiConnector.
 
-    Reason: vLLM's decorator finds layer and metadata in a forward context. To enter one takes 40 µs
-    of each step, and posts a [4, dp] collective with DP>1 and a MoE target if it is not given the
-    ranks' token counts (vllm/forward_context.py:280).
+    Reason: vLLM's decorator finds layer and metadata in a forward context. Entering one takes 40 µs
+    of each step. With DP>1 and a MoE target it also posts a [4, dp] collective unless the ranks'
+    token counts are passed (vllm/forward_context.py:280).
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -136,13 +136,13 @@ def connector_hand_over() -> Callable[[str, torch.Tensor, Any], None]:
 
 
 def register_layer(vllm_config: Any, name: str, layer: Any) -> None:
-    """Make an attention layer known to vLLM.
+    """Register an attention layer with vLLM.
 
-    Reason: vLLM's attention layers enter themselves into `static_forward_context`, its registry of
-    them; the forward context, the connector's hook and the drafter look layers up there.
+    Reason: vLLM's attention layers register themselves in `static_forward_context`. The forward
+    context, the connector's hook and the drafter look layers up there.
 
     Raises:
-        ValueError: a layer of that name exists.
+        ValueError: if the name is taken.
     """
     layers = vllm_config.compilation_config.static_forward_context
     if name in layers:
@@ -151,7 +151,7 @@ def register_layer(vllm_config: Any, name: str, layer: Any) -> None:
 
 
 def find_layers(vllm_config: Any, layer_type: type) -> dict[str, Any]:
-    """Return the layers of a type that this process has registered while it loaded models, by name.
+    """Return the registered layers of a type by name.
 
     Reason: `static_forward_context` is vLLM's registry of attention layers.
     """
@@ -160,7 +160,7 @@ def find_layers(vllm_config: Any, layer_type: type) -> dict[str, Any]:
 
 
 def tensor_parallel_rank() -> int:
-    """Return this worker's rank among those that hold the same rows."""
+    """Return this worker's rank among the ranks that hold the same rows."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank: int = get_tensor_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""Balance scheduling of vllm-ascend. It is refused with our connector alone."""
+"""Refuse vllm-ascend's balance scheduling if our connector is the only one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def refuse_balance_scheduling(
     """Refuse balance scheduling unless the server's role is `kv_both`.
 
     Reason: vllm-ascend takes any other role for one half of a disaggregated pair, and refuses the
-    option without the name of our connector (platform.py:677 in 0.23.0, :1029 in 0.30.0rc2).
-    MultiConnector may have another role than our connector in it.
+    option without naming our connector (platform.py:677 in 0.23.0, :1029 in 0.30.0rc2).
+    MultiConnector may have another role than our connector inside of it.
 
     Args:
-        additional_config: the option of vLLM that is vllm-ascend's own.
-        kv_role: of kv_transfer_config itself.
-        environ: the server's environment. Before 0.30 a variable sets the option, too.
+        additional_config: vLLM's option for platforms.
+        kv_role: role in kv_transfer_config.
+        environ: environment of the server. Before 0.30 a variable sets the option, too.
 
     Raises:
-        UserError: the server would balance.
+        UserError: if the server would balance.
     """
     option, value = f"additional_config.{_KEY}", additional_config.get(_KEY)
     scheduler = additional_config.get("scheduler_config")
@@ -43,12 +43,11 @@ def refuse_balance_scheduling(
     if kv_role == "kv_both" or value in (None, False, 0, "0"):
         return
     remedy = (
-        'Leave it out, or make this connector a child of a MultiConnector with "kv_role": '
-        '"kv_both".'
+        'Remove it, or make this connector a child of a MultiConnector with "kv_role": "kv_both".'
     )
     raise UserError(
         option,
         value,
-        f"is taken by vllm-ascend with kv_role='kv_both' alone, and this server has {kv_role!r}",
+        f"needs kv_role='kv_both' in vllm-ascend, but this server has {kv_role!r}",
         remedy,
     )

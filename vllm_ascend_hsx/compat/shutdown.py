@@ -1,11 +1,11 @@
-"""Stop a server: each process waits for those below it until rows are in their files.
+"""Stop a server: each process waits for child processes until rows are in their files.
 
 On SIGTERM or SIGINT, vLLM 0.23.0 does this: the parent of the engine cores sends them SIGTERM and,
 after `--shutdown-timeout` (default: 0), SIGKILL to them and to all workers (v1/utils.py:571). An
-engine core that shuts down gives its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
+engine core that shuts down gives the workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
 
-Without a patch of this module, rows of an answered request are lost, or somebody waits forever.
-Requests in flight end as vLLM ends them.
+Without these patches, rows of an answered request are lost, or a client waits forever. Requests in
+flight end as vLLM ends them.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from vllm_ascend_hsx.transfer_config import read_options
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
-WHOLE_STEPS = "a signal to every process ends a server between steps"
+WHOLE_STEPS = "a signal to every process stops a server between steps"
 WRITTEN = "rows are written when a server stops"
 ANSWERED = "an API server that stops leaves no request unanswered"
 
-# Process.join calls poll(), which takes milliseconds in 31 bits; this leaves room for additions.
+# Process.join passes milliseconds to poll() in 31 bits; this bound allows additions.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
 _VLLM_GRACE_S = (
-    13.0  # the executor's 4 + 4 for its workers, and 5 for an engine core (v1/utils.py:581)
+    13.0  # the executor's 4 + 4 for the workers, and 5 for an engine core (v1/utils.py:581)
 )
 
 
 def stop_timeout(vllm_config: Any) -> float:
-    """Return the seconds that a worker may need to stop, for silent storage, rows and error files.
+    """Return the seconds a worker may need to stop: stalled storage, rows and error files.
 
     Args:
-        vllm_config: vllm.config.VllmConfig, the engine's own.
+        vllm_config: vllm.config.VllmConfig of the engine.
 
     Returns:
-        0 where our connector is not configured, alone or in MultiConnector, or in a way that no
-        engine starts with.
+        0 if our connector is not configured, alone or in MultiConnector, or if the options are
+        invalid.
     """
     try:
         config = read_options(vllm_config.kv_transfer_config)
@@ -65,15 +65,15 @@ uses(ENGINES, "shutdown", SINCE_0_23, takes="procs timeout", why=WRITTEN)
 
 @patch(ENGINES, "CoreEngineProcManager.__init__", SINCE_0_23, keywords="vllm_config", why=WRITTEN)
 def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Have a manager of engine cores wait for them, also if only its finalizer stops them.
+    """Make a manager of engine cores wait for them, also if only the finalizer stops them.
 
-    Reason: that gives them 5 seconds (v1/engine/utils.py:217).
+    Reason: the finalizer waits 5 seconds (v1/engine/utils.py:217).
     """
     from vllm.v1.engine.utils import shutdown
 
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     seconds = stop_timeout(arguments["vllm_config"])
-    # First: a start that fails shuts down.
+    # Set it first: a failed start shuts down.
     self._hsx_seconds = seconds + _VLLM_GRACE_S if seconds else 0.0
     original(self, *args, **kwargs)
     if seconds and self._finalizer.detach() is not None:
@@ -82,11 +82,11 @@ def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 @patch(ENGINES, "CoreEngineProcManager.shutdown", SINCE_0_23, why=WRITTEN)
 def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> None:
-    """Make the process that started the engine cores wait for them before it kills them.
+    """Wait for the engine cores before they are killed.
 
-    Reason: the timeout is `--shutdown-timeout`, by default 0, and what is alive then is killed
-    (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight; rows are written
-    after it. The wait ends when the engine cores have ended.
+    Reason: the timeout is `--shutdown-timeout`, by default 0, and processes that are still alive
+    then are killed (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight;
+    rows are written after it. The wait ends when the engine cores have ended.
     """
     if self._hsx_seconds:
         timeout = min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + self._hsx_seconds
@@ -113,25 +113,25 @@ def fail_unanswered_requests(
     *,
     at_exit: Callable[[], bool] = sys.is_finalizing,
 ) -> None:
-    """Have an API server that stops refuse new requests, and fail those without an answer.
+    """Make a stopping API server refuse new requests and fail unanswered ones.
 
-    Reason: it accepts requests until the engine cores have ended. Nobody would answer the last
-    ones, and the HTTP server waits for them forever (entrypoints/launcher.py:148).
+    Reason: it accepts requests until the engine cores have ended. The last ones would get no
+    answer, and the HTTP server waits for them forever (entrypoints/launcher.py:148).
 
-    `at_exit` is bound here because `AsyncLLM.__del__` may call this when Python has cleared our
-    globals. An engine whose start has failed has no core, or not even a configuration.
+    `at_exit` is bound here because `AsyncLLM.__del__` may call this after Python has cleared our
+    globals. An engine whose start failed has no core, or not even a configuration.
     """
     core = getattr(self, "engine_core", None)
     if (
         at_exit()
         or core is None
-        # The main thread runs the event loop that passes answers on.
+        # The main thread runs the event loop that forwards answers.
         or threading.current_thread() is threading.main_thread()
         or not stop_timeout(self.vllm_config)
     ):
         return original(self, timeout=timeout)
-    core.resources.engine_dead = True  # for new requests only: they are answered by an error
-    handler = getattr(self, "output_handler", None)  # of a start that failed there is none
+    core.resources.engine_dead = True  # for new requests only: they are answered with an error
+    handler = getattr(self, "output_handler", None)  # missing after a failed start
     original(self, timeout=timeout)
     if handler is not None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -144,15 +144,15 @@ def fail_unanswered_requests(
     EXECUTOR,
     "MultiprocExecutor._ensure_worker_termination",
     SINCE_0_23,
-    takes="worker_procs",  # a static method, which is called on the executor
+    takes="worker_procs",  # a static method called on the executor
     why=WRITTEN,
 )
 def wait_for_workers(original: Any, self: Any, worker_procs: Sequence[Any]) -> None:
-    """Have an executor wait for its workers before it sends them signals.
+    """Wait for the workers before the executor sends them signals.
 
-    Reason: this sends SIGTERM after 4 seconds and SIGKILL after 4 more
-    (v1/executor/multiproc_executor.py:405), and has no option. vllm-ascend's executor inherits it.
-    When a start has failed there is nothing to wait for.
+    Reason: the original sends SIGTERM after 4 seconds and SIGKILL after 4 more
+    (v1/executor/multiproc_executor.py:405), without an option. vllm-ascend's executor inherits it.
+    After a failed start there is nothing to wait for.
     """
     if getattr(self, "shutting_down", False):
         deadline = time.monotonic() + stop_timeout(self.vllm_config)
@@ -163,15 +163,17 @@ def wait_for_workers(original: Any, self: Any, worker_procs: Sequence[Any]) -> N
 
 @patch(EXECUTOR, "WorkerProc.worker_busy_loop", SINCE_0_23, why=WHOLE_STEPS)
 def leave_signals_to_the_engine_core(original: Any, self: Any) -> None:
-    """Have a worker ignore SIGINT and SIGTERM as long as its engine core lives.
+    """Make a worker ignore SIGINT and SIGTERM as long as the engine core lives.
 
-    Reason: Ctrl-C, and systemd's default, reach every process. vLLM's handler ends a worker at
-    once, in the middle of a step (v1/executor/multiproc_executor.py:816): other ranks wait for it
-    in a collective, and the engine core fails instead of ending its requests. The engine core has
-    the signal too. It ends its workers between steps, by a pipe that they watch (781).
+    Reason: Ctrl-C, and systemd's default, reach every process. vLLM's handler stops a worker in the
+    middle of a step (v1/executor/multiproc_executor.py:816). Other ranks then wait for it in a
+    collective, and the engine core fails instead of ending requests. The engine core gets the
+    signal too, and stops the workers between steps through a pipe that they watch (781).
     """
     if stop_timeout(self.worker.vllm_config):
-        signal.set_wakeup_fd(-1)  # of the API server's event loop, in a forked process
+        signal.set_wakeup_fd(
+            -1
+        )  # set by the API server's event loop, inherited by a forked process
         parent = os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_end_an_orphan, parent, signal.getsignal(number)))
@@ -185,11 +187,11 @@ def _end_an_orphan(parent: int, handler: Any, number: int, frame: FrameType | No
 
 @patch(ENGINES, "SignalCallback.trigger", SINCE_0_23, takes="self", why=WRITTEN)
 def trigger_once(original: Any, self: Any) -> None:
-    """Let a signal that interrupts the handling of another one leave the engine core's end to it.
+    """Handle only the first signal to an engine core.
 
     Reason: the handler sets a threading.Event (v1/engine/utils.py:276). A signal that arrives
-    within Event.set waits for a lock that its own thread holds, so the engine core never stops. A
-    server that gets SIGTERM passes it on, so engine cores get two when every process does.
+    within Event.set waits for a lock held by the same thread, so the engine core never stops. A
+    server passes SIGTERM on, so engine cores get two signals if every process gets one.
     """
     if not getattr(self, "_hsx_triggered", False):
         self._hsx_triggered = True
@@ -203,17 +205,17 @@ uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", SINCE_0_23, why=WRITTEN)
     ENGINE_CORE,
     "EngineCoreProc._handle_shutdown",
     SINCE_0_23,
-    why="a file tells that the server was stopped",
+    why="a file names the stop of the server as the reason",
 )
 def stop_in_order(original: Any, self: Any) -> bool:
-    """Have an engine core that stops tell our connector, end its requests in time, and shut down.
+    """Make a stopping engine core notify our connector, end requests in time, and shut down.
 
     Reasons, all in v1/engine/core.py:
-    * A request that it aborts (1310) looks aborted by the client, so no file would hold the reason.
-    * With `--shutdown-timeout` it waits for its requests forever (1316) and relies on being killed.
-      Now it aborts them when the time is over.
-    * It removes its signal handlers before it shuts down (1201); see `shut_down_undisturbed`. So it
-      shuts down earlier.
+    * A request that it aborts (1310) looks aborted by the client, so no file would name the reason.
+    * With `--shutdown-timeout` it waits for requests forever (1316) and relies on being killed. Now
+      it aborts them after the timeout.
+    * It removes the signal handlers before it shuts down (1201); see `shut_down_undisturbed`. So it
+      now shuts down earlier.
     """
     from vllm.v1.engine.core import EngineShutdownState
 
@@ -235,10 +237,10 @@ def stop_in_order(original: Any, self: Any) -> bool:
 
 @patch(ENGINE_CORE, "EngineCoreProc.shutdown", SINCE_0_23, why=WRITTEN)
 def shut_down_undisturbed(original: Any, self: Any) -> None:
-    """Have an engine core ignore signals while it shuts down.
+    """Make an engine core ignore signals while it shuts down.
 
-    Reason: a Ctrl-C reaches it twice, from the terminal and from the API server, and the second
-    signal would kill it, and a worker in its process, while rows are written.
+    Reason: Ctrl-C reaches it twice, from the terminal and from the API server. The second signal
+    would kill it, and a worker in the same process, while rows are written.
     """
     if threading.current_thread() is threading.main_thread() and stop_timeout(self.vllm_config):
         for number in (signal.SIGTERM, signal.SIGINT):

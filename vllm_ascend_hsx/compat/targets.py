@@ -1,4 +1,4 @@
-"""The targets that can be extracted, and the patches and checks that this takes."""
+"""Targets that can be extracted, with the patches and checks for them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ ASCEND_DEEPSEEK = "vllm_ascend.patch.worker.patch_deepseek_v2"  # replaces vLLM'
 MODEL_CONFIGS = "vllm.transformers_utils.config"
 
 _NEMOTRON_H = (
-    "its Mamba-2 layers cannot generate: NPUModelRunner.initialize_kv_cache of vllm-ascend "
-    "0.23.0 and 0.26.0rc1 "
-    "(worker/model_runner_v1.py) never initialises vLLM's state update, as vLLM's own runner "
-    "does, so that the second token of a text "
-    "stops the engine; and experts without a gate, which some of these models have, are for GPUs "
-    "only "
-    "(vllm/model_executor/layers/fused_moe)"
+    "its Mamba-2 layers cannot generate: NPUModelRunner.initialize_kv_cache of "
+    "vllm-ascend 0.23.0 and 0.26.0rc1 (worker/model_runner_v1.py) never initialises "
+    "vLLM's state update, unlike vLLM's own runner, so the second token of a text stops "
+    "the engine; and experts without a gate, which some of these models have, are for "
+    "GPUs only (vllm/model_executor/layers/fused_moe)"
 )
 _MINIMAX_M3 = (
-    "vllm-ascend 0.30.0rc2 has the model return hidden states to the method eagle3 alone "
-    "(models/minimax_m3/minimax_m3.py:1243), so that "
-    "a server would stop when all weights are loaded"
+    "vllm-ascend 0.30.0rc2 makes the model return hidden states only to the method "
+    "eagle3 (models/minimax_m3/minimax_m3.py:1243), so a server would stop after "
+    "loading all weights"
 )
 _KIMI_K3 = (
-    "a layer's output is the sum of two tensors or one of them, by the model's configuration "
-    "(vllm_ascend/models/kimi_k3.py:865-948 in "
-    "0.30.0rc2), and nothing has shown that rows are right"
+    "a layer's output is the sum of two tensors or one of them, depending on the "
+    "model's configuration (vllm_ascend/models/kimi_k3.py:865-948 in 0.30.0rc2), and no "
+    "test has shown that rows are right"
 )
 # Targets that collect hidden states but cannot be served, or not with right rows.
 # tests/ut/compat/test_targets.py compares the reasons with the sources.
@@ -60,8 +58,8 @@ OF_STREAMS = (
 )
 MEAN_OF_STREAMS = "mean over the residual streams of a token after i layers, before they are joined"
 
-# Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
-# Some of them on some releases only; see `shown`.
+# Targets that our tests serve on the emulated NPU: the working rows in docs/compatibility.md. Some
+# work only on some releases; see `shown`.
 SHOWN = (
     "DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -109,8 +107,8 @@ SHOWN = (
     "Starcoder2ForCausalLM",
 )
 
-_BOTH_ENDS = "first and last layer of DeepSeek and Kimi-K2"
-_LAYERS = "hsx serve reads a model's layers"
+_BOTH_ENDS = "the first and last layer of DeepSeek and Kimi-K2 can be extracted"
+_LAYERS = "hsx serve can read a model's layers"
 
 _SCALING = "original_max_position_embeddings scaling_beta positions"
 uses(DEEPSEEK, "_get_llama_4_scaling", V0_23, takes=_SCALING, why=_BOTH_ENDS)
@@ -125,17 +123,17 @@ def collect_both_ends(
     intermediate_tensors: Any,
     inputs_embeds: Any = None,
 ) -> Any:
-    """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output and the last state on request.
+    """Return the embedding output and the last state of DeepSeek-V2, -V3 and Kimi-K2 on request.
 
-    Reason: DeepseekV2Model.forward collects before each layer only (models/deepseek_v2.py:1328), so
+    Reason: DeepseekV2Model.forward collects only before each layer (models/deepseek_v2.py:1328), so
     it never returns the last state, and before the first layer it adds a residual that is None. All
-    other targets of vllm 0.23.0 use `_maybe_add_hidden_state` (interfaces.py:1289), which does
-    neither.
+    other targets of vllm 0.23.0 use `_maybe_add_hidden_state` (interfaces.py:1289), which has
+    neither defect.
     """
     wanted, last = self.aux_hidden_state_layers, len(self.layers)
     if 0 not in wanted and last not in wanted:
         return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
-    # One pipeline stage, which is what extraction is allowed with: from the embedding to the norm.
+    # Extraction has one pipeline stage, from the embedding to the norm.
     stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
     residual = scaling = None
     if options := getattr(self.config, "llama_4_scaling", None):
@@ -163,7 +161,7 @@ def collect_embedding(
     intermediate_tensors: Any,
     inputs_embeds: Any = None,
 ) -> Any:
-    """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output on request.
+    """Return the embedding output of DeepSeek-V2, -V3 and Kimi-K2 on request.
 
     Reason: before the first layer vllm-ascend's forward adds a residual that is None
     (patch/worker/patch_deepseek_v2.py:330, 0.26). It collects the last state itself, and gathers
@@ -172,11 +170,11 @@ def collect_embedding(
     wanted = self.aux_hidden_state_layers
     if 0 not in wanted:
         return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
-    # One pipeline stage, which is what extraction is allowed with.
+    # Extraction has one pipeline stage.
     embedding = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
     self.aux_hidden_state_layers = type(wanted)(each for each in wanted if each != 0)
     try:
-        # The first layer may write into the tensor that it is given.
+        # The first layer may write into the tensor.
         output = original(self, input_ids, positions, intermediate_tensors, embedding.clone())
     finally:
         self.aux_hidden_state_layers = wanted
@@ -202,19 +200,19 @@ def published_config(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's config.json as vLLM reads it, from Hugging Face or ModelScope.
 
-    Reason: vLLM decides where a model comes from, and which part of its config is the language
-    model's (transformers_utils/config.py:689 and :1124, 0.23.0).
+    Reason: vLLM decides on the source of a model, and on the part of the config that describes the
+    language model (transformers_utils/config.py:689 and :1124, 0.23.0).
 
     Args:
-        model: a repository's name, or a directory.
-        trust_remote_code: whether the repository's own code may read it.
+        model: name of a repository, or a directory.
+        trust_remote_code: True to run the repository's code.
         revision: branch, tag or commit; None for the default.
 
     Returns:
-        The fields of the whole, and those of the language model.
+        The fields of the whole config, and the fields of the language model.
 
     Raises:
-        OSError, ValueError: there is none, or it cannot be read.
+        OSError, ValueError: it is missing or cannot be read.
     """
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
@@ -224,13 +222,13 @@ def published_config(
 
 @dataclass(frozen=True)
 class Architectures:
-    """The generating architectures that vLLM and vllm-ascend register in one release.
+    """Generating architectures that vLLM and vllm-ascend register in one release.
 
-    `tools/record_architectures.py` records them by the code of their classes.
+    `tools/record_architectures.py` derives them from the code of their classes.
 
     Attributes:
-        collected: who collects the hidden states of an architecture, by name.
-        refused: why nobody does, by name.
+        collected: the collector of each supported architecture, by name.
+        refused: reason for each refused architecture, by name.
     """
 
     collected: Mapping[str, Collection]
@@ -249,7 +247,7 @@ def recorded_architectures() -> Architectures:
 
 
 def shown() -> tuple[str, ...]:
-    """Return the targets of SHOWN that a class of the installed release serves."""
+    """Return the targets of SHOWN that the installed release serves."""
     collected = recorded_architectures().collected
     return tuple(
         name for name in SHOWN if collected.get(name, Collection.BACKEND) is not Collection.BACKEND
@@ -257,7 +255,7 @@ def shown() -> tuple[str, ...]:
 
 
 def is_registered(architecture: str) -> bool:
-    """Return whether vLLM or vllm-ascend registers an architecture, whatever we do with it."""
+    """Return True if vLLM or vllm-ascend registers an architecture, supported or not."""
     known = recorded_architectures()
     return (
         architecture in UNSERVABLE
@@ -269,18 +267,17 @@ def is_registered(architecture: str) -> bool:
 def refuse_architecture(
     architecture: str, layer_ids: Sequence[int], named: Sequence[str] = ()
 ) -> None:
-    """Refuse a target that cannot be extracted, by the name of its architecture.
+    """Refuse a target that cannot be extracted, by architecture.
 
-    Reason: the runner refuses it too, but only when all weights are loaded (MR:3758). A server of
-    an unservable one may become healthy and lose its engine in the first request; vLLM only warns
-    when its warm-up of Mamba-2 kernels fails (model_executor/layers/mamba/mamba_mixer2.py:656).
+    Reason: the runner refuses it too, but only after loading all weights (MR:3758). A server of an
+    unservable target may become healthy and lose the engine in the first request: vLLM only warns
+    when the warm-up of Mamba-2 kernels fails (model_executor/layers/mamba/mamba_mixer2.py:656).
 
     Args:
-        architecture: as config.json names it. One that neither vLLM nor vllm-ascend registers is
-            let pass.
-        layer_ids: of the layers to extract.
-        named: architectures of the text config. They decide about a target that wraps the language
-            model that they name.
+        architecture: name in config.json. An unregistered one passes.
+        layer_ids: ids of the layers to extract.
+        named: architectures of the text config. They decide on a target that wraps the named
+            language model.
 
     Raises:
         UserError: the target cannot be extracted, or not with these ids.
@@ -320,14 +317,14 @@ def named_language_model(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> None:
-    """Have the class of a target return hidden states, or refuse the target.
+    """Make the class of a target return hidden states, or refuse the target.
 
     Args:
         model_config: vllm.config.ModelConfig of the target.
-        layer_ids: of the layers to extract.
+        layer_ids: ids of the layers to extract.
 
     Raises:
-        UserError: nobody collects its hidden states, or not those of `layer_ids`.
+        UserError: if the class cannot collect hidden states, or not the ids in `layer_ids`.
     """
     model_class, architecture = model_config.registry.resolve_model_cls(
         model_config.architectures, model_config=model_config
@@ -349,23 +346,23 @@ def require_collecting_target(model_config: Any, layer_ids: Sequence[int]) -> No
 
 
 def shown_inside(architectures: Sequence[str]) -> list[str]:
-    """Return the architectures of a language model if its rows can be right in a wrapper.
+    """Return the architectures of a language model if the rows can be right in a wrapper.
 
     Raises:
-        NotCanonicalError: they cannot.
+        NotCanonicalError: if not.
     """
     if refused := next(
         (each for each in architectures if each in UNSERVABLE or each in OF_STREAMS), None
     ):
         raise NotCanonicalError(
-            f"its language model {refused} cannot be in it: "
+            f"its language model {refused} is not supported inside of it: "
             f"{UNSERVABLE.get(refused, MEAN_OF_STREAMS)}"
         )
     return list(architectures)
 
 
 def language_architectures(hf_config: Any) -> Sequence[str]:
-    """Return the architectures of a model's text config, as VllmConfig.with_hf_config has them.
+    """Return the architectures of a model's text config, like VllmConfig.with_hf_config.
 
     Args:
         hf_config: transformers.PretrainedConfig of the model.
@@ -378,15 +375,15 @@ def language_architectures(hf_config: Any) -> Sequence[str]:
 
 
 def returns_embedding(architecture: str, collection: Collection | None) -> bool:
-    """Return whether a class returns the embedding output, which has the layer id 0.
+    """Return True if a class can return the embedding output (layer id 0).
 
-    The Transformers backend records outputs of layers (transformers/base.py:714, 0.23.0).
+    The Transformers backend records only outputs of layers (transformers/base.py:714, 0.23.0).
     """
     return collection is not Collection.BACKEND and architecture not in OF_STREAMS
 
 
 def layer_id_meaning(architecture: str) -> str:
-    """Return a sentence about layer id i of a target."""
+    """Return a sentence on the meaning of layer id i of a target."""
     return MEAN_OF_STREAMS if architecture in OF_STREAMS else RESIDUAL_STREAM
 
 
@@ -398,7 +395,7 @@ def _refusal(architecture: str, reason: str) -> UserError:
         "model",
         architecture,
         problem,
-        f"Targets that our tests have served are {', '.join(shown())}.",
+        f"Our tests have served these targets: {', '.join(shown())}.",
     )
 
 
@@ -408,5 +405,5 @@ def _check_embedding(
     """Refuse layer id 0 of a class that does not return the embedding output."""
     if 0 in layer_ids and not returns_embedding(architecture, collection):
         option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
-        problem = f"has id 0, the embedding output, which the class {architecture} does not return"
-        raise UserError(option, list(layer_ids), problem, "Leave id 0 out.")
+        problem = f"has id 0, the embedding output, but the class {architecture} does not return it"
+        raise UserError(option, list(layer_ids), problem, "Remove id 0.")

@@ -1,4 +1,4 @@
-"""The versions of vLLM and vllm-ascend that the plugin was checked against."""
+"""Versions of vLLM and vllm-ascend that the plugin was checked with."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SINCE_0_30 = ">=0.30"
 
 
 class IncompatibleVersionError(RuntimeError):
-    """Something that the plugin relies on in vLLM or vllm-ascend is missing or has changed.
+    """An attribute of vLLM or vllm-ascend that the plugin needs is missing or has changed.
 
     Attributes:
-        reason: what it is.
+        reason: description of the difference.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -46,8 +46,7 @@ class IncompatibleVersionError(RuntimeError):
         )
         remedy = f"Install one of these. {remedy}".rstrip()
         super().__init__(
-            f"vllm-ascend-hsx cannot work here: {reason}\nIt was checked against {checked}. "
-            f"{remedy}"
+            f"vllm-ascend-hsx cannot work here: {reason}\nChecked versions: {checked}. {remedy}"
         )
 
 
@@ -64,11 +63,11 @@ def installed_pair() -> Pair:
 
 @functools.cache
 def release_to_patch(package: str) -> Version:
-    """Return the checked release whose patches fit the installed one best.
+    """Return the checked release whose patches fit the installed release best.
 
-    A version that was not checked is treated as the newest checked release before it, or else as
-    the oldest; then whatever is missing raises IncompatibleVersionError. Suffixes are left out:
-    0.30.0rc2 counts as 0.30.0, 0.23.0.post1 as 0.23.0.
+    An unchecked version counts as the newest checked release before it, or else as the oldest one.
+    If something is missing, IncompatibleVersionError follows. Suffixes are ignored: 0.30.0rc2
+    counts as 0.30.0, 0.23.0.post1 as 0.23.0.
 
     Args:
         package: "vllm" or "vllm_ascend".
@@ -76,7 +75,7 @@ def release_to_patch(package: str) -> Version:
     checked = sorted({_release(getattr(pair, package)) for pair in CHECKED_PAIRS})
     try:
         installed = _release(version(package))
-    except PackageNotFoundError:  # its modules are never imported
+    except PackageNotFoundError:  # the modules are never imported
         return checked[-1]
     return max((each for each in checked if each <= installed), default=checked[0])
 

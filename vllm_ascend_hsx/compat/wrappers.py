@@ -5,8 +5,8 @@
     hidden = self.language_model.model(...)
     return hidden
 
-Most multimodal classes of vLLM are such wrappers. Their verdict is that of the language model's
-class. Code and configuration name the class; a wrapper that names it otherwise is refused.
+Most multimodal classes of vLLM are such wrappers. A wrapper is accepted if the language model is.
+Code and configuration must name the class in one of these ways; any other wrapper is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 MAKER = "init_vllm_registered_model"
-_WHY = "multimodal targets without SupportsEagle3 are collected"
+_WHY = "multimodal targets without SupportsEagle3 can be extracted"
 uses(
     "vllm.model_executor.models.utils",
     MAKER,
@@ -50,7 +50,7 @@ class Wrapper:
         owner: attribute that holds the language model.
         part: attribute of the language model that the wrapper calls; None if it calls the model.
         made: class of the language model, or the architectures that the code names. An empty tuple
-            stands for the architectures of the text config.
+            means the architectures of the text config.
     """
 
     owner: str
@@ -62,7 +62,7 @@ def wrapper_of(served: type[torch.nn.Module]) -> Wrapper | None:
     """Return the wrapper that a served class is, or None if it calls a decoder.
 
     Raises:
-        NotCanonicalError: if the code is of another kind.
+        NotCanonicalError: if the class is neither.
     """
     callee, part = passed_on(served), None
     if attribute_of_self(callee) is None and isinstance(callee, ast.Attribute):
@@ -70,33 +70,32 @@ def wrapper_of(served: type[torch.nn.Module]) -> Wrapper | None:
     owner = attribute_of_self(callee)
     if owner is None:
         raise NotCanonicalError(
-            f"{served.__name__}.forward calls {ast.unparse(callee)}, which is not made by a "
-            "constructor"
+            f"{served.__name__}.forward calls {ast.unparse(callee)}, which no constructor creates"
         )
     maker, constructor, value = assignment(served, owner)
     if isinstance(value, ast.Call) and ast.unparse(value.func) == MAKER:
         return Wrapper(owner, part, _architectures(value, maker, constructor))
     found = class_of(served, owner)
     if hasattr(found, "compute_logits"):
-        # vLLM decides by the name in the config, for example which weights and caches there are.
+        # vLLM uses the name in the config, for example to choose weights and caches.
         if not _named_in(value) <= {found.__name__}:
             raise NotCanonicalError(
-                f"{maker.__name__} gives its {owner} a config that names another class than "
+                f"{maker.__name__} gives {owner} a config that names another class than "
                 f"{found.__name__}"
             )
         return Wrapper(owner, part, found)
     if part is None:
         return None
     raise NotCanonicalError(
-        f"{served.__name__}.forward calls a part of {found.__name__}, which is no language model"
+        f"{served.__name__}.forward calls a part of {found.__name__}, which is not a language model"
     )
 
 
 def check_part(wrapper: Wrapper, language_model: type[torch.nn.Module]) -> None:
-    """Check that the part that a wrapper calls collects, in a class with SupportsEagle3.
+    """Check that the called part of a language model with SupportsEagle3 collects.
 
     Raises:
-        NotCanonicalError: it does not.
+        NotCanonicalError: if not.
     """
     decoder = class_of(language_model, wrapper.part) if wrapper.part else None
     if (
@@ -108,7 +107,7 @@ def check_part(wrapper: Wrapper, language_model: type[torch.nn.Module]) -> None:
 
 
 def _architectures(call: ast.Call, maker: type, constructor: ast.FunctionDef) -> tuple[str, ...]:
-    """Return the architectures that a call of MAKER names; none if the text config names them."""
+    """Return the architectures in a call of MAKER; empty if the text config names them."""
     given = {each.arg: each.value for each in call.keywords}
     inner = given.get("vllm_config")
     if (
@@ -131,13 +130,13 @@ def _architectures(call: ast.Call, maker: type, constructor: ast.FunctionDef) ->
     ):
         return ()
     raise NotCanonicalError(
-        f"{maker.__name__} names the class of its language model neither in its code nor in "
-        "text_config"
+        f"neither the code of {maker.__name__} nor text_config names the class of its "
+        "language model"
     )
 
 
 def _named_in(call: ast.expr) -> set[str]:
-    """Return the architectures that a call gives by a literal list."""
+    """Return the architectures in the literal lists of a call."""
     lists = [
         each.value
         for each in ast.walk(call)
@@ -152,7 +151,7 @@ def _named_in(call: ast.expr) -> set[str]:
 
 
 def _traced(expression: ast.expr, constructor: ast.FunctionDef) -> str:
-    """Return an expression with the values of the names that the constructor assigns once."""
+    """Replace names that the constructor assigns once by their values."""
     assigned = [
         (ast.unparse(target), node.value)
         for node in ast.walk(constructor)

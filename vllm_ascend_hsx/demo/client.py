@@ -1,4 +1,4 @@
-"""Send the demo's prompts with the openai client, and return the files of their hidden states."""
+"""Send the demo's prompts with the openai client, and return the files of hidden states."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from openai import OpenAI
 from vllm_ascend_hsx.demo.prompts import Prompt
 
 EXTRA_BODY = {"return_token_ids": True}
-# A request that generates: as many tokens as it asks for, and their rows.
+# A request that generates the maximum number of tokens, with their rows.
 WITH_OUTPUT = {"ignore_eos": True, "kv_transfer_params": {"include_output_tokens": True}}
 
 
@@ -19,9 +19,9 @@ class Answer(NamedTuple):
     """The answer to one request.
 
     Attributes:
-        prompt_ids: the prompt as the server tokenized it.
+        prompt_ids: the prompt as tokenized by the server.
         generated: the tokens of the answer.
-        path: the file of its hidden states.
+        path: the file of hidden states.
     """
 
     prompt: Prompt
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens whose rows the file must hold. The last token is never an input of the model."""
+        """Tokens with rows in the file. The last token is never an input of the model."""
         return self.prompt_ids + (self.generated[:-1] if self.prompt.generates else [])
 
 
@@ -40,7 +40,7 @@ class AnswerError(RuntimeError):
 
 
 def send_all(url: str, prompts: Sequence[Prompt], *, timeout: float) -> list[Answer]:
-    """Send the prompts, those of a wave at the same time, and return the answers in their order.
+    """Send the prompts wave by wave, each wave concurrently. Return the answers in order.
 
     Raises AnswerError, or openai's error for a request that failed or exceeded timeout seconds.
     """
@@ -75,7 +75,7 @@ def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
     path = params.get("hidden_states_path")
     if not path:
         raise AnswerError(
-            f"the response to a {prompt.kind} prompt has no hidden_states_path; its "
+            f"the response to a {prompt.kind} prompt has no hidden_states_path; "
             f"kv_transfer_params are {params}"
         )
     return Answer(prompt, prompt_ids, response.choices[0].token_ids, Path(path))

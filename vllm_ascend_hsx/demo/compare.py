@@ -11,13 +11,13 @@ import torch
 # layer are 9 % apart.
 ROW_TOLERANCE = 5.0
 ELEMENT_TOLERANCE = 20.0
-# Two right implementations of a quantised target differ by more: rounding decides which int8 number
-# an element becomes.
+# Two right implementations of a quantised target differ more: rounding decides the int8 value of an
+# element.
 QUANTISED = 2.0
-# This holds for up to this many layers. Each layer rounds on top of the previous one, so in deeper
-# models the error grows like a random walk.
+# The tolerance holds for up to this many layers. Each layer rounds on top of the previous one, so
+# in deeper models the error grows like a random walk.
 TOLERANCE_DEPTH = 4
-# Summation order alone causes larger differences in float32 than its eps.
+# Summation order alone causes larger differences in float32 than the dtype's eps.
 LEAST_EPS = 1e-5
 
 
@@ -44,7 +44,7 @@ def compare(
 ) -> Comparison:
     """Compare extracted rows, [tokens, layers, hidden], with the reference.
 
-    Their dtype sets the tolerance.
+    The dtype sets the tolerance.
 
     The reason names rows that are missing, not finite, zero, shifted, permuted or foreign, and
     layers in the wrong order. With layer_ids, deep layers get a wider tolerance: sqrt(id / 4) times
@@ -70,13 +70,13 @@ def compare(
 
 
 def layer_eps(dtype: torch.dtype, layer_ids: Sequence[int]) -> torch.Tensor:
-    """Return the rounding of one element in each layer, float32 [layers]: the tolerances' unit."""
+    """Return the rounding error of an element per layer, float32 [layers]: the tolerances' unit."""
     depths = torch.tensor([max(TOLERANCE_DEPTH, i) for i in layer_ids])
     return max(torch.finfo(dtype).eps, LEAST_EPS) * (depths / TOLERANCE_DEPTH).sqrt()
 
 
 def equal_rows(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Return bool [...]: which rows of a [..., hidden] equal those of e within the tolerance.
+    """Return bool [...]: True for rows of a [..., hidden] equal to e's within the tolerance.
 
     eps (see layer_eps) broadcasts to that shape.
     """

@@ -1,4 +1,4 @@
-"""`hsx demo --serve`: serve until interrupted, and print commands that use the server."""
+"""`hsx demo --serve`: serve until interrupted, and print example commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = (
 
 
 class Commands(NamedTuple):
-    """Lines for a shell that use a server as they stand."""
+    """Shell commands that work with a server as they are."""
 
     curl: str
     python: str
@@ -33,8 +33,8 @@ def commands(url: str, model: str, work: Path) -> Commands:
     """Return commands for a server.
 
     Args:
-        url: of the server, without /v1.
-        model: name of the model there.
+        url: URL of the server, without /v1.
+        model: served name of the model.
         work: directory with prompts.jsonl and the directory hidden_states.
     """
     body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 1}
@@ -77,7 +77,7 @@ def commands(url: str, model: str, work: Path) -> Commands:
 
 
 def write_prompts(work: Path) -> None:
-    """Write the data set of the command with `hsx generate`."""
+    """Write the data set for the `hsx generate` command."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
@@ -85,7 +85,7 @@ def write_prompts(work: Path) -> None:
 
 
 def show(console: Console, found: Commands) -> None:
-    """Print the commands, each below a comment with its name."""
+    """Print the commands, each below a comment with the name."""
     for name, line in found._asdict().items():
         console.print(f"\n# {name}", highlight=False)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -97,15 +97,15 @@ def serve_until_interrupted(
     """Start the server, and serve until this process is interrupted.
 
     Args:
-        console: takes the progress.
-        server: not yet started.
-        title: the server in words.
+        console: console for progress.
+        server: a server that has not been started.
+        title: description of the server.
         start_s: seconds for the start.
         announce: called when the server answers.
 
     Raises:
         ServerError: the server did not start, or has ended.
-        KeyboardInterrupt: the user wants to end it.
+        KeyboardInterrupt: the user interrupted it.
     """
     with server:
         with StartProgress(console, server.log, title) as progress:

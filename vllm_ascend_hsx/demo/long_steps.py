@@ -1,8 +1,8 @@
 """A server with long steps, once eager and once with graphs: options, prompts, and agreement.
 
 A prompt fills several chunks of a staging slot. The pinned ring holds at most a quarter of the rows
-of a step, so copies of one step are still running when the next step is staged. Its bytes are a
-power of two: torch pins no other size.
+of a step, so copies of one step are still running when the next step is staged. The ring's size is
+a power of two: torch pins no other size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm_ascend_hsx.demo.verify import READ_SECONDS
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.reader.load import load
 
-# Of the generated tokens, how many must be the same in both runs. Two tokens whose scores differ
-# by less than rounding part two greedy texts; the rows after that are of different texts.
+# Share of the generated tokens that both runs must have in common. If the scores of two tokens
+# differ by less than rounding, greedy texts diverge; later rows belong to different texts.
 COMMON_SHARE = 0.5
 _EMULATED_MEMORY = ("--gpu-memory-utilization", "0.3")
 # npugraph_ex and the fusions that import it are not emulated.
@@ -36,7 +36,7 @@ _EMULATED_GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_siz
 
 
 class Mode(str, Enum):
-    """Whether the steps of a server are graphs."""
+    """Execution of a server's steps: eager or as graphs."""
 
     EAGER = "eager"
     GRAPHS = "graphs"  # vllm-ascend's default
@@ -47,7 +47,7 @@ class LongSteps:
     """Sizes of a run.
 
     Attributes:
-        max_num_batched_tokens: of a step.
+        max_num_batched_tokens: tokens per step.
         lengths: of the prompts, in tokens. All are sent at the same time.
     """
 
@@ -55,7 +55,7 @@ class LongSteps:
     lengths: tuple[int, ...]
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
-        """Return the prompts, of ordinary tokens; each generates 33 tokens or more."""
+        """Return prompts of ordinary tokens; each generates 33 tokens or more."""
         drawn = enumerate(draw_tokens(random.Random(1), self.lengths, vocab_size))
         return [Prompt("token ids", tokens, 0, GENERATED + index) for index, tokens in drawn]
 
@@ -66,9 +66,9 @@ class LongSteps:
 
         Args:
             model: directory of the target.
-            num_layers: that are extracted.
-            mode: of the server.
-            emulated: whether the NPUs are.
+            num_layers: number of extracted layers.
+            mode: mode of the server.
+            emulated: True if the NPUs are emulated.
         """
         row_bytes = num_layers * read_shape(model).layer_bytes
         quarter = self.max_num_batched_tokens // 4 * row_bytes
@@ -86,7 +86,7 @@ EMULATED = LongSteps(512, (400, 390, 410, 300, 200, 150, 70, 13))
 
 
 def environment(mode: Mode, emulated: bool) -> dict[str, str]:
-    """Return variables of the server's environment."""
+    """Return environment variables of the server."""
     if not emulated or mode is Mode.EAGER:
         return {}
     # The compiler of vllm-ascend 0.23.0 returns no artifact without npugraph_ex.
@@ -107,11 +107,12 @@ def _emulated_compilation() -> Mapping[str, Any]:
 
 
 class Agreement(NamedTuple):
-    """Whether the rows of two runs agree as far as their tokens are the same.
+    """Comparison of two runs' rows, up to the first different token.
 
     Attributes:
-        generated: rows of generated tokens that were compared. of: all such rows of a run.
-        differences: one for each request whose rows differ.
+        generated: number of compared rows of generated tokens. of: number of all such rows of a
+            run.
+        differences: one description per request with different rows.
         max_difference: largest |difference| of an element.
     """
 
@@ -127,14 +128,14 @@ class Agreement(NamedTuple):
     def __str__(self) -> str:
         compared = f"prompts and {self.generated} of {self.of} generated tokens compared"
         if not self.differences and not self.holds:
-            return f"{compared}: the texts part too early, so few rows of decodes say anything"
+            return f"{compared}: the texts diverge too early, so few rows of decodes are covered"
         return "; ".join([compared, *self.differences])
 
 
 def agree(eager: Sequence[Answer], graphs: Sequence[Answer], layer_ids: Sequence[int]) -> Agreement:
     """Compare the rows of two runs of the same prompts.
 
-    Rows are compared up to the first token that differs, and the row of that token is left out.
+    Rows are compared up to the first token that differs. The row of that token is excluded.
 
     Raises:
         HiddenStatesError, OSError: a file cannot be read.
@@ -156,6 +157,6 @@ def agree(eager: Sequence[Answer], graphs: Sequence[Answer], layer_ids: Sequence
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of leading tokens that are the same."""
+    """Return the number of equal leading tokens."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

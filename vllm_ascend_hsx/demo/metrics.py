@@ -14,7 +14,7 @@ NOT_EXTRACTED = {"kv_transfer_params": {"hidden_states": False}}
 
 
 class Count(NamedTuple):
-    """One value of a metric. `labels` lacks those that every metric has."""
+    """One value of a metric. `labels` lacks labels that every metric has."""
 
     name: str
     engine: str
@@ -23,7 +23,7 @@ class Count(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """One histogram: its median and 99th percentile in seconds."""
+    """One histogram: median and 99th percentile in seconds."""
 
     name: str
     engine: str
@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
 
 
 def collect(url: str, timeout: float) -> Metrics:
-    """Return the metrics after every engine has reported all its counts.
+    """Return the metrics after every engine has reported all counts.
 
     Raises:
         HTTPError, OpenAIError: if the server did not answer within timeout seconds.
@@ -63,7 +63,7 @@ def collect(url: str, timeout: float) -> Metrics:
 
 
 def settle(url: str, engines: Sequence[str], timeout: float) -> None:
-    """Make each engine take one more step, with which it reports its latest counts.
+    """Make each engine take one more step. It then reports the latest counts.
 
     Raises:
         OpenAIError: if a request failed or took longer than timeout seconds.
@@ -90,7 +90,7 @@ def scrape(url: str, timeout: float) -> Metrics:
 
 def parse(text: str) -> Metrics:
     """Parse the text of /metrics."""
-    # required by vLLM, not by this package
+    # vLLM requires it; this package does not
     from prometheus_client.parser import text_string_to_metric_families
 
     counts, buckets = [], defaultdict(list)

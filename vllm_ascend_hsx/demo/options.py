@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
-# Of vllm-ascend's --additional-config.
+# For vllm-ascend's --additional-config.
 SEQUENCE_PARALLEL = {"enable_flashcomm1": True}
 
 
@@ -20,8 +20,9 @@ class ServeOptions(NamedTuple):
     A small max_num_batched_tokens makes it prefill long prompts in chunks.
 
     Attributes:
-        whole_prompts: neither chunked prefill nor prefix caching, as vLLM's own connector needs it.
-        connector: in the place of ours; None for a server without extraction.
+        whole_prompts: True to disable chunked prefill and prefix caching, as vLLM's own connector
+            requires.
+        connector: connector to use instead of ours; None for a server without extraction.
         connector_options: further keys of `kv_connector_extra_config`.
         additional: further keys of vllm-ascend's --additional-config.
     """
@@ -60,7 +61,8 @@ class ServeOptions(NamedTuple):
                 f"--{'no-' if self.whole_prompts else ''}enable-{feature}"
                 for feature in ("chunked-prefill", "prefix-caching")
             ),
-            # What vllm-ascend chooses with chunked prefill. Its 0.23.0 has no default without.
+            # vllm-ascend's choice with chunked prefill. Without chunked prefill 0.23.0 has no
+            # default.
             *(("--block-size", "128") if self.whole_prompts else ()),
             *(() if self.connector is None else self._extraction(self.connector)),
             *self.extra,

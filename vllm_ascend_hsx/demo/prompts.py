@@ -20,15 +20,14 @@ CHATS = (
     "Write a short story about a river.",
     "Which ranks take part in a collective when one of them has nothing to do?",
 )
-# Sent one by one, so that the other data-parallel rank is idle. The first generates. The second is
-# prefilled in chunks. The third shares its first 200 tokens, which the server could skip by prefix
-# caching.
+# Sent one by one: the other data-parallel rank is then idle. The first generates. The second is
+# prefilled in chunks. The third shares the first 200 tokens, which prefix caching could skip.
 ALONE = (3, 300, 260)
 SHARED_PREFIX = 200
 # Sent together with the texts and chats: lengths that are not multiples of the TP size, lengths
 # around the size of a KV block (128), and one that is prefilled in chunks while others decode.
 TOGETHER = (5, 6, 17, 33, 64, 127, 129, 281)
-GENERATED = 33  # tokens at least of a request that generates; the last one has no row
+GENERATED = 33  # minimum of tokens for a request that generates; the last token has no row
 
 
 class Prompt(NamedTuple):
@@ -49,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 def demo_prompts(vocab_size: int, *, seed: int = 0) -> list[Prompt]:
-    """Return the sixteen prompts, which depend on the arguments only.
+    """Return the sixteen prompts. They depend only on the arguments.
 
     Token ids are drawn from ordinary tokens below vocab_size.
     """
@@ -61,7 +60,7 @@ def demo_prompts(vocab_size: int, *, seed: int = 0) -> list[Prompt]:
         Prompt("token ids", tokens, wave, 1 if wave else GENERATED)
         for wave, tokens in enumerate(alone)
     ]
-    # They end one after the other: each number of decodes occurs in some step.
+    # They end one after the other: each number of concurrent decodes occurs in some step.
     together = enumerate(draw_tokens(draw, TOGETHER, vocab_size))
     prompts += [Prompt("token ids", tokens, last, GENERATED + index) for index, tokens in together]
     prompts += [Prompt("text", text, last) for text in TEXTS]

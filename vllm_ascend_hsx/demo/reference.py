@@ -33,8 +33,8 @@ def hidden_states_of(
 ) -> torch.Tensor:
     """Return the rows of a model of transformers. Otherwise like reference_hidden_states.
 
-    `images` are what the model's processor makes of them. Row i is what layer i reads, or the final
-    norm after the last one: Qwen3-VL adds visual features between its first layers.
+    `images` is the output of the model's processor for images. Row i is the input of layer i, or of
+    the final norm: Qwen3-VL adds visual features between the first layers.
     """
     decoder = model.get_decoder()
     layers = decoder.layers
@@ -48,7 +48,7 @@ def hidden_states_of(
         raise ValueError("token_ids is empty; a prompt has at least one token")
     stream: dict[int, torch.Tensor] = {}
 
-    # Hooks, because output_hidden_states returns the last layer after the final norm.
+    # Use hooks: output_hidden_states returns the last layer after the final norm.
     def keep_input(index: int) -> Any:
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream[index] = (args[0] if args else kwargs["hidden_states"])[0]

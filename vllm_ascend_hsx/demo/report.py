@@ -13,8 +13,7 @@ from rich.text import Text
 from vllm_ascend_hsx.demo.metrics import Metrics
 from vllm_ascend_hsx.demo.verify import Row
 
-# Log lines of the server in the order of a start, and their meaning. The last one in the log
-# counts.
+# Log lines of the server in order of the start, and their meaning. The last one in the log counts.
 PHASES = (
     (r"^\$ ", "importing vllm and vllm-ascend"),
     (r"non-default args", "reading the configuration"),
@@ -69,7 +68,7 @@ def phase_of(log: Path) -> str:
 def show_rows(
     console: Console, rows: Sequence[Row], layer_ids: Sequence[int], target: str = ""
 ) -> None:
-    """Print one line per request, under a title that says what the target is."""
+    """Print one line per request, under a title that describes the target."""
     title = (
         f"hidden states of layers {', '.join(map(str, layer_ids))}{target} against the reference"
     )
@@ -91,7 +90,7 @@ def show_rows(
 def show_metrics(console: Console, metrics: Metrics) -> None:
     """Print one line per metric and one column per engine.
 
-    Of histograms it shows two quantiles and the number of observations.
+    Histograms show two quantiles and the number of observations.
     """
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for each in metrics.counts:

@@ -1,4 +1,4 @@
-"""Start a program, wait until it answers or ends, and stop it with all its descendants."""
+"""Start a program, wait until it answers or ends, and stop it with all descendants."""
 
 import contextlib
 import os
@@ -25,31 +25,31 @@ PORTS = range(20000, 32000)  # Linux assigns ports from 32768 on itself
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
 LAST_LINES = "the last lines of"
-# Last line of a traceback, with any logger's prefix. Later ones mostly come from other processes
-# that lost the first.
+# Last line of a traceback, with any logger's prefix. Later tracebacks mostly come from other
+# processes that lost the first one.
 FIRST_ERROR = re.compile(r"^.*?\b[A-Za-z_.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 class ServerError(DemoError):
-    """The server ended or did not answer. The message has the end and the path of its log."""
+    """The server ended or did not answer. The message has the reason and the path of the log."""
 
 
 def free_port() -> int:
     """Return an unused TCP port of the loopback interface.
 
-    It is below the kernel's ephemeral ports, so that it is probably still free when vLLM binds it
-    many seconds later.
+    It is below the kernel's ephemeral ports, so it is probably still free when vLLM binds it many
+    seconds later.
 
     Raises:
-        ServerError: if all of them are in use.
+        ServerError: if all ports are in use.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise ServerError(
-        f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop "
-        "what listens there"
+        f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to "
+        f"{PORTS.stop - 1}: stop the programs that listen there"
     )
 
 
@@ -86,13 +86,13 @@ def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
 
 
 class Program:
-    """One command in a session of its own, so that signals reach all its processes.
+    """One command in a separate session: signals reach all of its processes.
 
-    A context manager that stops what still runs.
+    As a context manager it stops all processes at the end.
 
     Args:
         command: the command line.
-        log: file of its output, which is overwritten.
+        log: file for the output; it is overwritten.
         environment: added to this process's environment.
     """
 
@@ -123,7 +123,7 @@ class Program:
         self.stop()
 
     def wait(self, on_wait: Callable[[], None]) -> int:
-        """Wait until it ends and return its exit code. Calls on_wait() about twice a second."""
+        """Wait for the end and return the exit code. Call on_wait() about twice a second."""
         assert self.process is not None
         while (code := self.process.poll()) is None:
             on_wait()
@@ -132,7 +132,7 @@ class Program:
         return code
 
     def log_tail(self) -> str:
-        """Return the first error in the log, its last lines, and its path."""
+        """Return the first error in the log, the last lines, and the path of the log."""
         text = self.log.read_text(errors="replace")
         errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
         first = [f"the first error in the log: {line}" for line in errors][:1]
@@ -141,7 +141,7 @@ class Program:
         )
 
     def stop(self, timeout: float | None = None) -> None:
-        """End every process of it: SIGTERM, and SIGKILL after `timeout` or STOP_SECONDS.
+        """Stop every process of the session: SIGTERM, then SIGKILL after `timeout` or STOP_SECONDS.
 
         May be called again.
         """
@@ -185,8 +185,8 @@ class Server(Program):
     ) -> float:
         """Wait until /health answers 200, and return the elapsed seconds.
 
-        Calls on_wait(elapsed) about twice a second. Raises ServerError when the server ends or the
-        timeout (seconds) passes.
+        Calls on_wait(elapsed) about twice a second. Raises ServerError if the server ends or the
+        timeout (seconds) expires.
         """
         started = time.monotonic()
         while not self._healthy():

@@ -21,13 +21,13 @@ from vllm_ascend_hsx.demo.verify import Reference, Row, verify
 
 @dataclass(frozen=True)
 class Check:
-    """How answers are checked.
+    """Settings of the check.
 
     Attributes:
-        layer_ids: that the server was given.
-        reference: None to check shapes, token ids and finiteness only.
-        start_s, request_s: seconds for the server's start, and for one request.
-        counted: whether /metrics must count a published file for each answer.
+        layer_ids: ids given to the server.
+        reference: None to check only shapes, token ids and finiteness.
+        start_s, request_s: limits in seconds for the server's start, and for one request.
+        counted: True if /metrics must count a published file for each answer.
     """
 
     layer_ids: Sequence[int]
@@ -38,7 +38,7 @@ class Check:
 
 
 class Served(NamedTuple):
-    """What a server answered. `metrics` is None if they are not counted."""
+    """The answers of a server. `metrics` is None unless counts are checked."""
 
     answers: list[Answer]
     rows: list[Row]
@@ -55,7 +55,7 @@ class Consoles(NamedTuple):
 def serve_and_show(
     consoles: Consoles, server: Server, title: str, prompts: Sequence[Prompt], check: Check
 ) -> tuple[Served, bool]:
-    """Serve once and show the table. Return the answers, and whether everything is right.
+    """Serve once and show the table. Return the answers, and True if everything is right.
 
     Raises:
         DemoError: the server did not start, or a request failed.

@@ -1,4 +1,4 @@
-"""What the demo extracts from a model, and the function that computes the expected rows."""
+"""The layers that the demo extracts, and the function that computes expected rows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def reference_for(model: Path) -> Reference:
     available = available_memory()
     if stored > available:
         raise DemoError(
-            f"the reference needs about {stored >> 30} GiB of memory and {available >> 30} GiB are "
-            "free; call again with --no-reference to check shapes, token ids and finiteness only"
+            f"the reference needs about {stored >> 30} GiB of memory but only "
+            f"{available >> 30} GiB are free; call again with --no-reference to check "
+            "only shapes, token ids and finiteness"
         )
     # float32 has negligible rounding errors, but takes twice the memory of the stored weights.
     dtype = torch.float32 if 2 * stored <= available else torch.bfloat16
@@ -40,7 +41,7 @@ def reference_for(model: Path) -> Reference:
 
 
 def remembered(reference: Reference) -> Reference:
-    """Return the function with a memory, for runs whose texts are mostly the same."""
+    """Cache the function's results, for runs with mostly the same texts."""
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
 
     def rows(token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:

@@ -38,16 +38,16 @@ ROUTING = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
 def build_minimax_m2(
     directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
 ) -> Path:
-    """Build a MiniMax-M2 of about 5 MB and return its directory. An existing one is kept.
+    """Build a MiniMax-M2 of about 5 MB and return the directory. An existing model is kept.
 
-    The same arguments give the same bytes. Raises ValueError if the directory holds something else,
+    The same arguments give the same bytes. Raises ValueError if the directory has other contents,
     or for a wrong dtype or number of layers.
     """
     return build_model(directory, "minimax_m2", _minimax_m2, dtype=dtype, layers=layers, seed=seed)
 
 
 def cached_minimax_m2() -> Path:
-    """Return the directory of the demo's model, which is built once for each user."""
+    """Return the directory of the demo's model. It is built once per user."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return build_minimax_m2(cache / "vllm-ascend-hsx" / "tiny-minimax-m2")
 
@@ -96,8 +96,7 @@ def build_model(
         shutil.rmtree(target)
     model, extra_config = create(layers, torch.Generator().manual_seed(seed))
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary directory and renamed, so that an interrupted build never looks like a
-    # model.
+    # Written to a temporary directory and renamed: an interrupted build never looks like a model.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         model.to(getattr(torch, dtype)).save_pretrained(scratch)
@@ -162,8 +161,8 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
     model = MiniMaxM2ForCausalLM(config)
     draw_weights(model, generator)
     _widen_routing_margins(model, generator)
-    # Keys of the published config.json that vllm reads (model_executor/models/minimax_m2.py,
-    # 0.23.0) or that describe the architecture, but that transformers' class does not write.
+    # Keys of the published config.json that transformers' class does not write. vllm reads them
+    # (model_executor/models/minimax_m2.py, 0.23.0), or they describe the architecture.
     return model, {
         "attn_type_list": [1] * layers,
         "qk_norm_type": "per_layer",
@@ -191,7 +190,7 @@ def _qwen3(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, di
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draw parameters so that each layer adds about as much to the residual stream as is there.
+    """Draw parameters that make each layer add about as much as the residual stream holds.
 
     Rows of different tokens, positions and layers are then far apart: a row in the wrong place
     differs by far more than rounding.
@@ -199,7 +198,7 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            # Above one, so that attention selects tokens. An average over the whole prompt would
+            # Above one, to make attention select tokens. An average over the whole prompt would
             # hide a wrong row.
             parameter.copy_(1.5 + 0.1 * noise)
         elif "norm" in name:
@@ -214,10 +213,11 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
 def choose_experts(embedding: torch.Tensor, generator: torch.Generator) -> None:
     """Write the experts of each token into ROUTING of `embedding` [VOCAB_SIZE, HIDDEN_SIZE].
 
-    With plain random routers about one token in fifteen has two experts so close that two correct
-    bfloat16 implementations choose differently, and its rows then differ by far more than rounding.
-    So routers follow this choice (follow_choice), and layers write little into ROUTING. Context
-    still affects the router's logits, and so the weights of the chosen experts, but not the choice.
+    With random routers about one token in fifteen has two experts so close that two correct
+    bfloat16 implementations choose differently. The token's rows then differ by far more than
+    rounding. So routers follow this choice (follow_choice), and layers write little into ROUTING.
+    Context still affects the router's logits, and so the weights of the chosen experts, but not the
+    choice.
     """
     chosen = torch.stack(
         [
@@ -232,7 +232,7 @@ def choose_experts(embedding: torch.Tensor, generator: torch.Generator) -> None:
 def follow_choice(router: torch.Tensor, own: float, generator: torch.Generator) -> None:
     """Make `router` [NUM_EXPERTS, HIDDEN_SIZE] read ROUTING, newly permuted.
 
-    Scales its own weights by `own`.
+    Scale the router's own weights by `own`.
     """
     router *= own
     router[:, ROUTING] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]

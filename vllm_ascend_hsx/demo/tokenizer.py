@@ -9,7 +9,7 @@ CHAT_TEMPLATE = (
     f" + message['content'] + '{EOS}\n' }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ "
     f"'{ROLE}ai\n' }}}}{{% endif %}}"
 )
-# Enough English for merges with which ordinary words have one to three tokens.
+# Enough English for merges that give ordinary words one to three tokens.
 TRAINING_TEXT = (
     (
         "A draft model learns to guess what its target model says next. The hidden states of "
@@ -40,9 +40,9 @@ TRAINING_TEXT = (
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for any text. Its ids are below vocab_size and the same on every machine.
+    """Return a tokenizer for any text. The ids are below vocab_size and the same on every machine.
 
-    Raises ValueError if vocab_size is less than the 256 bytes and the special tokens.
+    Raises ValueError if vocab_size is too small for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

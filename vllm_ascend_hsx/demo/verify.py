@@ -19,8 +19,8 @@ class Row(NamedTuple):
     """One request of the table.
 
     Attributes:
-        tokens: whose rows the file must hold. generated: how many of them were generated.
-        shape: of the rows; empty if nothing was read.
+        tokens: tokens with rows in the file. generated: number of generated tokens among them.
+        shape: shape of the rows; empty if nothing was read.
         max_difference: NaN if nothing was compared.
     """
 
@@ -39,7 +39,7 @@ def verify(
 ) -> Row:
     """Check that an answer's file has the request's tokens and layers, and the reference's states.
 
-    The reference is given the answer's own tokens after the prompt (teacher forcing).
+    The reference gets the answer's own tokens after the prompt (teacher forcing).
 
     Without a reference (a model too large for this machine's memory) only shape, token ids and
     finiteness are checked. Roundings: see compare.
@@ -48,7 +48,7 @@ def verify(
     row = Row(answer.prompt.kind, tokens, tokens - len(answer.prompt_ids), False, "")
     try:
         states = load(answer.path, READ_SECONDS)
-    except (HiddenStatesError, OSError) as error:  # TimeoutError is an OSError
+    except (HiddenStatesError, OSError) as error:  # includes TimeoutError
         return row._replace(verdict=f"no file: {error}")
     row = row._replace(shape=tuple(states.hidden_states.shape), size=answer.path.stat().st_size)
     if problem := _contradiction(answer, layer_ids, states):
@@ -69,7 +69,7 @@ def verify(
 
 
 def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenStates) -> str:
-    """Return how the file contradicts the request, or ""."""
+    """Return the difference between file and request, or ""."""
     sent = answer.prompt.content
     if isinstance(sent, list) and answer.prompt_ids != sent:
         return "the response's prompt_token_ids are not the ids that were sent"
@@ -83,7 +83,7 @@ def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenState
         )
     if states.num_prompt_tokens != len(answer.prompt_ids):
         told = states.num_prompt_tokens
-        return f"the file says that {told} tokens are the prompt's, not {len(answer.prompt_ids)}"
+        return f"the file records {told} prompt tokens, not {len(answer.prompt_ids)}"
     if states.layer_ids != list(layer_ids):
         return f"the file holds layers {states.layer_ids}, the request was for {list(layer_ids)}"
     return ""

@@ -1,4 +1,4 @@
-"""Do one step of `hsx hardware-report`: `python -m vllm_ascend_hsx.report STEP CONTEXT TOLD`."""
+"""Run one step of `hsx hardware-report`: `python -m vllm_ascend_hsx.report STEP CONTEXT TOLD`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_ascend_hsx.report.steps import STEPS
 
 
 def main(name: str, context: str, told: str) -> None:
-    """Do a step, with results in the file `told`; an error becomes the reason for what is not."""
+    """Run a step and append results to `told`. An error becomes the reason for missing lines."""
     tell = Teller(Path(told))
 
     def explain(
@@ -25,7 +25,7 @@ def main(name: str, context: str, told: str) -> None:
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = explain
-    # So that `with` blocks stop servers. Nothing may be downloaded.
+    # `with` blocks then stop servers. Nothing may be downloaded.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"

@@ -1,4 +1,4 @@
-"""What every step is told: the model, the sizes of servers, and what earlier steps found."""
+"""Input of every step: the model, the sizes of servers, and findings of earlier steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 
-# Of the free memory of an NPU, what weights may take: the rest is for activations and KV cache.
+# Share of an NPU's free memory for weights; the rest is for activations and KV cache.
 WEIGHTS_SHARE = 0.7
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 class Sizes(NamedTuple):
-    """How a server divides the model."""
+    """Division of the model among NPUs."""
 
     tensor_parallel: int
     data_parallel: int
@@ -41,9 +41,9 @@ class Context:
     Attributes:
         model: directory of the target.
         output: directory of the report; logs and files of hidden states go below it.
-        emulated: whether the NPUs are emulated: less is measured, and their speed means nothing.
-        tensor_parallel, data_parallel: in the place of sizes that fit; None to choose them.
-        serve_options: more words for each `vllm serve`.
+        emulated: True if the NPUs are emulated. Less is then measured, and speed means nothing.
+        tensor_parallel, data_parallel: sizes to use; None to choose them.
+        serve_options: additional words for each `vllm serve`.
         found: data of the lines so far.
     """
 
@@ -67,22 +67,22 @@ class Context:
 
     @property
     def files(self) -> Path:
-        """Return the directory of the steps' files of hidden states."""
+        """Return the directory for the steps' files of hidden states."""
         return self.output / "files"
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes that the step `npus` has chosen, or those of one NPU."""
+        """Return the sizes chosen by the step `npus`, or the sizes of one NPU."""
         return Sizes(**self.found["sizes"]) if "sizes" in self.found else ONE
 
     def require_one(self) -> None:
-        """Raise DoesNotFitError if one NPU does not hold the model."""
+        """Raise DoesNotFitError if the model does not fit on one NPU."""
         free = min(each["free"] for each in self.found["npus"]["npus"])
         choose_sizes(self.config, weight_bytes(self.model), 1, free, 1, 1)
 
     @property
     def least_sizes(self) -> Sizes:
-        """Return the sizes of the smallest server that holds the model, as far as is known."""
+        """Return the sizes of the smallest server that holds the model, as far as known."""
         try:
             self.require_one()
         except DoesNotFitError:
@@ -103,7 +103,7 @@ class Context:
 
 
 class DoesNotFitError(ValueError):
-    """No division of the model fits the NPUs. The message says what was tried."""
+    """No division of the model fits on the NPUs. The message lists the attempts."""
 
 
 def weight_bytes(model: Path) -> int:
@@ -119,16 +119,16 @@ def choose_sizes(
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
 ) -> Sizes:
-    """Choose DP x TP: the least TP that fits, but two ranks of each kind where there are NPUs.
+    """Choose DP x TP: the smallest TP that fits, but at least two ranks of each kind if possible.
 
-    Two DP ranks are enough for one to be idle while the other is busy; more would only take longer
-    to start.
+    Two DP ranks suffice for one to be idle while the other is busy; more would take longer to
+    start.
 
     Args:
-        config: of the model.
-        weights: bytes.
-        npus: how many there are. free: bytes of the one with the least.
-        tensor_parallel, data_parallel: chosen by the user.
+        config: config of the model.
+        weights: size of the weights in bytes.
+        npus: number of NPUs. free: bytes on the NPU with the least free memory.
+        tensor_parallel, data_parallel: sizes chosen by the user.
 
     Raises:
         DoesNotFitError: with the reason.
@@ -146,13 +146,13 @@ def choose_sizes(
     enough = [Sizes(tp, dp, experts and tp * dp > 1) for tp, dp in tried if tp * dp <= npus]
     if not enough:
         least = Sizes(*tried[0], False)
-        raise DoesNotFitError(f"{least} needs {least.npus} NPUs, and there are {npus}")
+        raise DoesNotFitError(f"{least} needs {least.npus} NPUs, but there are {npus}")
     for sizes in enough:
-        # Experts are divided among all ranks, and are nearly all of a MoE's weights.
+        # Experts are divided among all ranks and are nearly all of a MoE's weights.
         if weights / (sizes.npus if experts else sizes.tensor_parallel) <= WEIGHTS_SHARE * free:
             return sizes
     raise DoesNotFitError(
-        f"weights of {weights / 2**30:,.1f} GiB do not fit {npus} NPUs with {free / 2**30:,.1f} "
-        f"GiB free each: tried up to {enough[-1]}, "
-        f"with {WEIGHTS_SHARE:.0%} of it for weights"
+        f"weights of {weights / 2**30:,.1f} GiB do not fit on {npus} NPUs with "
+        f"{free / 2**30:,.1f} GiB free each: tried up to {enough[-1]}, with "
+        f"{WEIGHTS_SHARE:.0%} of it for weights"
     )

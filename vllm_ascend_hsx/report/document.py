@@ -1,4 +1,4 @@
-"""The report as Markdown, to be pasted into an issue, and as JSON."""
+"""The report as Markdown, for pasting into an issue, and as JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def markdown(context: Context, results: Sequence[Result]) -> str:
         f"# Hardware report of vllm-ascend-hsx {__version__}",
         f"Model `{context.model.name}`. Lines: {summary}.",
         *(
-            ["**The NPUs are emulated on a CPU: no speed here says anything about hardware.**"]
+            ["**The NPUs are emulated on a CPU: no speed here applies to hardware.**"]
             if context.emulated
             else []
         ),
@@ -83,7 +83,7 @@ def markdown(context: Context, results: Sequence[Result]) -> str:
 
 
 def _figures(data: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the table of the three servers, as far as they were measured."""
+    """Return the table of the three servers, as far as measured."""
     measured = {name: data[name] for name in SERVERS if data.get(name)}
     if not measured:
         return []
@@ -134,7 +134,7 @@ def _listed(rows: Sequence[int]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; cells are on one line and have no bars of their own."""
+    """Return a table; line breaks and bars are removed from cells."""
     lines = [
         head,
         ["---"] * len(head),

@@ -1,4 +1,4 @@
-"""Steps with a server that something happens to: sleep, and an error of the device."""
+"""Steps that disturb a running server: sleep, and an error of the device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from vllm_ascend_hsx.report.served import (
 from vllm_ascend_hsx.report.workers import Judgement
 
 SLEEP_S = 300.0
-FAST_S = 30.0  # in which a server must end after an error of the device
-# Texts of the device: CANN's operator that fails on NPUs, or the emulator's error.
+FAST_S = 30.0  # limit for a server's end after a device error
+# Texts of the device: CANN's failing operator on NPUs, or the emulator's error.
 DEVICE_TEXTS = ("aclnnRmsNorm", "EZ9999")
-# CANN is asked in the thread of the task queue: see WorkerProbe.hsx_fail.
+# CANN then runs in the thread of the task queue: see WorkerProbe.hsx_fail.
 QUEUE = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "0"}
 WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 
@@ -43,17 +43,17 @@ WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 def sleep(context: Context, tell: Teller) -> None:
     """Compare rows after sleep levels 1 and 2. After level 2 the weights are loaded again.
 
-    vllm-ascend 0.23.0 gives the weights of unquantised experts another layout when it wakes up
-    (worker/worker.py:241), and vLLM's reload_weights does not take the loaders of their
-    parameters. In the place of a target with experts a tiny dense model is served.
+    When it wakes up, vllm-ascend 0.23.0 changes the layout of unquantised experts' weights
+    (worker/worker.py:241). vLLM's reload_weights does not use the loaders of these parameters. So a
+    tiny dense model replaces a target with experts.
     """
     stands_in = ""
     if context.has_experts:
         context = replace(context, model=build_qwen3(context.files / "tiny-qwen3"))
-        stands_in = ", of a tiny dense model in the place of the target, which has experts"
+        stands_in = ", of a tiny dense model instead of the target, which has experts"
     sizes = Sizes(min(2, context.sizes.tensor_parallel), 1, False)
     own = (EMULATED if context.emulated else ()) + workers.OPTIONS + ("--enable-sleep-mode",)
-    # vllm-ascend wakes up with this value alone (worker/worker.py:242 in 0.23.0).
+    # vllm-ascend wakes up only with this value (worker/worker.py:242 in 0.23.0).
     serve = serve_options(context, "sleep", sizes, own, additional={"weight_nz_mode": 0})
     with serving(context, "sleep", serve, **workers.ENVIRONMENT) as server:
         for line in ("awake", "sleep 1", "sleep 2"):
@@ -63,7 +63,7 @@ def sleep(context: Context, tell: Teller) -> None:
 
 
 def _sleep(context: Context, server: Server, level: int) -> None:
-    """Send the server to sleep and wake it up."""
+    """Put the server to sleep and wake it up."""
     _post(server, f"/sleep?level={level}")
     _post(server, "/wake_up?tags=weights")
     if level == 2:
@@ -76,9 +76,9 @@ def _post(server: Server, path: str) -> None:
 
 
 def device_error(context: Context, tell: Teller) -> None:
-    """Let an operator fail while requests run: the server ends, and files have the device's text.
+    """Make an operator fail while requests run: the server ends, and files have the device's text.
 
-    The server is there for this alone.
+    The server is started only for this step.
     """
     fault = context.output / "logs" / "device-error.fault"
     own = ("--enforce-eager", *(EMULATED if context.emulated else ()), *workers.OPTIONS)
@@ -118,25 +118,25 @@ def _answered(others: Sequence[Future[Path | None]]) -> int:
 def judge_device_error(
     seconds: float, left: int, answered: int, reasons: Sequence[str], undecided: Sequence[str]
 ) -> Judgement:
-    """The server has ended soon, nobody got rows, and each file has the device's text.
+    """Check that the server ended soon, no request got rows, and each file has the device's text.
 
     Args:
-        seconds: from the error to the end of the server, or END_S.
-        left: processes that still run.
-        answered: requests that got an answer or a file after the error.
-        reasons: in the error files.
-        undecided: files that have neither rows nor a reason.
+        seconds: time from the error to the end of the server, or END_S.
+        left: number of processes that still run.
+        answered: number of requests that got an answer or a file after the error.
+        reasons: reasons in the error files.
+        undecided: number of files with neither rows nor a reason.
     """
     others = [reason for reason in reasons if not any(text in reason for text in DEVICE_TEXTS)]
     named = f"{len(reasons) - len(others)} of {len(reasons)} files have the device's text"
-    words = f"ended {seconds:.0f} s after it; {named}"
+    words = f"ended after {seconds:.0f} s; {named}"
     bad = []
     if left:
         bad.append(f"{left} processes were still running after {END_S:.0f} s")
     elif seconds > FAST_S:
-        bad.append(f"that is more than {FAST_S:.0f} s")
+        bad.append(f"this exceeds {FAST_S:.0f} s")
     if answered:
-        bad.append(f"{answered} requests got an answer or a file after it; its rows may be wrong")
+        bad.append(f"{answered} requests got an answer or a file afterwards; its rows may be wrong")
     if others or not reasons:
         bad.append(f"another reason is: {others[0]}" if others else "no file has a reason")
     bad += undecided

@@ -10,7 +10,7 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, Teller
 from vllm_ascend_hsx.report.transfers import npu
 from vllm_ascend_hsx.report.workers import npu_smi
 
-# Variables that change how torch_npu, CANN and HCCL work.
+# Variables that change the behaviour of torch_npu, CANN and HCCL.
 PREFIXES = (
     "ASCEND_LAUNCH_BLOCKING", "HCCL_", "LD_PRELOAD", "PER_STREAM_QUEUE", "PYTORCH_NPU_ALLOC_CONF",
     "TASK_QUEUE_ENABLE",
@@ -56,7 +56,7 @@ def software(context: Context, tell: Teller) -> None:
 
 
 def environment(context: Context, tell: Teller) -> None:
-    """Tell what changes how torch_npu, CANN and HCCL work."""
+    """Report settings that change the behaviour of torch_npu, CANN and HCCL."""
     found = {
         name: _shown(name, value)
         for name, value in sorted(os.environ.items())
@@ -95,7 +95,7 @@ def npus(context: Context, tell: Teller) -> None:
             tell(
                 line,
                 BROKE,
-                "torch.npu finds none: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES",
+                "torch.npu finds no NPU: check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES",
             )
         return
     least = min(each["free"] for each in found)

@@ -1,7 +1,7 @@
-"""A worker's description of its own process: `--worker-extension-cls` adds it to vLLM's worker.
+"""Describe a worker's process from inside: `--worker-extension-cls` adds it to vLLM's worker.
 
-vLLM's worker class gets the methods below as base class. POST /collective_rpc of a server with
-VLLM_SERVER_DEV_MODE=1 calls them in the main thread of every worker, between two steps.
+vLLM's worker class gets the methods below from a base class. If VLLM_SERVER_DEV_MODE=1, POST
+/collective_rpc calls them in the main thread of every worker, between two steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 EXTENSION = f"{__name__}.WorkerProbe"
 _NUMBER = re.compile(r"-\d+$")
-OTHERS = "others"  # threads that Python has not started, or that are not ours
+OTHERS = "others"  # threads not started by Python, or not ours
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,11 @@ class Worker:
 
     Attributes:
         npu: index of the NPU that the main thread has set.
-        contexts: indices of the NPUs with a context of this process; None if torch_npu cannot say.
-        cpus: that the main thread may run on.
-        cpu_seconds: of the process so far, by group of threads: `hsx-writer-3` is in `hsx-writer`.
+        contexts: indices of the NPUs with a context of this process; None if torch_npu has no such
+            query.
+        cpus: CPUs that the main thread may run on.
+        cpu_seconds: CPU time of the process so far, by group of threads: `hsx-writer-3` is in
+            `hsx-writer`.
         threads: number of threads of each group.
     """
 
@@ -48,12 +50,12 @@ class WorkerProbe:
         path.write_text(json.dumps(asdict(this_worker())))
 
     def hsx_fail(self) -> None:
-        """Launch an operator whose error comes later. Nothing is launched on the NPU.
+        """Launch an operator that fails asynchronously. Nothing is launched on the NPU.
 
-        op-plugin compares only the numbers of dimensions of its inputs (8b9c8534,
-        RmsNormKernelOpApi.cpp:24, KernelNpuOutputSize.cpp:1737). CANN refuses the shapes on the
-        host (ops-nn 9.0.0, rms_norm_tiling.cpp:152). With TASK_QUEUE_ENABLE=2 it is asked in the
-        thread of the task queue (op_api_common.h:365).
+        op-plugin compares only the ranks of the input shapes (8b9c8534, RmsNormKernelOpApi.cpp:24,
+        KernelNpuOutputSize.cpp:1737). CANN refuses the shapes on the host (ops-nn 9.0.0,
+        rms_norm_tiling.cpp:152). With TASK_QUEUE_ENABLE=2 this happens in the thread of the task
+        queue (op_api_common.h:365).
         """
         import torch
         import torch_npu
@@ -61,7 +63,7 @@ class WorkerProbe:
         torch_npu.npu_rms_norm(torch.ones(8, 64, device="npu"), torch.ones(48, device="npu"))
 
     def hsx_reload_weights(self, path: str) -> None:
-        """Load the weights in the directory `path`."""
+        """Load the weights from the directory `path`."""
         from vllm_ascend_hsx.compat.weights import reload_weights
 
         reload_weights(self, path)

@@ -1,4 +1,4 @@
-"""A profile of steps with extraction: Stack kernels, and copies beside other kernels."""
+"""Profile steps with extraction: Stack kernels, and copies that overlap other kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_ascend_hsx.report.result import BROKE, MEASURED, NOT_RUN, Teller
 from vllm_ascend_hsx.report.served import REQUEST_S, serve_options, serving
 from vllm_ascend_hsx.report.workers import Judgement
 
-ANALYSIS_S = 1800.0  # that the profiler may take to write files
+ANALYSIS_S = 1800.0  # limit for the profiler to write files
 # torch_npu/profiler/analysis/prof_common_func/_csv_headers.py and _constant.py, 2.10.0.post4.
 KERNELS = "kernel_details.csv"
 TRACE = "trace_view.json"
@@ -30,14 +30,14 @@ _US = 1e-6
 
 
 class Span(NamedTuple):
-    """Seconds in which a kernel or a copy ran."""
+    """Time range of a kernel or a copy, in seconds."""
 
     begin: float
     end: float
 
 
 def profile(context: Context, tell: Teller) -> None:
-    """Profile steps of 8,192 tokens. The answers have no generated rows: these steps are short."""
+    """Profile steps of 8,192 tokens. Answers have no generated rows: these steps are short."""
     if context.emulated:
         tell("profile", NOT_RUN, "not measured here: the emulated NPU has no profiler")
         return
@@ -69,14 +69,14 @@ def profile(context: Context, tell: Teller) -> None:
 
 
 def judge(directory: Path) -> Judgement:
-    """Count the Stack kernels of all ranks, and the time of copies beside kernels.
+    """Count the Stack kernels of all ranks, and measure copies and their overlap with kernels.
 
     Args:
-        directory: of the profiler's files.
+        directory: directory of the profiler's files.
     """
     kernels = sorted(directory.rglob(KERNELS))
     if not kernels:
-        return Judgement(BROKE, f"the profiler wrote no {KERNELS}: look into the server's log")
+        return Judgement(BROKE, f"the profiler wrote no {KERNELS}: check the server's log")
     stacks, words = 0, []
     for path in kernels:
         types = read_kernels(path)
@@ -87,15 +87,15 @@ def judge(directory: Path) -> Judgement:
         seconds = sum(span.end - span.begin for span in copies)
         beside = sum(overlap(span, busy) for span in copies)
         share = (
-            f"{beside / seconds:.0%} of it beside kernels"
+            f"{beside / seconds:.0%} of it overlapped with kernels"
             if seconds
             else f"no {MEMCPY} in {TRACE}, so overlap is not measured"
         )
         words.append(f"{found} Stack kernels, {1e3 * seconds:,.1f} ms of copies, {share}")
     if not stacks:
         words.append(
-            f"no kernel of a type {' or '.join(STACKS)}: CANN stacks rows in another way; "
-            f"paste the types in {KERNELS} into an issue"
+            f"no kernel of a type {' or '.join(STACKS)}: CANN stacks rows in another "
+            f"way; paste the types in {KERNELS} into an issue"
         )
     return Judgement(MEASURED if stacks else BROKE, "; ".join(words))
 
@@ -127,7 +127,7 @@ def _span(start: str | float, duration: str | float) -> Span:
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return the times in which any of them ran, ascending and apart."""
+    """Return the union of the spans as disjoint ranges, ascending."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.begin <= merged[-1].end:

@@ -1,4 +1,4 @@
-"""The outcome of one line of the report, and how a step hands it to the process that writes it."""
+"""Outcome of one line of the report, passed from a step to the process that writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HELD: Final = "held"
 MEASURED: Final = "measured"
 BROKE: Final = "did not hold"
 NOT_RUN: Final = "not run"
-TELL_US: Final = "paste this report into an issue"  # where the plugin itself may be at fault
+TELL_US: Final = "paste this report into an issue"  # where the plugin itself may be wrong
 Outcome = Literal["held", "measured", "did not hold", "not run"]
 
 
@@ -20,11 +20,11 @@ class Result:
     """One line of the report.
 
     Attributes:
-        line: its key in the table of steps.
-        outcome: whether what is expected was seen; a figure that has no right value is "measured".
-        found: what was seen, or the reason why nothing was, in words.
-        data: figures, for programs and for later steps.
-        log: the end of a log that explains it.
+        line: key in the table of steps.
+        outcome: whether the expectation was met, or "measured" for a figure without a right value.
+        found: the observation in words, or the reason for a missing one.
+        data: figures, for programs and later steps.
+        log: end of a log that explains the outcome.
     """
 
     line: str
@@ -35,10 +35,10 @@ class Result:
 
 
 class Teller:
-    """Appends results to a file as they come, so that they outlive a step that hangs or dies.
+    """Append results to a file as they come, to keep them if the step hangs or dies.
 
     Args:
-        path: of the file, one JSON object a line.
+        path: the file, with one JSON object per line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class Teller:
         self._append(asdict(Result(line, outcome, found, data, log)))
 
     def failed(self, reason: str) -> None:
-        """Say why the step cannot go on."""
+        """Record why the step cannot go on."""
         self._append({"failed": reason})
 
     def _append(self, content: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def read_told(path: Path) -> tuple[list[Result], str]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             content = json.loads(line)
-        except ValueError:  # the step was killed while it wrote
+        except ValueError:  # the step was killed while writing
             continue
         if "failed" in content:
             reason = content["failed"]

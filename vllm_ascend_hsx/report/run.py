@@ -26,13 +26,13 @@ def run_all(
 ) -> list[Result]:
     """Run the chosen steps and return a result for each line, in the table's order.
 
-    The report is written after each step. Whatever ends this, an interrupt included, it has the
-    lines so far, and says of the others that they were not run.
+    The report is written after each step. If the run is interrupted, the report has the results so
+    far, and marks the other lines as not run.
 
     Args:
         chosen: names of steps.
         begin, show: called before and after each step.
-        run: does a step; by default in a process of its own, with the step's time limit.
+        run: runs a step; by default in a separate process, with the step's time limit.
         steps: the table.
     """
     results: dict[str, Result] = {}
@@ -40,7 +40,7 @@ def run_all(
         for step in steps:
             write(context, _all(steps, results))
             if (
-                reason := "left out with --steps"
+                reason := "excluded by --steps"
                 if step.name not in chosen
                 else _missing(step, results)
             ):
@@ -58,9 +58,9 @@ def run_all(
 
 
 def run_process(step: Step, context: Context, limit_s: float | None = None) -> list[Result]:
-    """Run a step in a process of its own; its files are in the output's directory `logs`.
+    """Run a step in a separate process; files are in the output directory `logs`.
 
-    Rows, which can be many, are removed whatever became of it.
+    Rows can take much space, so they are always removed afterwards.
     """
     logs = context.output / "logs"
     logs.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def run_process(step: Step, context: Context, limit_s: float | None = None) -> l
 
 
 def _missing(step: Step, results: dict[str, Result]) -> str:
-    """Return the first line that the step needs and that is not there, as a reason, or ""."""
+    """Return a reason that names the first missing line that the step needs, or ""."""
     for key in step.needs:
         if results[key].outcome not in (HELD, MEASURED):
             return f"needs '{key}': {results[key].found}"
@@ -85,6 +85,6 @@ def _missing(step: Step, results: dict[str, Result]) -> str:
 def _all(steps: Sequence[Step], results: dict[str, Result]) -> list[Result]:
     lines = [line for step in steps for line in step.lines]
     return [
-        results.get(line.key) or Result(line.key, NOT_RUN, "the command ended before it")
+        results.get(line.key) or Result(line.key, NOT_RUN, "the command ended before this step")
         for line in lines
     ]

@@ -1,4 +1,4 @@
-"""Run a step in a process of its own, with a time limit, and leave nothing of it running."""
+"""Run a step in a separate process with a time limit, and leave no process of it running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.demo.server import LAST_LINES, wait_for_ends
 from vllm_ascend_hsx.report.result import BROKE, Result, read_told
 from vllm_ascend_hsx.report.steps import Step
 
-STOP_S = 40.0  # that a step has to stop its server: demo.server gives the server 25 s
+STOP_S = 40.0  # for a step to stop the server: demo.server gives the server 25 s
 KILL_S = 10.0
 TAIL_LINES = 25
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # prctl(2)
@@ -24,7 +24,7 @@ _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # prctl(2)
 
 @contextmanager
 def subreaper() -> Iterator[None]:
-    """Become the parent of orphaned descendants, so that none is lost sight of."""
+    """Become the parent of orphaned descendants, to keep track of all of them."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     libc.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -44,15 +44,15 @@ def run_step(
     limit_s: float | None = None,
     stop_s: float = STOP_S,
 ) -> list[Result]:
-    """Run a step's process and return a result for each of its lines.
+    """Run a step's process and return a result for each line of the step.
 
-    At its time limit the process is asked to end (SIGTERM). What is left of it and its descendants
-    after `stop_s` seconds, or after its own end, is killed. Call it within `subreaper`.
+    At the time limit the process gets SIGTERM. Once it has ended, or after
+    `stop_s` seconds, the remaining processes are killed. Call it within `subreaper`.
 
     Args:
-        command: of the process, which appends results to `told` (a Teller).
-        log: file of its output.
-        limit_s: instead of the step's.
+        command: command line of the process. It appends results to `told` (a Teller).
+        log: file for the output.
+        limit_s: limit in place of the step's.
     """
     limit = step.limit_s if limit_s is None else limit_s
     before = descendants(os.getpid())
@@ -70,7 +70,7 @@ def run_step(
         if code:
             problem = f"the step ended with {_ending(code)}"
     except subprocess.TimeoutExpired:
-        problem = f"the step was ended at its limit of {limit:.0f} s"
+        problem = f"the step was stopped at its limit of {limit:.0f} s"
     finally:
         if process.poll() is None:
             process.terminate()
@@ -79,7 +79,7 @@ def run_step(
         left = _kill(before)
         process.wait()
     if left and not problem:
-        problem = f"the step left {left} processes running, which were killed"
+        problem = f"the step left {left} processes running; they were killed"
     results, reason = read_told(told)
     head, _, rest = reason.partition(f"\n{LAST_LINES}")  # of a server's log
     reasons = (head.replace("\n", "; "), "" if reason and "limit" not in problem else problem)
@@ -91,11 +91,11 @@ def _tail(log: Path) -> str:
 
 
 def _complete(step: Step, results: Sequence[Result], problem: str, tail: str) -> list[Result]:
-    """Return a result for each line of the step, in its order."""
+    """Return a result for each line of the step, in order."""
     found = {result.line: result for result in results}
-    reason = problem or "the step ended without a word about it"
+    reason = problem or "the step ended without a result for it"
     missing = [line.key for line in step.lines if line.key not in found]
-    # The log once: the other lines of the step have the same.
+    # Only one line has the log: it is the same for the others.
     found |= {
         key: Result(key, BROKE, reason, log=tail if key == missing[0] else "") for key in missing
     }
@@ -129,10 +129,10 @@ def descendants(pid: int) -> set[int]:
 
 
 def _kill(spared: set[int]) -> int:
-    """Kill all descendants of this process but some; return how many there were."""
+    """Kill all descendants of this process except `spared`; return their number."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_S
-    # They can start others before they get the signal, hence the loop.
+    # They can start others before the signal arrives, hence the loop.
     while (left := descendants(os.getpid()) - spared) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError):
@@ -140,6 +140,6 @@ def _kill(spared: set[int]) -> int:
         wait_for_ends(sorted(left), deadline - time.monotonic())
         killed |= left
     for pid in killed:
-        with suppress(ChildProcessError):  # another process's child
+        with suppress(ChildProcessError):  # a child of another process
             os.waitpid(pid, os.WNOHANG)
     return len(killed)

@@ -1,4 +1,4 @@
-"""Steps with a server that extracts: the demo's prompts, metrics, and the end by SIGTERM."""
+"""Steps with an extracting server: the demo's prompts, metrics, and the end by SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Outcome, Teller
 
 START_S = 1800.0
 REQUEST_S = 120.0
-END_S = 90.0  # of a server after SIGTERM
-IN_FLIGHT = 8  # requests when it comes
-# An emulated NPU has no graphs to capture, and all of them share the machine's memory.
+END_S = 90.0  # for a server to end after SIGTERM
+IN_FLIGHT = 8  # requests when the signal arrives
+# An emulated NPU has no graphs to capture, and all emulated NPUs share the machine's memory.
 EMULATED = ("--enforce-eager", "--gpu-memory-utilization", "0.3")
 
 
 def serve_options(
     context: Context, name: str, sizes: Sizes, extra: tuple[str, ...] | None = None, **options: Any
 ) -> ServeOptions:
-    """Return the options of the server of a step; its files go to a directory of its own.
+    """Return the options of a step's server; files go to a separate directory.
 
     Args:
-        extra: words of the command line in the place of EMULATED.
+        extra: words of the command line instead of EMULATED.
     """
     own = (EMULATED if context.emulated else ()) if extra is None else extra
     return ServeOptions(
@@ -65,7 +65,7 @@ def serve_options(
 
 @contextmanager
 def serving(context: Context, name: str, serve: ServeOptions, **environ: str) -> Iterator[Server]:
-    """Start a server, wait until it answers, and stop it. Raises ServerError."""
+    """Start a server, wait until it answers, and stop it at the end. Raises ServerError."""
     environment = {"PYTHONUNBUFFERED": "1", **environ}
     with Server(
         serve.command(),
@@ -167,8 +167,8 @@ def check_rows(
     """Send prompts, by default the demo's, and compare their files with transformers.
 
     Args:
-        line: of the report. check: how files are compared; by default with the context's model.
-        sizes: of the server, in words, if they are not the context's.
+        line: line of the report. check: reference; by default the reference of the context's model.
+        sizes: description of the server's sizes if they are not the context's.
     """
     check = check or Check.of(context)
     answers = send_all(
@@ -182,7 +182,7 @@ def check_rows(
     sizes = sizes or str(context.sizes)
     of_output = f"with {generated} rows of generated tokens"
     words = f"{passed} of {len(rows)} requests match{check.why_not}, {of_output}, {sizes}{wrong}"
-    # JSON has no NaN, which stands for what was not compared.
+    # JSON has no NaN; here NaN marks a value that was not compared.
     table = [
         {
             **row._asdict(),
@@ -208,7 +208,7 @@ def check_rows(
 
 
 def stop(server: Server, storage: Path, tell: Teller) -> None:
-    """Send SIGTERM once requests generate; then every file is whole, or has an error file."""
+    """Send SIGTERM once requests generate. Every file must be complete or have an error file."""
     assert server.process is not None
     with in_flight(server) as others:
         begun = time.monotonic()
@@ -219,8 +219,8 @@ def stop(server: Server, storage: Path, tell: Teller) -> None:
     left = len(group_members(server.process.pid))
     whole, failed, bad = files_after_stop(storage, paths)
     words = (
-        f"ended {seconds:.0f} s after it; {whole} whole files, {failed} with the reason why "
-        "there are no rows"
+        f"ended after {seconds:.0f} s; {whole} complete files, {failed} with a reason "
+        "for missing rows"
     )
     if left:
         bad.insert(0, f"{left} processes were still running after {END_S:.0f} s")
@@ -238,12 +238,12 @@ def stop(server: Server, storage: Path, tell: Teller) -> None:
 
 @contextmanager
 def in_flight(server: Server, **more: Any) -> Iterator[list[Future[Path | None]]]:
-    """Send requests that generate for long; yield the paths of their files once one generates.
+    """Send requests with long generations. Yield the paths of their files once one generates.
 
     Afterwards wait until the server has answered or ended.
 
     Args:
-        more: fields of the requests.
+        more: further fields of the requests.
     """
     with (
         httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client,
@@ -262,10 +262,10 @@ def in_flight(server: Server, **more: Any) -> Iterator[list[Future[Path | None]]
 
 
 def files_after_stop(storage: Path, answered: Sequence[Path]) -> tuple[int, int, list[str]]:
-    """Return the numbers of whole files and of failed ones, and what is wrong.
+    """Return the numbers of complete and of failed files, and any problems.
 
     Args:
-        answered: files that the server has named in its answers.
+        answered: files named in the server's answers.
     """
     files = files_in(storage)
     found = [examine(path) for path in files if not path.name.endswith(ERROR_SUFFIX)]
@@ -273,13 +273,13 @@ def files_after_stop(storage: Path, answered: Sequence[Path]) -> tuple[int, int,
     lost = [
         path for path in answered if not (path.exists() or Path(f"{path}{ERROR_SUFFIX}").exists())
     ]
-    bad += [f"{path.name}: answered, and neither there nor failed" for path in lost]
+    bad += [f"{path.name}: answered, but neither complete nor failed" for path in lost]
     bad += [f"{path.name}: a lock without a file" for path in orphaned_locks(storage)]
     return sum(each.problem is None for each in found), len(files) - len(found), bad
 
 
 def _ask(client: httpx.Client, body: dict[str, Any]) -> Path | None:
-    """Return the path of the answer's file, or None if the server has ended before."""
+    """Return the path of the answer's file, or None if the server ended first."""
     try:
         reply = client.post("/v1/completions", json=body).raise_for_status().json()
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""The table of steps: what the report has lines for, and which rows of the checklist they show."""
+"""The table of steps: lines of the report, and the rows of the checklist that they verify."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class Line(NamedTuple):
     """One line of the report.
 
     Attributes:
-        key: its name in the JSON file.
-        what: what it is about, in words.
-        rows: of docs/operations.md that it shows on NPUs.
+        key: name in the JSON file.
+        what: subject, in words.
+        rows: rows of docs/operations.md that it verifies on NPUs.
     """
 
     key: str
@@ -20,15 +20,15 @@ class Line(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is run together, in a process of its own.
+    """Lines that one separate process measures.
 
     Attributes:
-        name: for `--steps`.
-        title: what it does, in words.
-        work: `module:function` in this package; it is given a Context and a Teller.
-        limit_s: seconds that it may take on NPUs; loading a large model takes most of them.
-        lines: of the report, in order.
-        needs: lines without which it cannot run.
+        name: name for `--steps`.
+        title: description of the activity.
+        work: `module:function` in this package, called with a Context and a Teller.
+        limit_s: time limit in seconds on NPUs; loading a large model takes most of it.
+        lines: lines of the report, in order.
+        needs: lines that must exist before it can run.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 STEPS = (
     Step(
         "software",
-        "looking at versions and patch points",
+        "checking versions and patch points",
         "machine:software",
         600.0,
         (
@@ -52,14 +52,14 @@ STEPS = (
     ),
     Step(
         "environment",
-        "looking at the environment",
+        "checking the environment",
         "machine:environment",
         60.0,
         (Line("environment", "environment variables and page size"),),
     ),
     Step(
         "npus",
-        "looking at the NPUs",
+        "checking the NPUs",
         "machine:npus",
         300.0,
         (Line("npus", "NPUs and their free memory"), Line("sizes", "sizes of the servers")),
@@ -80,7 +80,7 @@ STEPS = (
         "pinning memory",
         "transfers:pinned",
         60.0,
-        (Line("pinned", "pinned memory, asked for and taken", (23,)),),
+        (Line("pinned", "pinned memory, requested and used", (23,)),),
         ("npus",),
     ),
     Step(
@@ -114,7 +114,7 @@ STEPS = (
         (
             Line("parallel", "rows of 16 prompts, DP x TP", (2, 3, 5)),
             Line("metrics", "GET /metrics counts every file"),
-            Line("contexts", "each worker has a context on its own NPU alone", (24,)),
+            Line("contexts", "each worker has a context only on its own NPU", (24,)),
             Line("process table", "no process is on two NPUs, by npu-smi", (24,)),
             Line("cpus", "CPUs and NUMA nodes of the workers", (24,)),
             Line("stop", "SIGTERM while requests run", (12,)),
@@ -131,7 +131,7 @@ STEPS = (
             Line(
                 "graphs", "rows of long prompts and 33 generated tokens or more, with graphs", (21,)
             ),
-            Line("agreement", "rows with graphs are those of eager steps", (21,)),
+            Line("agreement", "rows with graphs equal rows of eager steps", (21,)),
         ),
         ("sizes",),
     ),
@@ -151,13 +151,13 @@ STEPS = (
     ),
     Step(
         "device-error",
-        "letting an operator fail while requests run",
+        "making an operator fail while requests run",
         "drills:device_error",
         2700.0,
         (
             Line(
                 "device error",
-                "an operator that fails ends the server, with its text in each file",
+                "a failing operator ends the server, with its text in each file",
                 (27,),
             ),
         ),
@@ -168,7 +168,11 @@ STEPS = (
         "profiling steps of 8,192 tokens",
         "profile:profile",
         3600.0,
-        (Line("profile", "Stack kernels, and copies beside kernels, in a profile", (28,)),),
+        (
+            Line(
+                "profile", "Stack kernels, and overlap of copies with kernels, in a profile", (28,)
+            ),
+        ),
         ("sizes",),
     ),
     Step(
@@ -211,7 +215,7 @@ STEPS = (
         "comparing with `hsx plan`",
         "throughput:plan",
         60.0,
-        (Line("plan", "the KV cache that is kept, against `hsx plan`"),),
+        (Line("plan", "remaining KV cache, compared with `hsx plan`"),),
         ("KV cache, off", "KV cache, hsx"),
     ),
 )

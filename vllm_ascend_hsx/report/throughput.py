@@ -1,4 +1,4 @@
-"""Steps that measure servers in turn: without extraction, with ours, and with vLLM's connector."""
+"""Measure three servers in turn: without extraction, with ours, and with vLLM's connector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.transfer_config import plugins_without_ours
 VLLMS = "ExampleHiddenStatesConnector"
 REQUEST_S = 600.0
 STAGING_SLOTS = 2  # the connector's default
-# What a server's own measurement of free memory differs by from one start to the next.
+# A server's measurement of free memory varies by this share between starts.
 TOLERANCE = 0.005
 _TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 _MEMORY = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
@@ -33,10 +33,10 @@ _MEMORY = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 
 @dataclass(frozen=True)
 class Load:
-    """How much is measured, and the sizes of the servers.
+    """Amount of traffic, and the sizes of the servers.
 
     Attributes:
-        rounds: that count, after one to warm up.
+        rounds: measured rounds, after one warm-up round.
     """
 
     traffics: tuple[Traffic, ...]
@@ -87,9 +87,9 @@ def vllm(context: Context, tell: Teller) -> None:
 def _measure(
     context: Context, tell: Teller, name: str, connector: str | None, **environ: str
 ) -> None:
-    """Measure one server. All three differ in extraction alone.
+    """Measure one server. All three differ only in extraction.
 
-    vLLM refuses its connector together with chunked prefill, so all go without.
+    vLLM refuses the connector together with chunked prefill, so no server has it.
     """
     load, sizes = load_of(context), context.sizes
     own = (EMULATED_OPTIONS if context.emulated else ()) + (
@@ -129,7 +129,7 @@ def _measure(
 
 
 class Probe:
-    """Measures the CPU time of the threads of a server's workers, from now on."""
+    """Measures the CPU time of the threads of a server's workers from now on."""
 
     def __init__(self, context: Context, server: Server) -> None:
         self._server, self._npus = server, context.sizes.npus
@@ -161,7 +161,7 @@ def _figures(traffic: Traffic, rounds: list[Round]) -> dict[str, float]:
 
 
 def _tell_memory(server: Server, line: str, tell: Teller) -> None:
-    """Read the KV cache's size from the server's log: the least of all engines."""
+    """Report the KV cache's size from the server's log: the minimum over the engines."""
     text = server.log.read_text(errors="replace")
     tokens = [int(found.replace(",", "")) for found in _TOKENS.findall(text)]
     memory = [float(found) for found in _MEMORY.findall(text)]
@@ -178,7 +178,7 @@ def _tell_memory(server: Server, line: str, tell: Teller) -> None:
 
 
 def plan(context: Context, tell: Teller) -> None:
-    """Compare the KV cache that is left with what `hsx plan` says of it."""
+    """Compare the remaining KV cache with the prediction of `hsx plan`."""
     sizes, before, after = (
         context.sizes,
         context.found["KV cache, off"],
@@ -208,7 +208,7 @@ def plan(context: Context, tell: Teller) -> None:
         else f"; with vLLM's connector {theirs['tokens'] / before['tokens']:.2%}"
     )
     words = (
-        f"{kept:.2%} is kept, planned are {planned.kept_at_least:.2%} to {planned.kept:.2%}{beside}"
+        f"{kept:.2%} remain, planned are {planned.kept_at_least:.2%} to {planned.kept:.2%}{beside}"
     )
     held = kept >= planned.kept_at_least - TOLERANCE
     data = {key: value for key, value in asdict(planned).items() if key != "request"}

@@ -1,4 +1,4 @@
-"""Requests whose cost is measured, and what one round of them costs a server."""
+"""Requests for measurements, and the cost of one round of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 
-VOCABULARY = 600  # tokens that the tiny models know, without the special ones
+VOCABULARY = 600  # ordinary tokens of the tiny models, without special ones
 STEPS = "vllm:iteration_tokens_total_count"  # a histogram over the steps of an engine
 READ_S = 60.0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests that all have about the same share of prompt and output.
+    """Requests with about the same ratio of prompt to output.
 
     Attributes:
-        requests: of a round. shortest, longest: prompts, in tokens.
-        max_tokens: that each request generates.
+        requests: number per round. shortest, longest: lengths of the prompts in tokens.
+        max_tokens: tokens that each request generates.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Round:
-    """What a server made of one round of a traffic.
+    """Measurements of one round of traffic.
 
     Attributes:
         seconds: from the first request to the last file.
-        steps: of the engine that took most.
-        prompt_tokens: of all requests.
-        unread: files that could not be read.
+        steps: steps of the engine that took most.
+        prompt_tokens: sum over all requests.
+        unread: number of files that could not be read.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ class Round:
 
 
 def draw_prompts(traffic: Traffic, seed: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
-    """Random tokens."""
+    """Return prompts of random tokens."""
     draw = np.random.default_rng(seed + 1)
     lengths = draw.integers(traffic.shortest, traffic.longest + 1, traffic.requests)
     return [draw.integers(3, vocabulary, size=int(length)).tolist() for length in lengths]
@@ -62,7 +62,7 @@ def draw_prompts(traffic: Traffic, seed: int, vocabulary: int = VOCABULARY) -> l
 def serve_round(
     url: str, traffic: Traffic, prompts: Sequence[Sequence[int]], timeout: float, *, extracts: bool
 ) -> Round:
-    """Send all prompts at once and wait for answers and files, which are removed.
+    """Send all prompts at once, wait for answers and files, and remove the files.
 
     Raises:
         HTTPError: a request failed, or took longer than `timeout` seconds.
@@ -102,10 +102,10 @@ def serve_round(
 
 
 def _is_readable(path: Path) -> bool:
-    """Wait for a file and read it. Those of vLLM 0.23's connector have several writers with TP."""
+    """Wait for a file and read it. With TP, files of vLLM 0.23's connector have several writers."""
     try:
         load(path, READ_S, mmap=True)
-    except (HiddenStatesError, OSError):  # TimeoutError is one
+    except (HiddenStatesError, OSError):  # includes TimeoutError
         return False
     return True
 
@@ -118,8 +118,8 @@ def _path_of(answer: dict[str, Any]) -> Path:
 
 
 def engine_steps(client: httpx.Client, url: str) -> dict[str, int]:
-    """Return how many steps each engine has taken."""
-    # required by vLLM, not by this package
+    """Return the number of steps of each engine."""
+    # vLLM requires it; this package does not
     from prometheus_client.parser import text_string_to_metric_families
 
     text = client.get(f"{url}/metrics").raise_for_status().text

@@ -1,4 +1,4 @@
-"""Steps that move bytes without a server: NPU to pinned memory, and pinned memory to the disk."""
+"""Steps that move bytes without a server: NPU to pinned memory, and pinned memory to disk."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHUNK = 4 << 20  # of the ring
 RING = 256 << 20  # the ring's default
 RING_EMULATED = 32 << 20
 REPEATS = 10
-MOST_PINNED = 1.01  # of the bytes that were asked for
-PINNED_BYTES = "allocated_bytes.current"  # of torch's allocator of pinned memory
+MOST_PINNED = 1.01  # of the requested bytes
+PINNED_BYTES = "allocated_bytes.current"  # in the statistics of torch's pinned allocator
 READ_S = 60.0
 FAIR_SHARE = 0.5
 
@@ -63,7 +63,7 @@ class _Link:
         )
 
     def to_host(self, piece: int) -> None:
-        """Issue copies of everything, in pieces of so many bytes."""
+        """Copy everything to the host asynchronously, in pieces of the given number of bytes."""
         npu().set_device(self.index)
         with npu().stream(self.stream):
             for first in range(0, len(self.host), piece):
@@ -83,7 +83,7 @@ class _Link:
 
 
 def copies(context: Context, tell: Teller) -> None:
-    """Copy as the plugin does: asynchronously, on a stream of its own, to pinned memory."""
+    """Copy as the plugin does: asynchronously, on a separate stream, to pinned memory."""
     indices = range(npu().device_count())
     free = min(npu().mem_get_info(index)[0] for index in indices)
     size = min(COPIED_EMULATED if context.emulated else COPIED, free // 4 // CHUNK * CHUNK)
@@ -104,7 +104,7 @@ def copies(context: Context, tell: Teller) -> None:
     tell(
         "copies",
         HELD if right else BROKE,
-        words if right else f"the copy differs from what the NPU has; {words}",
+        words if right else f"the copy differs from the NPU's memory; {words}",
         **figures,
     )
     links = [first, *(_Link.make(index, size) for index in indices[1:])]
@@ -117,7 +117,7 @@ def copies(context: Context, tell: Teller) -> None:
     if together < FAIR_SHARE * len(links) * alone:
         words += ": they share a link. `hsx plan` shows the bandwidth that each rank needs"
     if wrong:
-        words = f"copies of NPUs {wrong} differ from what they have; {words}"
+        words = f"copies of NPUs {wrong} differ from device memory; {words}"
     tell(
         "copies of all",
         BROKE if wrong else HELD,
@@ -129,7 +129,7 @@ def copies(context: Context, tell: Teller) -> None:
 
 
 def _rate(links: Sequence[_Link], issue: Callable[[_Link], None]) -> float:
-    """Return bytes per second of all links together."""
+    """Return the total bytes per second of all links."""
 
     def run(times: int) -> float:
         begun = time.perf_counter()
@@ -140,12 +140,12 @@ def _rate(links: Sequence[_Link], issue: Callable[[_Link], None]) -> float:
             link.stream.synchronize()
         return time.perf_counter() - begun
 
-    run(1)  # warms up
+    run(1)  # warm-up
     return REPEATS * sum(len(link.host) for link in links) / run(REPEATS)
 
 
 def pinned(context: Context, tell: Teller) -> None:
-    """Compare the bytes that a ring asks for with the bytes that CANN's allocator has taken."""
+    """Compare the bytes that a ring requests with the bytes that CANN's allocator has taken."""
     npu().set_device(0)
     stats = getattr(npu(), "host_memory_stats", None)
     if stats is None:
@@ -162,7 +162,7 @@ def pinned(context: Context, tell: Teller) -> None:
     rows = f"{len(ring.data) / 2**20:,.1f} MiB of it for rows"
     words = f"{got / 2**20:,.1f} MiB for a ring of {asked / 2**20:,.1f} MiB, {rows}"
     held = 0 < got <= MOST_PINNED * asked
-    remedy = f": pinned_ring_bytes takes more of the host's memory than it says; {TELL_US}"
+    remedy = f": pinned_ring_bytes takes more host memory than configured; {TELL_US}"
     tell("pinned", HELD if held else BROKE, words + ("" if held else remedy), asked=asked, got=got)
 
 
@@ -179,7 +179,7 @@ def _ring(context: Context) -> PinnedRing:
 
 
 def direct(context: Context, tell: Teller) -> None:
-    """Write a file with O_DIRECT from pinned memory, and read it."""
+    """Write a file with O_DIRECT from pinned memory, and read it back."""
     import torch
 
     npu().set_device(0)
@@ -226,7 +226,7 @@ def _why_not_direct(
         )
     return (
         BROKE,
-        f"from pinned memory alone, --output {error.problem}. {error.remedy}",
+        f"only from pinned memory, --output {error.problem}. {error.remedy}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Judgements about the workers of a running server: contexts, npu-smi, CPUs and threads."""
+"""Checks of a running server's workers: contexts, npu-smi, CPUs and threads."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, TELL_U
 OPTIONS = ("--worker-extension-cls", EXTENSION)
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for POST /collective_rpc
 NPU_SMI_S = 30.0
-CALL_S = 600.0  # loading weights takes most of them
+CALL_S = 600.0  # mostly for loading weights
 _NODES = Path("/sys/devices/system/node")
 # | NPU  Chip | Process id | Process name | Process memory(MB) |
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|[^|]*\|\s*\d+\s*\|\s*$", re.MULTILINE)
 
 
 class Judgement(NamedTuple):
-    """Outcome and words of a line."""
+    """Outcome and description of a line."""
 
     outcome: Outcome
     found: str
 
 
 def ask(url: str, npus: int) -> list[Worker]:
-    """Return the server's workers, in the order of their NPUs.
+    """Return the server's workers, ordered by NPU.
 
     Args:
-        url: of a server with OPTIONS and ENVIRONMENT.
-        npus: workers that it must have.
+        url: URL of a server with OPTIONS and ENVIRONMENT.
+        npus: expected number of workers.
 
     Raises:
         HTTPError: the server did not answer.
@@ -48,7 +48,7 @@ def ask(url: str, npus: int) -> list[Worker]:
         call(url, "hsx_describe", directory)
         found = [Worker(**json.loads(path.read_text())) for path in Path(directory).iterdir()]
     if len(found) != npus:
-        raise ValueError(f"{len(found)} workers described themselves, and the server has {npus}")
+        raise ValueError(f"{len(found)} workers described themselves, but the server has {npus}")
     return sorted(found, key=lambda worker: (worker.npu, worker.pid))
 
 
@@ -61,24 +61,24 @@ def call(url: str, method: str, *arguments: str) -> None:
 
 
 def contexts(workers: Sequence[Worker]) -> Judgement:
-    """Each worker has a context on its own NPU alone."""
+    """Check that each worker has a context only on its own NPU."""
     if any(worker.contexts is None for worker in workers):
         return Judgement(NOT_RUN, "not measured here: this torch_npu has no _npu_hasPrimaryContext")
     wrong = [worker for worker in workers if worker.contexts != [worker.npu]]
     if not wrong:
-        return Judgement(HELD, f"{len(workers)} workers, each with a context on its own NPU alone")
+        return Judgement(HELD, f"{len(workers)} workers, each with a context only on its own NPU")
     words = "; ".join(
         f"the worker of NPU {each.npu} has contexts on NPUs {_listed(each.contexts or [])}"
         for each in wrong
     )
     return Judgement(
         BROKE,
-        f"{words}: a thread of it uses the device without torch.npu.set_device; {TELL_US}",
+        f"{words}: one of its threads uses the device without torch.npu.set_device; {TELL_US}",
     )
 
 
 def npu_smi() -> str | None:
-    """Return the output of `npu-smi info`, or None if there is no such program."""
+    """Return the output of `npu-smi info`, or None without this program."""
     program = shutil.which("npu-smi")
     if program is None:
         return None
@@ -97,11 +97,11 @@ def npu_smi() -> str | None:
 
 
 def process_table(output: str | None, before: str) -> Judgement:
-    """No process is on two NPUs.
+    """Check that no process is on two NPUs.
 
     Args:
-        output: of `npu-smi info` while the server runs.
-        before: the same before it; processes in it are not the server's.
+        output: output of `npu-smi info` while the server runs.
+        before: the same before the server's start; processes in it are not the server's.
     """
     if output is None:
         return Judgement(NOT_RUN, "not measured here: npu-smi is not on PATH")
@@ -118,7 +118,7 @@ def process_table(output: str | None, before: str) -> Judgement:
     words = "; ".join(f"process {pid} is on {len(on)} NPUs" for pid, on in twice.items())
     return Judgement(
         BROKE,
-        f"{words}: each takes memory that the KV cache of another rank was to have; {TELL_US}",
+        f"{words}: each takes memory intended for the KV cache of another rank; {TELL_US}",
     )
 
 
@@ -131,7 +131,7 @@ def _processes(output: str) -> dict[int, set[tuple[int, int]]]:
 
 
 def cpus(workers: Sequence[Worker]) -> Judgement:
-    """A worker has no more writers than CPUs."""
+    """Check that a worker has no more writers than CPUs."""
     least = min(workers, key=lambda worker: len(worker.cpus))
     nodes = {worker.npu: _nodes_of(worker.cpus) for worker in workers}
     where = "; ".join(
@@ -143,9 +143,9 @@ def cpus(workers: Sequence[Worker]) -> Judgement:
     )
     if writers <= max(2, len(least.cpus)):
         return Judgement(HELD, words)
-    remedy = "set num_writer_threads to fewer, or give vllm-ascend's CPU binding more CPUs"
+    remedy = "set num_writer_threads lower, or give vllm-ascend's CPU binding more CPUs"
     return Judgement(
-        BROKE, f"{words}: more writers than CPUs take turns with the main thread; {remedy}"
+        BROKE, f"{words}: with more writers than CPUs they compete with the main thread; {remedy}"
     )
 
 
@@ -170,11 +170,11 @@ def _cpu_list(text: str) -> set[int]:
 def threads(
     before: Sequence[Worker], after: Sequence[Worker], copied: float, seconds: float
 ) -> tuple[Judgement, dict[str, float]]:
-    """Our threads take CPU for the bytes, and do not spin.
+    """Check that our threads use CPU only for the bytes, without spinning.
 
     Args:
-        before, after: the same workers around the traffic.
-        copied: bytes of rows in it. seconds: that it took.
+        before, after: the same workers before and after the traffic.
+        copied: bytes of rows in the traffic. seconds: duration.
 
     Returns:
         The judgement, and CPU seconds per GiB of each group of threads.

@@ -1,4 +1,4 @@
-"""The benchmarks of engines run: without extraction, with our connector and with vLLM's."""
+"""Engine benchmarks run: without extraction, with our connector and with vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hsx demo --serve`: the commands that it prints work as they stand."""
+"""`hsx demo --serve`: the printed commands work as they are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS = [1, 2, 4]
 
 @dataclass
 class Served:
-    """A running `hsx demo --serve`, the lines that it printed by their names, and its directory."""
+    """A running `hsx demo --serve` with the printed lines by name, and the directory."""
 
     process: subprocess.Popen[str]
     lines: dict[str, str]
@@ -60,7 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         text=True,
         env={**os.environ, "NO_COLOR": "1"},
         start_new_session=True,
-        # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
+        # A shell starts background processes with SIGINT ignored, perhaps also these tests.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -97,7 +97,7 @@ def test_the_generate_line_writes_a_file_for_each_prompt(served: Served) -> None
     assert [states.layer_ids for states in rows] == [LAYERS] * 3
 
 
-def test_the_server_has_introduced_itself_once_and_reads_weights_once(served: Served) -> None:
+def test_server_logs_one_start_line_and_reads_weights_once(served: Served) -> None:
     log = (served.work / "server.log").read_text()
     said = (
         f"vllm-ascend-hsx {__version__} extracts layers 1,2,4 of tiny-minimax-m2: 1536 bytes per "

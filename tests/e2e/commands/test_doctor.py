@@ -1,4 +1,4 @@
-"""`hsx doctor` on an emulated NPU: every patch point holds on the real wheels."""
+"""`hsx doctor` on an emulated NPU: every patch point holds with the real wheels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HSX = str(Path(sys.executable).with_name("hsx"))
 
 @pytest.mark.long
 def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
-    """No remedy installs what is right, or what needs an NPU where there is none."""
+    """No remedy installs a package that is right, or one that needs an NPU."""
     done = subprocess.run([HSX, "doctor", "--json"], capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)["findings"]
     assert done.returncode == 1

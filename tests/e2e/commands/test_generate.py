@@ -1,4 +1,4 @@
-"""`hsx generate` against a server of `hsx serve`: killed and started again, every row is right."""
+"""`hsx generate` against a server of `hsx serve`: after kills and restarts every row is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER_IDS = (4, 1, 3)
 MAX_MODEL_LEN = 512
 LENGTHS = (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
 ROOT = Path(__file__).parents[3]
-DIES_AT = 60  # its system call: some rows have their file, some are under way
+DIES_AT = 60  # number of the system call: some rows have a file, some are in progress
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Serving:
         return done.returncode, done.stdout + done.stderr
 
     def left(self, output: str = "") -> list[str]:
-        """Return the visible names in the server's directory or a folder below it."""
+        """Return the visible names in the server's directory or in a folder below."""
         return sorted(
             path.name for path in (self.storage / output).iterdir() if not path.name.startswith(".")
         )
@@ -103,7 +103,7 @@ def serve(
     *options: str,
     layer_ids: tuple[int, ...] = LAYER_IDS,
 ) -> Iterator[Serving]:
-    """Start a server; its log and datasets are in `directory`."""
+    """Start a server; the log and datasets are in `directory`."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(model)),
@@ -153,7 +153,7 @@ def cached_tokens(server: Server) -> float:
     )
 
 
-def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use_the_prefix_cache(
+def test_with_extraction_on_request_plain_requests_use_the_prefix_cache_and_leave_no_file(
     serving: Serving,
 ) -> None:
     before, reused = cached_tokens(serving.server), 0
@@ -181,7 +181,7 @@ def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use
     assert cached_tokens(serving.server) - before == 256 + reused  # of the second, in whole blocks
 
 
-def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
+def test_every_row_is_right_after_kills_and_restarts(serving: Serving) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
     code, printed = serving.generate(
         "tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT
@@ -212,13 +212,13 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {
         fingerprint(checkpoint)
     }
-    # Everything that is there is as it was written.
+    # Existing files are unchanged.
     code, printed = serving.generate("tokens", records, "--validate")
     assert code == 0, printed
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(
+def test_changed_checkpoint_under_the_same_name_is_refused(
     serving: Serving, tmp_path: Path
 ) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
@@ -289,7 +289,7 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(
 
 
 def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
-    """Ctrl-C comes while a request generates: the server keeps nothing."""
+    """Ctrl-C arrives while a request generates: the server keeps nothing."""
     records = [{"token_ids": tokens(20)}]
     data = serving.work / "long.jsonl"
     data.write_text(json.dumps(records[0]))
@@ -327,7 +327,7 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     assert code == 0, printed
 
 
-def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(
+def test_files_are_inspected_plotted_and_verified_and_a_changed_byte_is_found(
     serving: Serving,
 ) -> None:
     lengths = (5, 70, 33)
@@ -354,7 +354,7 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
     code, said = hsx("verify", directory, "--json")
     (result,) = [
         json.loads(line) for line in said.splitlines() if line.startswith("{")
-    ]  # a slow command says on stderr what it is at
+    ]  # a slow command reports progress on stderr
     assert (code, result["good"]) == (0, len(lengths)), said
 
     with damaged.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Sampled answers of a target are a training set: a second pass and speculators agree with it."""
+"""Sampled answers of a target are a training set: a second pass and speculators agree with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = 50
 EPOCHS = 3
 TEXTS = 20  # the first rows are texts and chats
 MAX_TOKENS = 12
-TOLERANCE = 1e-4  # of float32 rows
+TOLERANCE = 1e-4  # relative, of float32 rows
 SAMPLED = (
     "--include-output",
     "--max-tokens",
@@ -55,7 +55,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def answers(serving: Serving) -> dict[int, dict[str, Any]]:
-    """The lines of 50 sampled answers: to token ids, texts and chats."""
+    """The lines of 50 sampled answers, to token ids, texts and chats."""
     texts = [{"prompt": f"The ship number {row}"} for row in range(TEXTS // 2)]
     chats = [
         {"messages": [{"role": "user", "content": f"What is {row}?"}]} for row in range(TEXTS // 2)
@@ -74,7 +74,7 @@ def answers(serving: Serving) -> dict[int, dict[str, Any]]:
     return {line["row"]: line for line in lines}
 
 
-def test_text_ids_mask_and_rows_are_those_of_a_second_pass(
+def test_text_ids_mask_and_rows_equal_a_second_pass(
     serving: Serving, answers: dict[int, dict[str, Any]]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(serving.model)
@@ -103,8 +103,8 @@ def test_text_ids_mask_and_rows_are_those_of_a_second_pass(
         assert line["finish_reason"] == (
             "length" if len(line["output_token_ids"]) == MAX_TOKENS else "stop"
         )
-        # vLLM sends no half of a character at the end. The text of an answer to a prompt that ends
-        # within a character, as random tokens do, begins with the end of the prompt.
+        # vLLM omits a partial character at the end. If a prompt ends within a character, as random
+        # tokens do, the answer's text begins with the end of the prompt.
         text = tokenizer.decode(line["output_token_ids"], skip_special_tokens=True).rstrip("\ufffd")
         sent = line["text"].rstrip("\ufffd")
         assert sent == text or (row >= TEXTS and sent.endswith(text.lstrip("\ufffd")))
@@ -113,7 +113,9 @@ def test_text_ids_mask_and_rows_are_those_of_a_second_pass(
         )
 
 
-def test_no_answer_is_asked_for_again(serving: Serving, answers: dict[int, dict[str, Any]]) -> None:
+def test_finished_answers_are_not_requested_again(
+    serving: Serving, answers: dict[int, dict[str, Any]]
+) -> None:
     records = [
         json.loads(line) for line in (serving.work / "answers.jsonl").read_text().splitlines()
     ]

@@ -1,4 +1,4 @@
-"""Rows of downloaded data sets have the tokens that a server makes of the whole row."""
+"""Rows of downloaded data sets have the same tokens as the server's own rendering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import Row
 
-# Shows whatever the chat API can hand to a template.
+# Shows everything that the chat API can pass to a template.
 TEMPLATE = """\
 {%- if tools %}T{{ tools | tojson }}{% endif %}{% if documents %}D{{ documents | tojson }}{% endif -%}
 {%- if enable_thinking is defined %}K{{ enable_thinking }}{% endif %}{% if date is defined %}K{{ date }}{% endif -%}
@@ -96,7 +96,7 @@ def separated(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class Case(NamedTuple):
-    """A data set, and for each row the body that a user would post, or the start of its refusal."""
+    """A data set, and for each row the equivalent request body, or the start of the refusal."""
 
     file: str
     write: Callable[[Path, list[dict[str, Any]]], None]
@@ -269,7 +269,7 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def rendered(serving: Serving, body: dict[str, Any]) -> list[int]:
-    """Return the tokens that the server makes of a body."""
+    """Return the server's tokens for a body."""
     path = "chat/completions" if "messages" in body else "completions"
     answer = httpx.post(
         f"{serving.server.url}/v1/{path}/render",
@@ -326,7 +326,7 @@ def test_a_row_has_the_tokens_of_the_whole_row_or_its_refusal_names_the_column(
 
 
 def test_the_template_shows_every_part_of_a_row(serving: Serving) -> None:
-    """Otherwise the comparisons would say nothing about it."""
+    """Otherwise the comparisons would prove nothing about a part."""
     whole = (
         CASES["tools"].expected[0],
         CASES["kwargs"].expected[0],

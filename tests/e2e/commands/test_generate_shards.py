@@ -1,4 +1,4 @@
-"""`hsx generate` into shards, DP=2 x TP=2: killed and started again, each row is there once."""
+"""`hsx generate` into shards, DP=2 x TP=2: after a kill and restart each row exists once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
-def test_killed_and_started_again_every_row_is_in_a_shard_and_right(
+def test_every_row_is_in_a_shard_and_right_after_kills_and_restarts(
     server: Server, tiny_minimax_m2: Path
 ) -> None:
     output = server.log.parent / "hidden_states"
@@ -82,7 +82,7 @@ def test_killed_and_started_again_every_row_is_in_a_shard_and_right(
     assert code == 0
     assert printed.count("hs_") == len(LENGTHS)
 
-    # A server that has been stopped leaves whole tar files.
+    # A stopped server leaves complete tar files.
     server.stop(SEAL_SECONDS)
     names = []
     for shard in sorted(output.glob("hsx-*.tar")):

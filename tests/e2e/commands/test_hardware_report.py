@@ -13,7 +13,7 @@ import pytest
 from vllm_ascend_hsx.report.runner import descendants
 from vllm_ascend_hsx.report.steps import STEPS
 
-# What no emulated NPU has, and what the line then says.
+# Lines that no emulated NPU can measure, and their text.
 NOT_HERE = {
     "process table": "not measured here: npu-smi is not on PATH",
     "profile": "not measured here: the emulated NPU has no profiler",
@@ -49,8 +49,8 @@ def _command_of(pid: int) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> None:
-    """Those without a server."""
+def test_every_line_of_the_named_steps_is_measured(tmp_path: Path) -> None:
+    """Only steps without a server."""
     names = ("software", "environment", "npus", "copies", "pinned", "storage", "direct")
     content, text = reported(tmp_path / "out", "--steps", ",".join(names))
     measured = {
@@ -61,7 +61,7 @@ def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_every_line_was_measured(report: tuple[dict[str, Any], str]) -> None:
+def test_every_line_is_measured(report: tuple[dict[str, Any], str]) -> None:
     content, text = report
     assert [each["line"] for each in content["lines"]] == [
         line.key for step in STEPS for line in step.lines
@@ -74,7 +74,7 @@ def test_every_line_was_measured(report: tuple[dict[str, Any], str]) -> None:
 
 
 @pytest.mark.long
-def test_the_figures_are_those_of_this_machine(report: tuple[dict[str, Any], str]) -> None:
+def test_figures_have_the_expected_values(report: tuple[dict[str, Any], str]) -> None:
     data = {each["line"]: each["data"] for each in report[0]["lines"]}
     assert [each["name"] for each in data["npus"]["npus"]] == ["Ascend910B3"] * 2
     assert data["sizes"] == {"tensor_parallel": 2, "data_parallel": 1, "expert_parallel": True}
@@ -97,14 +97,14 @@ def test_the_figures_are_those_of_this_machine(report: tuple[dict[str, Any], str
 
 @pytest.mark.long
 def test_rows_of_long_steps_are_right_eager_and_with_graphs(tmp_path: Path) -> None:
-    """Copies run as late as they may: while the next step is staged."""
+    """Copies run as late as possible: while the next step is staged."""
     content, _ = reported(tmp_path / "out", "--steps", "npus,long-steps", late=True)
     data = {each["line"]: each["data"] for each in content["lines"]}
     assert [data[line]["passed"] for line in ("eager", "graphs")] == [8, 8]
     assert [data[line]["generated"] for line in ("eager", "graphs", "agreement")] == [284] * 3
 
 
-def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
+def test_machine_without_npus_gets_a_one_line_error(tmp_path: Path) -> None:
     command = [HSX, "hardware-report", "--output", str(tmp_path / "out")]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -112,6 +112,6 @@ def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     told = [
         line for line in done.stdout.splitlines() if not line.endswith(" ...")
-    ]  # signs of life of a slow machine
+    ]  # heartbeat of a slow machine
     assert len(told) == 1 and "this machine has no NPUs" in told[0]
     assert not (tmp_path / "out").exists()

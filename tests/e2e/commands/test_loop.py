@@ -21,7 +21,7 @@ def test_our_rows_make_as_good_a_draft_as_those_of_transformers_and_wrong_rows_a
     assert results.kinds == list(KINDS)
     ours = results.of(Kind(EAGLE3, OURS), 0)
     assert ours is not None
-    # Half of the words of a story follow from what was said before.
+    # Half of a story's words follow from earlier words.
     assert ours.length > 2
     output = capsys.readouterr().out
     assert f"{ours.length:.2f}" in output

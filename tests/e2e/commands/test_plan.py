@@ -1,4 +1,4 @@
-"""`hsx plan` and the benchmark of capacity predict what engines and vLLM's planner do."""
+"""`hsx plan` and the capacity benchmark predict engines and vLLM's planner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def models(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def hsx_plan(model: Path | str, **options: Any) -> dict[str, Any]:
-    """Return what the command prints in a process without emulated NPUs."""
+    """Return the output of the command in a process without emulated NPUs."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     program = [
         str(Path(sys.executable).with_name("hsx")),
@@ -58,7 +58,7 @@ def engine_facts(directory: Path, model: Path, **options: Any) -> dict[str, Any]
 
 
 def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
-    """Return vLLM's configuration of each directory, and its KV cache by the benchmark."""
+    """Return vLLM's configuration for each directory, and the benchmark's KV cache."""
     _, printed = run_module("plan_configs", json.dumps(options), *directories, npus=4)
     line = next((line for line in printed.splitlines() if line.startswith("configs:")), None)
     assert line is not None, printed[-4000:]
@@ -68,7 +68,7 @@ def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(
+def test_engine_has_the_benchmarks_number_of_blocks(
     kind: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     staging = hsx_plan(models[kind], tp=1, max_num_batched_tokens=64, kv_memory=MEMORY)[
@@ -103,7 +103,7 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(
+def test_engine_that_measures_memory_loses_the_planned_share(
     tiny_qwen3: Path, tmp_path: Path, ranks: int
 ) -> None:
     """With 2,048 tokens per step the last layers are the peak: collected layers add to it."""
@@ -124,7 +124,7 @@ def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(
 
 
 @pytest.mark.long
-def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(
+def test_vllm_reads_presets_as_plan_and_benchmark_assume(
     tmp_path: Path,
 ) -> None:
     directories = {str(tmp_path / name): name for name in CONFIGS}
@@ -152,7 +152,7 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchm
         shape, planned = shape_of(CONFIGS[name]), read_shape(name)
         assert read_shape(directory) == replace(planned, name=name), "with the text part on top"
         capacity = made["capacities"]["plain"]
-        # Since 0.30 the worker chooses those of a hybrid, by the backends of its layers.
+        # Since 0.30 the worker chooses the sizes of a hybrid, by the backends of the layers.
         final = installed_is("<0.30") or not shape.is_hybrid
         assert made["block_size"] == capacity["block_size"] or not final, name
         assert made["enable_prefix_caching"] is (installed_is(">=0.30") or not shape.is_hybrid), (

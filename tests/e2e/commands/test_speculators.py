@@ -1,6 +1,6 @@
 """Unmodified speculators and hs-connectors launch our server, and load files for training.
 
-The commands are those of docs/speculators.md, on a tiny MiniMax-M2 and emulated NPUs.
+The commands are from docs/speculators.md, on a tiny MiniMax-M2 and emulated NPUs.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 DOCUMENT = (ROOT / "docs" / "speculators.md").read_text()
 LAYERS = 8
-LAYER_IDS = (2, 4, 5, 8)  # what speculators chooses for 8 layers
+LAYER_IDS = (2, 4, 5, 8)  # speculators' choice for 8 layers
 WAIT_S = 60
-# What the README's server has instead of a tiny one's.
+# Replacements for the README server's sizes.
 SMALL = (
     "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64 "
     "--enforce-eager --gpu-memory-utilization 0.4"
 )
 if installed_is(">=0.30"):
-    SMALL += " --enable-scale-out"  # as the document says
+    SMALL += " --enable-scale-out"  # as in the document
 
 
 def command(label: str, names: Mapping[str, object]) -> list[str]:
-    """Return the words of the document's command of this label, with these names replaced."""
+    """Return the words of the document's command with this label, with names replaced."""
     found = re.search(rf"<!-- {label} -->\n```bash\n(.*?)```", DOCUMENT, re.DOTALL)
     assert found is not None
     text = found[1].replace("\\\n", " ")
@@ -67,7 +67,7 @@ def command(label: str, names: Mapping[str, object]) -> list[str]:
 
 @dataclass
 class Workplace:
-    """A server and the directory that everything is in."""
+    """A server and the directory of all files."""
 
     directory: Path
     model: Path
@@ -87,7 +87,7 @@ class Workplace:
 
     @property
     def names(self) -> dict[str, object]:
-        """What replaces the names in the document."""
+        """Return the replacements for names in the document."""
         return {
             "MiniMaxAI/MiniMax-M2": self.model,
             "training_data": self.dataset,
@@ -95,7 +95,7 @@ class Workplace:
         }
 
     def run(self, label: str, *more: str) -> str:
-        """Run a command of the document with more options, and return its output."""
+        """Run a command of the document with more options, and return the output."""
         words = command(label, self.names)
         own = {"HF_HOME": str(self.directory / "hf"), "COLUMNS": "300"}
         done = subprocess.run(
@@ -110,7 +110,7 @@ class Workplace:
         return done.stdout
 
     def request(self, prompt: list[int]) -> dict[str, Any]:
-        """Send a request as speculators does, and return its kv_transfer_params."""
+        """Send a request like speculators, and return the kv_transfer_params."""
         body = {
             "model": str(self.model),
             "prompt": prompt,
@@ -128,13 +128,13 @@ class Workplace:
 
     @contextmanager
     def slow_disk(self) -> Iterator[Any]:
-        """Write no row until the end of the block, or until the yielded function is called."""
+        """Write no row until the block ends or the yielded function is called."""
         with (self.directory / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield lambda: fcntl.flock(gate, fcntl.LOCK_UN)
 
     def left_over(self) -> list[str]:
-        """Return the names in the server's directory besides its workspace."""
+        """Return the names in the server's directory except the workspace."""
         return sorted(name for name in os.listdir(self.storage) if token_of_workspace(name) is None)
 
     def assert_right(self, path: Path, prompt: list[int]) -> None:
@@ -143,7 +143,7 @@ class Workplace:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Return eleven, one with two turns; some longer than the server computes at once."""
+    """Return eleven conversations, one with two turns; some exceed one step of the server."""
     ends = [
         "the ships were ready.",
         "the people crossed the bridge.",
@@ -215,7 +215,7 @@ def rows(generated: str, workplace: Workplace) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _leave_nothing(workplace: Workplace) -> Iterator[None]:
-    """Clean up, so that one failure causes no others."""
+    """Clean up: one failure must cause no others."""
     yield
     for name in workplace.left_over():
         (workplace.storage / name).unlink()
@@ -245,7 +245,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> WatchedTime:
 
 
 class Reader(threading.Thread):
-    """Reads a sample meanwhile."""
+    """Reads a sample in another thread."""
 
     def __init__(self, transfer: Any, params: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -278,7 +278,7 @@ def test_the_server_is_ours_and_extracts_the_layers_that_speculators_wants(
     )
 
 
-def test_their_reader_waits_from_before_the_commit(
+def test_speculators_reader_waits_from_before_the_commit(
     workplace: Workplace, watched: WatchedTime, tmp_path: Path
 ) -> None:
     prompt = tokens(150)
@@ -299,7 +299,7 @@ def test_their_reader_waits_from_before_the_commit(
     assert workplace.left_over() == []
 
 
-def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(
+def test_our_reader_waits_longer_than_speculators_ten_seconds(
     workplace: Workplace, watched: WatchedTime, tmp_path: Path
 ) -> None:
     prompt = tokens(40)
@@ -335,9 +335,7 @@ def test_offline_generation_makes_a_dataset_of_the_right_rows(
     assert workplace.left_over() == []
 
 
-def test_generation_goes_on_where_it_was_interrupted(
-    workplace: Workplace, rows: list[dict[str, Any]]
-) -> None:
+def test_interrupted_generation_continues(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     from speculators.cli.generate_offline_data import generate_offline_data
 
     (workplace.samples / "hs_3.safetensors").unlink()
@@ -363,7 +361,7 @@ def test_generation_goes_on_where_it_was_interrupted(
 
 
 def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, Any]:
-    """Make loaders as speculators' trainer does."""
+    """Create loaders like speculators' trainer."""
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
@@ -392,10 +390,10 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
 @pytest.mark.parametrize(
     "backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"]
 )
-def test_their_loader_takes_every_sample(
+def test_speculators_loader_accepts_every_sample(
     workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str
 ) -> None:
-    """Generated before training, or during it: then the server keeps no sample."""
+    """Generated before or during training; in the second case the server keeps no sample."""
     transfer = backend(workplace.samples if on_missing == "raise" else tmp_path)
     seen = []
     for loader in loaders(workplace, transfer, on_missing):

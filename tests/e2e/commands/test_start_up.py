@@ -1,4 +1,4 @@
-"""What cannot be served is refused before weights are loaded: option, value and remedy."""
+"""Unservable configurations are refused before weights are loaded: option, value and remedy."""
 
 from __future__ import annotations
 
@@ -59,20 +59,18 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(
-    opt: Path, tmp_path: Path
-) -> None:
+def test_target_without_collector_is_refused_before_loading(opt: Path, tmp_path: Path) -> None:
     run = run_engine(tmp_path, opt, [])
     assert run.error is not None
     found = run.error + run.log
     assert "model='OPTForCausalLM' collects no hidden states" in found
-    assert "OPTModel makes its layers in another way than by make_layers" in found
+    assert "OPTModel does not create its layers with make_layers" in found
     assert "MiniMaxM2ForCausalLM" in found and "Qwen3NextForCausalLM" in found
     assert "Starting to load model" not in run.log
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused(
+def test_unservable_configuration_is_refused(
     tiny_qwen3: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     run = run_engine(tmp_path, tiny_qwen3, [], **options)
@@ -83,7 +81,7 @@ def test_it_is_refused(
 
 @pytest.fixture(scope="module")
 def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose class collects hidden states, and which vllm-ascend 0.23.0 cannot serve."""
+    """A model whose class collects hidden states, but that vllm-ascend 0.23.0 cannot serve."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         mamba = {
@@ -108,7 +106,7 @@ def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-# The process that makes a configuration refuses it, so that the log ends with the reason.
+# The process that creates a configuration refuses it, so the log ends with the reason.
 
 BALANCE = {"additional_config": {"enable_balance_scheduling": True}}
 # Two ranks share a KV head, as vLLM requires.
@@ -126,7 +124,7 @@ BOTH_WAYS = (
 def refusals(
     model: Path, cases: dict[str, dict[str, Any]], *, ours: bool = True
 ) -> dict[str, str | None]:
-    """Return vLLM's error for the configuration of each case, all of which extract, or None."""
+    """Return vLLM's error, or None, for the configuration of each extracting case."""
     common = {"model": str(model), "speculative_config": speculative_config((1, 2))}
     arguments = json.dumps({name: {**common, **case} for name, case in cases.items()})
     code, printed = run_module("engine_configs", arguments, ours=ours)
@@ -179,7 +177,7 @@ def of_connectors(
 @pytest.mark.parametrize(
     "case", ["ours", "ours beside another", "balance scheduling of both roles"]
 )
-def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str) -> None:
+def test_our_connector_is_accepted(of_connectors: dict[str, str | None], case: str) -> None:
     assert of_connectors[case] is None
 
 
@@ -194,7 +192,7 @@ def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str)
         ("replaced by an option of vLLM", "OffloadingConnector"),
     ],
 )
-def test_another_connector_beside_the_method_is_refused_with_both_ways_out(
+def test_another_connector_with_our_method_is_refused_with_both_remedies(
     of_connectors: dict[str, str | None], case: str, named: str | None
 ) -> None:
     found = of_connectors[case]
@@ -224,21 +222,23 @@ def test_vllms_own_connector_beside_ours_is_refused(of_connectors: dict[str, str
         (
             "balance scheduling",
             (
-                "additional_config.enable_balance_scheduling=True is taken by vllm-ascend with "
-                "kv_role='kv_both' alone"
+                "additional_config.enable_balance_scheduling=True needs "
+                "kv_role='kv_both' in vllm-ascend"
             ),
         ),
     ],
 )
-def test_unusable_options_are_refused_there_too(
+def test_unusable_options_are_refused_when_the_configuration_is_created(
     of_connectors: dict[str, str | None], case: str, named: str
 ) -> None:
     assert named in (of_connectors[case] or "")
 
 
 @pytest.mark.long
-def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """The second way out, with the value of VLLM_PLUGINS that the message names."""
+def test_vllms_own_connector_is_accepted_without_our_plugin(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """The second remedy, with the message's value of VLLM_PLUGINS."""
     vllms = {
         "vllms": {
             "kv_transfer_config": upstream_transfer_config(tmp_path),
@@ -252,10 +252,10 @@ def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_p
     assert refusals(tiny_qwen3, vllms, ours=False) == {"vllms": None}
 
 
-def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_engine(
+def test_unservable_target_is_refused_before_the_engine_starts(
     nemotron_h: Path, tmp_path: Path
 ) -> None:
-    """Otherwise the server becomes healthy, and the first request ends its engine."""
+    """Otherwise the server becomes healthy, and the first request ends the engine."""
     found = refusals(
         nemotron_h, {"nemotron_h": {"kv_transfer_config": kv_transfer_config(tmp_path)}}
     )["nemotron_h"]
@@ -280,13 +280,13 @@ def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> No
     )
 
 
-# A method is renamed, another has other parameters, and a function has other code.
+# A renamed method, a method with other parameters, and a function with other code.
 CHANGES = (
     Change(
         "vllm_ascend/worker/worker.py",
         "def sleep(self, level",
         "def slumber(self, level",
-        "NPUWorker.sleep: it is not there",
+        "NPUWorker.sleep: it is missing",
     ),
     Change(
         "vllm/v1/engine/utils.py",
@@ -305,7 +305,7 @@ LOST = ("NPUWorker.sleep", "CoreEngineProcManager.shutdown", "has_kv_transfer_gr
 
 
 @pytest.mark.long
-def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_are_loaded(
+def test_changed_packages_are_refused_before_weights_are_loaded(
     tiny_minimax_m2: Path, tmp_path: Path
 ) -> None:
     copied = copy_installed(tmp_path, CHANGES)
@@ -324,7 +324,7 @@ def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_a
         check=False,
     )
     assert done.returncode == 1, done.stdout
-    listed = done.stdout.rpartition("differs from what was checked:\n")[2].splitlines()[
+    listed = done.stdout.rpartition("differs from the checked releases:\n")[2].splitlines()[
         : len(CHANGES)
     ]
     assert all(any(change.report in line for line in listed) for change in CHANGES), done.stdout

@@ -1,4 +1,4 @@
-"""An error of configuration ends `vllm serve` and `hsx serve` within seconds, with one line."""
+"""A configuration error ends `vllm serve` and `hsx serve` within seconds, with one line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Case:
     """A mistake, as arguments of both commands, and the reason that each must print.
 
     Attributes:
-        vllm: arguments of vllm serve that replace those of a right command. `MODEL` and `--port`
-            are among them.
-        hsx: arguments of hsx serve that do; None if the mistake cannot be made there.
-        reasons: a text that both print, or one for each.
+        vllm: arguments of vllm serve, in place of the right ones. `MODEL` and `--port` are among
+            them.
+        hsx: the same for hsx serve; None if the mistake is impossible there.
+        reasons: a text that both print, or one text for each.
     """
 
     vllm: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Rotated W8A8 targets, served by the quick start's forms of vllm-ascend's tutorial commands."""
+"""Rotated W8A8 targets, served with the quick start's variants of vllm-ascend's tutorials."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PROMPTS = [tokens(length, seed=length) for length in (3, 40, 150)]
 
 
 class Shown(NamedTuple):
-    """A command of the quick start, and what is changed of it.
+    """A command of the quick start, and the changes for tests.
 
     Attributes:
-        soc: generation of the NPUs, which the name of the command ends with.
-        sizes: values in the place of the command's. npus: as many as these need.
+        soc: generation of the NPUs, the end of the command's name.
+        sizes: values that replace the command's. npus: number that these need.
     """
 
     soc: str
@@ -54,7 +54,7 @@ class Served(NamedTuple):
 def served(
     request: pytest.FixtureRequest, tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """The command for an A2, with TP=2 in the place of 8; that for an A3, with DP=2 x TP=2."""
+    """The command for an A2, with TP=2 instead of 8; the command for an A3, with DP=2 x TP=2."""
     form: Shown = request.param
     directory = tmp_path_factory.mktemp("tutorial")
     checkpoint = write_modelslim(tiny_minimax_m2, directory / "checkpoint", mixed, rotated=True)

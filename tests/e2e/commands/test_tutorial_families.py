@@ -28,7 +28,7 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 pytestmark = pytest.mark.long
 LAYER_IDS = (4, 0, 2)
-# Together, so that steps have prompts, chunks of prompts and decodes.
+# Sent together: steps then have prompts, chunks of prompts and decodes.
 PROMPTS = [tokens(length, seed=length) for length in (1, 3, 40, 64, 130, 300)]
 GENERATING = {"max_tokens": 9, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
 WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
@@ -39,10 +39,10 @@ class Tutorial(NamedTuple):
 
     Attributes:
         soc: generation of the NPUs.
-        build: makes the target.
-        options: values of the command's options; True where an option has none.
-        sizes: values of options that are sizes, in the place of the command's, beside SMALL.
-        changed: values of other options, in the place of the command's. None leaves an option out.
+        build: builds the target.
+        options: values of the command's options; True for an option without a value.
+        sizes: values of options that are sizes, instead of the command's, in addition to SMALL.
+        changed: values of other options, instead of the command's. None removes an option.
     """
 
     soc: str
@@ -78,7 +78,7 @@ TUTORIALS = {
             "--gpu-memory-utilization": "0.95",
         },
         sizes={"--tensor-parallel-size": "2"},
-        # The tiny weights are not quantised. In float32 rounding decides no routing.
+        # The tiny weights are not quantised. In float32 rounding changes no routing.
         changed={
             "--quantization": None,
             "--dtype": "float32",

@@ -23,14 +23,14 @@ sys.exit(main())
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin/ of an environment with the wheel alone, which sees the packages of this one."""
+    """bin/ of an environment with only the wheel; it sees the packages of this environment."""
     where = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", where], check=True)
     (wheel,) = distributions.build(tmp_path_factory.mktemp("built")).glob("*.whl")
     pip = [where / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
     (site,) = where.glob("lib/python*/site-packages")
-    # Paths alone: the .pth of the editable install, which is there, too, is not read.
+    # Only paths: the .pth of the editable install is not read.
     (site / "release.pth").write_text(
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )

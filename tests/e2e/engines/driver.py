@@ -1,4 +1,4 @@
-"""An engine that does what it is told, step by step, in a process that fork_server.py forks."""
+"""An engine that executes actions step by step, in a process forked by fork_server.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weights
 
 
 class Driver:
-    """The engine, and one method per action. Everything that comes and goes is JSON."""
+    """The engine, with one method per action. Arguments and results are JSON."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class Driver:
         }
 
     def runner(self) -> str:
-        """Return the module of the model runner, whose worker is in this process."""
+        """Return the module of the model runner. The worker is in this process."""
         return type(self.core.model_executor.driver_worker.worker.model_runner).__module__
 
     def shutdown(self) -> None:
@@ -91,13 +91,13 @@ class Driver:
         pictures: list[list[int]] | None = None,
         clip: list[int] | None = None,
     ) -> str:
-        """Add a request and return vLLM's internal id, which names its file (see Request).
+        """Add a request and return vLLM's internal id. It names the file (see Request).
 
         Args:
             request_id: the client's id.
             token_ids: the prompt.
-            sampling: SamplingParams; output_kind by its name, structured_outputs by its
-                arguments. Default: greedy, without an end of text.
+            sampling: SamplingParams; output_kind by name, structured_outputs by arguments. Default:
+                greedy, without an end of text.
             priority: with scheduling_policy="priority", lower is earlier.
             as_embeds: send the embeddings of the tokens instead of the tokens.
             lora: arguments of LoRARequest.
@@ -111,7 +111,7 @@ class Driver:
         options = {"temperature": 0.0, "ignore_eos": True, **sampling}
         if "output_kind" in options:
             options["output_kind"] = RequestOutputKind[options["output_kind"]]
-        if "logit_bias" in options:  # JSON has no keys but strings
+        if "logit_bias" in options:  # JSON keys are strings
             options["logit_bias"] = {
                 int(token): bias for token, bias in options["logit_bias"].items()
             }
@@ -178,17 +178,17 @@ class Driver:
             self.step()
 
     def settle(self) -> None:
-        """After drain: finish_writes, and tell the scheduler."""
+        """After drain: finish_writes, and notify the scheduler."""
         self.finish_writes()
-        # What an engine does when the last request has ended: a step without tokens.
+        # An engine's step without tokens after the last request has ended.
         empty = self.core.scheduler.schedule()
         assert empty.total_num_scheduled_tokens == 0
         self.core.scheduler.update_from_output(empty, self.core.model_executor.execute_model(empty))
 
     def finish_writes(self) -> None:
-        """After drain: step until workers know that the requests have ended; wait for their files.
+        """After drain: step until workers know that requests have ended; wait for the files.
 
-        Needs our connector, with its worker in this process.
+        Needs our connector, with the worker in this process.
         """
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.step()
@@ -218,7 +218,7 @@ class Driver:
         self._released.set()
 
     def opens(self, action: str, **arguments: Any) -> Any:
-        """Call a function of instruments/held_opens.py, and return its result."""
+        """Call a function of instruments/held_opens.py, and return the result."""
         import held_opens
 
         return getattr(held_opens, action)(self._halves()["worker"], **arguments)
@@ -238,7 +238,7 @@ class Driver:
         return bool(self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def load_adapter(self, **lora: Any) -> None:
-        """Load an adapter, as the API server does if asked; `lora`: arguments of LoRARequest."""
+        """Load an adapter, as the API server does on request; `lora`: arguments of LoRARequest."""
         from vllm.lora.request import LoRARequest
 
         assert self.engine.add_lora(LoRARequest(**lora))
@@ -250,7 +250,7 @@ class Driver:
         self.engine.wake_up(tags)
 
     def load_weights(self, path: str) -> None:
-        """Load the weights of another checkpoint in place, as RL frameworks do between rollouts."""
+        """Load weights of another checkpoint in place, as RL frameworks do between rollouts."""
         self.engine.collective_rpc(weights.load_again, args=(path,))
 
     def reload_weights(self, path: str) -> None:
@@ -258,7 +258,7 @@ class Driver:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def name_weights(self, name: str, *, in_engine: bool = False) -> None:
-        """Name the weights by a call of the workers, or by vLLM's own way since 0.30."""
+        """Name the weights through a call of the workers, or since 0.30 through vLLM's method."""
         if in_engine:
             self.engine.set_weight_version(name)
         else:
@@ -269,11 +269,11 @@ class Driver:
         self.engine.collective_rpc(weights.keep)
 
     def put_weights_back(self) -> None:
-        """Load the weights that were kept."""
+        """Restore the weights copied by keep_weights."""
         self.engine.collective_rpc(weights.put_back)
 
     def inject(self, rules: list[dict[str, str]]) -> list[str]:
-        """Let these system calls of the sink fail, and no others; return the failures so far."""
+        """Make only these system calls of the sink fail; return the failures so far."""
         import faulty_storage
 
         faulty_storage.install()
@@ -284,7 +284,7 @@ class Driver:
     def log_stats(self) -> None:
         self.engine.do_log_stats()
 
-    # What is going on inside
+    # Internal state
 
     def record_all_stats(self) -> None:
         """Record stats of steps without outputs, too, as the API server does (async_llm.py:697).
@@ -321,7 +321,7 @@ class Driver:
         }
 
     def device_use(self) -> dict[str, Any]:
-        """Return the free bytes of the NPU, and the operators that were launched there so far."""
+        """Return the free bytes of the NPU, and the operators launched there so far."""
         import torch
 
         from ascend_npu_emulator.native import core
@@ -329,21 +329,19 @@ class Driver:
         return {"free": torch.npu.mem_get_info()[0], "launched": core.first_launches()}
 
     def stats(self) -> dict[str, Any]:
-        """Return what the process holds; it is the same whenever the engine is idle.
+        """Return the resources of the process; they are the same whenever the engine is idle.
 
         Returns:
-            fds, threads: kinds of the open descriptors, without files that are kept for their rows;
-                names; sorted.
-            device_bytes: allocated on the NPU.
-            scheduler, worker: the size of each container in that half of the connector.
-            busy: pinned rows, staging slots without an issued copy, open sink files, files that are
-                kept by one half only, prefixes that are being computed.
+            fds, threads: kinds of open descriptors, without files that are kept for their rows;
+            names; sorted. device_bytes: allocated on the NPU. scheduler, worker: size of each
+            container in that half of the connector. busy: pinned rows, staging slots without an
+            issued copy, open sink files, files that only one half keeps, prefixes in computation.
         """
         import torch
 
         halves = {} if self.engine is None else self._halves()
         if halves:
-            assert halves["worker"]._background.wait(30), "it closes kept files that were released"
+            assert halves["worker"]._background.wait(30), "it closes released files"
         kept = halves["worker"]._open_sources._sources if halves else {}
         fds = set(os.listdir("/proc/self/fd")) - {str(source._fd) for source in kept.values()}
         found: dict[str, Any] = {
@@ -384,7 +382,7 @@ class Driver:
         return found
 
     def footprint(self) -> dict[str, int]:
-        """Return what a leak would increase: bytes, objects of our classes, file locks."""
+        """Return quantities that a leak increases: bytes, objects of our classes, file locks."""
         gc.collect()
         ours = sum(
             type(each).__module__.startswith("vllm_ascend_hsx.") for each in gc.get_objects()
@@ -413,7 +411,7 @@ class Driver:
 
 
 def _descriptor(number: str) -> str | None:
-    """Return what a descriptor is, without numbers; None for the one that lists them."""
+    """Return the target of a descriptor, without numbers; None for the one in use here."""
     try:
         target = os.readlink(f"/proc/self/fd/{number}")
     except FileNotFoundError:

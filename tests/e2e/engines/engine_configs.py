@@ -1,4 +1,4 @@
-"""Prints vLLM's errors for configurations of engines. Started by test_start_up.py; not a test.
+"""Print vLLM's errors for configurations of engines. Started by test_start_up.py; not a test.
 
 Usage: engine_configs.py JSON, an object of names and EngineArgs
 """

@@ -1,13 +1,13 @@
-"""Forks engines and servers that need not import vLLM again. Started by launch.ForkServer.
+"""Fork engines and servers that need not import vLLM again. Started by launch.ForkServer.
 
 Usage: fork_server.py SOCKET_FD
 
-Imports what an engine imports, in the order of `vllm serve`: general plugins, vllm-ascend's
-patches, the worker. Then it forks a process per message on the socket. No device is used before.
+Imports the modules of an engine in the order of `vllm serve`: general plugins, vllm-ascend's
+patches, the worker. Then it forks a process per message on the socket. It uses no device before.
 
-A message is a JSON object with `environ` (of the new process) and `command` (what runs in it, see
-`_commands`). Its descriptors are: standard output, the pipe of the status, and those that the
-command takes. The status is two lines: process id, and exit code when the process has ended.
+A message is a JSON object with `environ` (of the new process) and `command` (to run in it, see
+`_commands`). The descriptors are: standard output, the pipe of the status, and the descriptors for
+the command. The status is two lines: process id, and exit code after the end of the process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-# Read when torch is imported. With CI set, torch makes its warning that an operator of vllm-ascend
-# returns its input an error.
+# Read when torch is imported. With CI set, torch turns the warning that an operator of vllm-ascend
+# returns an input into an error.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
 
 ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process, so that a step is a call
-    "VLLM_NO_USAGE_STATS": "1",  # a thread less, and nothing is sent anywhere
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: a step is then a call
+    "VLLM_NO_USAGE_STATS": "1",  # one thread less, and nothing is sent
 }
 
 
-# Of `vllm serve` and of an engine; then those that are imported after the plugins.
+# Modules of `vllm serve` and of an engine; then modules imported after the plugins.
 MODULES = (
     *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.cli.launch"),
     *("vllm.entrypoints.cli.openai", "vllm.entrypoints.cli.run_batch"),
@@ -50,7 +50,7 @@ OUR_MODULES = (
 
 
 def import_all() -> None:
-    """Import what engines and servers import, but use no device."""
+    """Import the modules of engines and servers without using a device."""
     for name in MODULES:
         importlib.import_module(name)
     from vllm.plugins import load_general_plugins
@@ -61,7 +61,7 @@ def import_all() -> None:
 
 
 def enter(environ: dict[str, str], log_fd: int) -> None:
-    """Be the first process of a session, with this environment and log."""
+    """Become the first process of a session, with this environment and log."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in (1, 2):
@@ -69,7 +69,7 @@ def enter(environ: dict[str, str], log_fd: int) -> None:
     os.close(log_fd)
     os.environ.clear()
     os.environ.update(environ)
-    gc.unfreeze = lambda: None  # what the parent has imported is not worth a search for garbage
+    gc.unfreeze = lambda: None  # the parent's imports need no garbage collection
     import hsx_test_instruments
 
     from ascend_npu_emulator.native import core, set_modes
@@ -98,9 +98,9 @@ def serve(driver: Any, actions: Any, answers: Any) -> None:
 def run_engine(read_fd: int, write_fd: int) -> None:
     """Answer actions until the pipe is closed. Returns only if the engine was not shut down.
 
-    An action is a line, {"action": name, "args": [...], "kwargs": {...}}; the name is that of a
-    method of Driver. The answer is {"result": ..., "error": traceback or null, "events": [...],
-    "preemptions": [...]}, with what happened since the last answer.
+    An action is a line, {"action": name, "args": [...], "kwargs": {...}}; the name is a method of
+    Driver. The answer is {"result": ..., "error": traceback or null, "events": [...],
+    "preemptions": [...]}, with all events since the last answer.
     """
     os.environ.update(ENVIRON)
     from driver import Driver
@@ -109,18 +109,18 @@ def run_engine(read_fd: int, write_fd: int) -> None:
     driver = Driver()
     with os.fdopen(read_fd) as actions, os.fdopen(write_fd, "w") as answers:
         for pipe in (actions, answers):
-            # Otherwise workers that outlive this process would hide its end.
+            # Otherwise workers that outlive this process would hide the end.
             os.set_inheritable(pipe.fileno(), False)
             os.register_at_fork(after_in_child=pipe.close)
         serve(driver, actions, answers)
-    # Threads that an instrument holds back would keep this process from ending.
+    # Threads held by an instrument would keep this process from ending.
     release_writers.set()
     if driver.engine is None:
         end(0)
 
 
 def run_module(name: str, *arguments: str) -> None:
-    """Do what `python -m NAME ARGUMENTS` does."""
+    """Run a module like `python -m NAME ARGUMENTS`."""
     module = importlib.import_module(name)
     sys.argv[:] = [str(module.__file__), *arguments]
     try:
@@ -131,7 +131,7 @@ def run_module(name: str, *arguments: str) -> None:
 
 
 def end(code: int) -> None:
-    """End the process as an interpreter does, without destroying 7,000 modules one by one."""
+    """End the process like an interpreter, without destroying 7,000 modules one by one."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -140,7 +140,7 @@ def end(code: int) -> None:
 
 
 def fork(message: dict[str, Any], descriptors: Sequence[int], requests: socket.socket) -> None:
-    """Fork a process that waits for another one, which runs the command."""
+    """Fork a process that waits for another one. The other one runs the command."""
     log_fd, status_fd, *others = descriptors
     if os.fork():
         return
@@ -163,7 +163,7 @@ def fork(message: dict[str, Any], descriptors: Sequence[int], requests: socket.s
 def main() -> None:
     import_all()
     gc.collect()
-    gc.freeze()  # so that the collections of every engine pass over all of this
+    gc.freeze()  # collections in each engine then skip all of this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first of the two processes
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         while True:

@@ -1,4 +1,4 @@
-"""Runs scripts on engines, and compares files with transformers."""
+"""Run scripts on engines, and compare files with transformers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
 PUBLISH_SECONDS = 60.0
-# As responses say it before weights are loaded again.
+# In responses, before weights are loaded again.
 FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
 @dataclass
 class Run:
-    """What an engine did with a script."""
+    """Results of a script on an engine."""
 
     model: Path
     storage: Path
@@ -41,19 +41,19 @@ class Run:
 
     @property
     def texts(self) -> dict[str, list[int]]:
-        """The generated tokens of each request."""
+        """Return the generated tokens of each request."""
         return {name: request["tokens"] for name, request in self.requests.items()}
 
     @property
     def error(self) -> str | None:
-        """Traceback of what stopped the engine, or None."""
+        """Traceback of the error that stopped the engine, or None."""
         return self.result["error"]
 
     def path(self, request_id: str) -> Path:
         return Path(self.requests[request_id]["kv_transfer_params"]["hidden_states_path"])
 
     def sequence(self, request_id: str) -> list[int]:
-        """Return the tokens whose rows the request's file must hold."""
+        """Return the tokens of the rows in the request's file."""
         request = self.requests[request_id]
         params = request["sampling"].get("extra_args", {}).get("kv_transfer_params", {})
         generated = request["tokens"][:-1] if params.get("include_output_tokens") else []
@@ -75,7 +75,7 @@ def compare_file(
     """Compare token ids and rows of a file with transformers on the CPU."""
     wait_until_released(
         path.with_name(path.name + LOCK_SUFFIX), PUBLISH_SECONDS
-    )  # a server publishes after its answer
+    )  # a server publishes after it answers
     tensors = load_file(path)
     if tensors["token_ids"].tolist() != list(prompt):
         return Comparison(
@@ -94,14 +94,14 @@ def run_engine(
     timeout: float = 900,
     **options: Any,
 ) -> Run:
-    """Run an engine in a process of its own.
+    """Run an engine in a separate process.
 
     Args:
         directory: for the files and the log of this run.
-        model: the target's directory.
-        script: actions of driver.py, or "published", which waits for the file of a request.
-        timeout: seconds that all of them may take.
-        options: of EngineSession.
+        model: directory of the target.
+        script: actions of driver.py, or "published", to wait for the file of a request.
+        timeout: total seconds for all actions.
+        options: options of EngineSession.
 
     Raises:
         AssertionError: the driver ended without a result, or ran out of time.
@@ -133,13 +133,13 @@ def run_engine(
 
 
 def names_in(storage: Path) -> set[str]:
-    """Return names in a storage directory and in its workspaces, without their locks."""
+    """Return names in a storage directory and its workspaces, without locks."""
     names = set()
     for path in storage.iterdir():
         if token_of_workspace(path.name) is None:
             names.add(path.name)
         else:
-            with suppress(FileNotFoundError):  # its server has stopped meanwhile
+            with suppress(FileNotFoundError):  # the server has stopped meanwhile
                 names |= {f"{path.name}/{each}" for each in os.listdir(path) if each != LOCK}
     return names
 
@@ -155,11 +155,11 @@ def read_trace(directory: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def check_contexts(trace: Mapping[int, list[dict[str, Any]]], npus: int) -> None:
-    """Check that each worker's process has a context on the worker's NPU, and no process another.
+    """Check that each worker's process, and no other, has a context on the worker's NPU.
 
     Args:
-        trace: of the instrument trace_contexts.
-        npus: that have a worker each; the machine may have more.
+        trace: trace of the instrument trace_contexts.
+        npus: NPUs that have a worker each; the machine may have more.
     """
     last = {process: events[-1] for process, events in trace.items() if events}
     assert len(last) == npus

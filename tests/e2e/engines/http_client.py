@@ -20,7 +20,7 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.demo.server import Server
 
 LAYER_IDS = (4, 1, 2)
-MAX_FILES = 6  # of one API request
+MAX_FILES = 6  # per API request
 PROMPTS = [tokens(9), tokens(70), tokens(1)]
 OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 COMPLETIONS, CHAT = "completions", "chat/completions"
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     Attributes:
         endpoint: the path after /v1/.
-        body: its JSON, less what all have in common.
+        body: JSON body, without the common fields.
         named: (prompt, sample) of the file that the answer names, or None if it names none.
         request_id: sent as X-Request-Id.
     """
@@ -61,7 +61,7 @@ SAMPLED = {"temperature": 1.0, "seed": 1}
 
 @dataclass
 class Answer:
-    """What came back for a case.
+    """The response to a case.
 
     Attributes:
         id: of the response or of the stream's chunks.

@@ -1,4 +1,4 @@
-"""Starts engines and servers on emulated NPUs, in processes that need not import vLLM again."""
+"""Start engines and servers on emulated NPUs, in processes that need not import vLLM again."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.serve.options import speculative_config
 
 HERE = Path(__file__).parent
-# How vLLM starts processes by itself, where the others fork.
+# vLLM's own way of starting processes; the others fork.
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 HBM_BYTES = 2 << 30
-# On a busy machine. If a server ends instead, that is noticed at once.
+# For a busy machine. The end of a server is noticed at once.
 START_SECONDS = 600.0
-# All plugins but ours: what users of vllm-ascend have today.
+# All plugins except ours: the status quo of vllm-ascend.
 UPSTREAM_PLUGINS = (
     "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling,"
     "lora_filesystem_resolver,lora_hf_hub_resolver,hsx_test_instruments"
 )
-# Forked processes share what was imported under these. All else is read later, but for the number
-# of NPUs: all have as many as the largest needs.
+# Forked processes share modules imported under these variables. Everything else is read later,
+# except the number of NPUs: all have as many as the largest needs.
 IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "NPU_EMULATOR_HBM", "NPU_EMULATOR_SOC")
 MOST_NPUS = 4
 # Sequence parallelism.
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-# What makes a command of the documentation fit emulated NPUs.
+# Fits a command of the documentation to emulated NPUs.
 SMALL = {
     "--gpu-memory-utilization": "0.4",
     "--max-model-len": "512",
@@ -55,7 +55,7 @@ def process_environment(
     soc: str = "a2",
     instruments: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Return what to add to the environment of a process on emulated NPUs."""
+    """Return the additional environment of a process on emulated NPUs."""
     added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc, queue=late)
     folders = [
         str(HERE / "instruments"),
@@ -72,7 +72,7 @@ def process_environment(
 
 
 class Process:
-    """A forked process: what this package uses of subprocess.Popen."""
+    """A forked process, with the part of subprocess.Popen that the tests use."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid = pid
@@ -103,7 +103,7 @@ class ForkServer:
     """A process that has imported vLLM and forks others (fork_server.py).
 
     Args:
-        environ: of that process.
+        environ: environment of that process.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -130,7 +130,7 @@ class ForkServer:
         try:
             socket.send_fds(self._socket, [message], [log_fd, theirs, *descriptors])
         except ConnectionError:
-            pass  # as where it ends before it answers
+            pass  # also if it ends before it answers
         finally:
             os.close(theirs)
         pid = b""
@@ -152,7 +152,7 @@ _fork_servers: dict[tuple[str | None, ...], ForkServer] = {}
 def fork(
     environ: Mapping[str, str], command: Sequence[str], log_fd: int, *descriptors: int
 ) -> Process:
-    """Fork a process from a server with its plugins, which is started if there is none."""
+    """Fork a process from a server with these plugins. Start the server if there is none."""
     key = tuple(map(environ.get, IMPORT_TIME))
     if key not in _fork_servers:
         _fork_servers[key] = ForkServer(environ)
@@ -160,7 +160,7 @@ def fork(
 
 
 def run_module(name: str, *arguments: str, npus: int = 1, ours: bool = True) -> tuple[int, str]:
-    """Return exit code and output of `python -m NAME ARGUMENTS`, which are forked."""
+    """Return exit code and output of `python -m NAME ARGUMENTS` in a forked process."""
     environ = {**os.environ, **process_environment(npus=npus, ours=ours)}
     with tempfile.TemporaryFile() as log:
         code = fork(environ, ["module", name, *arguments], log.fileno()).wait(START_SECONDS)
@@ -169,7 +169,7 @@ def run_module(name: str, *arguments: str, npus: int = 1, ours: bool = True) -> 
 
 
 class ForkedServer(Server):
-    """A server whose command is `python -m MODULE ...`, in a process that has imported vLLM."""
+    """A server with the command `python -m MODULE ...`, in a process that has imported vLLM."""
 
     def __enter__(self) -> ForkedServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -197,13 +197,13 @@ def tiny_server(
     instruments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ForkedServer:
-    """Return a server of a tiny model, not started; its files go to `directory`/hidden_states.
+    """Return a server of a tiny model, not started; files go to `directory`/hidden_states.
 
     Args:
         connector: added to kv_connector_extra_config.
         environ: added to the environment.
         extra: more words of the command line.
-        options: of ServeOptions.
+        options: options of ServeOptions.
     """
     serve = ServeOptions(
         model=str(model),
@@ -238,7 +238,7 @@ def smaller(
     """Return a command of the documentation for a tiny model on few NPUs.
 
     Args:
-        sizes: values in the place of some of the command's.
+        sizes: values instead of some of the command's.
     """
     transfer = json.loads(shown.options["--kv-transfer-config"])
     transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)

@@ -1,4 +1,4 @@
-"""Replaces scripts/launch_vllm.py, which is in speculators' repository but in no package.
+"""Replaces scripts/launch_vllm.py. It is in speculators' repository, but in no package.
 
 As there, all registered backends add options to one parser, and the layers are 2, L/2, L-3 and the
 last.

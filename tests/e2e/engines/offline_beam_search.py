@@ -1,6 +1,6 @@
-"""Searches with `LLM`, then generates. Started by test_beam_search.py; not a test.
+"""Search with `LLM`, then generate. Started by test_beam_search.py; not a test.
 
-Usage: offline_beam_search.py JSON, which is [arguments of LLM, tokens of the prompt]
+Usage: offline_beam_search.py JSON, a list of arguments of LLM and tokens of the prompt
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compares a file with the rows that transformers computes, and names what a wrong row holds.
+"""Compare a file with the rows that transformers computes, and identify wrong rows.
 
 Tolerance: in float32 no element differs by more than 1e-5 from transformers in float64. In bfloat16
-a row may differ by 4 % of its norm, and an element by 16 % of its row's root mean square, from
+a row may differ by 4 % of the norm, and an element by 16 % of the row's root mean square, from
 transformers in float32; demo/compare.py gives the reason.
 """
 
@@ -19,8 +19,8 @@ from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 
 EXACT = 1e-5  # largest |difference| of an element in a float32 file
 LOAD_SECONDS = 60.0
-KNOWN_TOKENS = 20_000  # that a reference remembers; 200 MB of a tiny model in float64
-# What a reference is computed in: its own rounding is then nothing beside the server's.
+KNOWN_TOKENS = 20_000  # remembered by a reference; 200 MB for a tiny model in float64
+# dtype of the reference: this rounding is then negligible.
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
 
@@ -28,9 +28,9 @@ class Served(NamedTuple):
     """A sequence that the engine has served.
 
     Attributes:
-        name: for the message.
+        name: name for the message.
         token_ids: prompt and generated tokens.
-        begun, ended: on any clock; ended is None while it runs.
+        begun, ended: times of any clock; ended is None while it runs.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Served(NamedTuple):
 class Reference:
     """The rows of any token sequence in all layers of a model, in a wider dtype than the model's.
 
-    Remembers the last sequences. A prefix of a known one is cut from it: no row depends on a later
-    token, so only rounding differs, by 1e-14 in float64 (test_oracle.py).
+    Remembers the last sequences. A prefix of a known sequence is cut from it: no row depends on a
+    later token, so only rounding differs, by 1e-14 in float64 (test_oracle.py).
 
     Args:
-        model: its directory.
+        model: directory of the model.
         num_layers: layers of the model; ids 0 to num_layers are computed.
-        dtype: of the model: float32 or bfloat16.
+        dtype: dtype of the model: float32 or bfloat16.
     """
 
     def __init__(self, model: Path, num_layers: int, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ class Reference:
         rows = self._known.pop(whole, None)
         if rows is None:
             rows = self._compute(whole)
-        self._known[whole] = rows  # as the latest
+        self._known[whole] = rows  # now the latest
         while sum(map(len, self._known)) > KNOWN_TOKENS:
             del self._known[next(iter(self._known))]
         return rows[: len(wanted), list(layer_ids)]
@@ -74,7 +74,7 @@ class Reference:
 
 
 class Found(NamedTuple):
-    """What a wrong row holds: `what`, or the row of `whose` (if empty: its own) at +`shift`."""
+    """Contents of a wrong row: `what`, or the row of `whose` (empty: own) at +`shift`."""
 
     what: str
     whose: str = ""
@@ -85,8 +85,8 @@ class Oracle:
     """Checks files of one model.
 
     Args:
-        reference: of the model.
-        layer_ids: that the server was given.
+        reference: reference of the model.
+        layer_ids: layer ids given to the server.
     """
 
     def __init__(self, reference: Reference, layer_ids: Sequence[int]) -> None:
@@ -103,13 +103,13 @@ class Oracle:
         num_prompt_tokens: int,
         served: Iterable[Served] = (),
     ) -> str:
-        """Return what is wrong with a file, or the empty string.
+        """Return a description of the mistakes in a file, or the empty string.
 
         Args:
-            path: the file. It is waited for until its lock is released.
-            own: its request.
-            num_rows: how many tokens the file is to have, from the first on.
-            num_prompt_tokens: how many of them are the prompt's.
+            path: the file. Waits until the lock is released.
+            own: the file's request.
+            num_rows: expected number of tokens, from the first on.
+            num_prompt_tokens: number of prompt tokens among them.
             served: every sequence that the engine has served; own may be among them.
         """
         try:
@@ -129,7 +129,7 @@ class Oracle:
         num_prompt_tokens: int,
         others: Sequence[Served],
     ) -> str:
-        """Return what is wrong besides the rows."""
+        """Return mistakes other than wrong rows."""
         found = tuple(states.token_ids.tolist())
         if found != expected:
             twins = [other.name for other in others if other.token_ids[: len(found)] == found]
@@ -189,7 +189,7 @@ class Oracle:
         return equal_rows(a, e, self._eps[slots])
 
     def _layer_order(self, actual: torch.Tensor, expected: torch.Tensor) -> list[int] | None:
-        """Return whose rows each layer slot holds, if every slot holds those of some slot."""
+        """Return the layer in each slot, if every slot holds some layer."""
         slots = [slice(index, index + 1) for index in range(expected.shape[1])]
         order = [
             next(
@@ -200,7 +200,7 @@ class Oracle:
         return None if None in order else order
 
     def _candidates(self, own: Served, others: Sequence[Served]) -> list[tuple[str, torch.Tensor]]:
-        """Return (whose, [tokens, layers, hidden]) of all that was computed, likely ones first."""
+        """Return (whose, [tokens, layers, hidden]) of all computed rows, likely ones first."""
         rows = [("", self._reference.rows(own.token_ids, self._layer_ids))]
         for other in others:
             stale = other.ended is not None and other.ended < own.begun
@@ -215,7 +215,7 @@ class Oracle:
         position: int,
         candidates: Sequence[tuple[str, torch.Tensor]],
     ) -> Found:
-        """Name what the wrong layers of a row [layers, hidden] hold."""
+        """Identify the contents of the wrong layers of a row [layers, hidden]."""
         where = "" if bad.all() else f" in layer slots {bad.nonzero().flatten().tolist()}"
         if not row.isfinite().all():
             return Found(f"not finite{where}")

@@ -1,4 +1,4 @@
-"""Prints vLLM's configuration for each model, and its KV cache by the benchmark.
+"""Print vLLM's configuration for each model, and the benchmark's KV cache.
 
 Usage: plan_configs.py JSON DIRECTORY ..., with the fields of EngineOptions, `kv_bytes` and
 `staging_bytes`. Started by test_plan.py; not a test.

@@ -1,4 +1,4 @@
-"""Scenarios of requests that begin with the same tokens."""
+"""Scenarios of requests with a common prefix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def repeated_and_extended_prompts(stage: Stage) -> None:
     )
     stage.drain()
     assert again.num_cached_tokens == 0
-    assert extended.num_cached_tokens in (0, BLOCK)  # it may wait for the rows of the one before
+    assert extended.num_cached_tokens in (0, BLOCK)  # it may wait for the rows of the previous one
     assert ordinary.num_cached_tokens == BLOCK
     assert ordinary.kv_transfer_params is None
 
@@ -58,7 +58,7 @@ def rows_of_a_prefix_are_copied(stage: Stage) -> None:
 
 
 def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
-    """Rows of generated tokens, and of requests that opt out, are not at hand."""
+    """Rows of generated tokens, and of requests that opt out, are not reusable."""
     prompt = tokens(BLOCK + 5, seed=14)
     first = stage.add(prompt, name="prompt-only", max_tokens=BLOCK)
     stage.session.settle()

@@ -1,4 +1,4 @@
-"""Scenarios: what a stage's engine is asked, one after the other (test_scenarios.py)."""
+"""Scenarios: requests to a stage's engine, one after the other (test_scenarios.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decodes_beside_new_prefills(stage: Stage) -> None:
         stage.add(tokens(10 + index), name=f"decoding-{index}", max_tokens=24) for index in range(2)
     ]
     stage.until_mid_decode(decoding[1])
-    # A ring that is still full would hold the new ones back.
+    # A full ring would hold the new requests back.
     stage.catch_up()
     stage.step()
     new = [
@@ -72,7 +72,7 @@ def phases(stage: Stage, since: int) -> set[tuple[str, str]]:
 def preempt_a_prefill(stage: Stage, beginning: Sequence[int] = ()) -> Request:
     """A decode grows into a third block beside a prompt of four: one too many."""
     before = len(stage.session.preemptions)
-    new = 100 + len(stage.session.requests)  # a seed: nobody has rows of these prompts
+    new = 100 + len(stage.session.requests)  # a seed: these prompts have no rows yet
     growing = stage.add(tokens(2 * BLOCK - 6, seed=new), name="growing", max_tokens=60)
     stage.until_mid_decode(growing)
     victim = stage.add(
@@ -91,7 +91,8 @@ def preempted_while_they_decode(stage: Stage, generated: int = 24, more: int = 4
     """Without and with rows of generated tokens; these are computed again as a prompt.
 
     Args:
-        generated: tokens of the first of five requests; each generates `more` than the one before.
+        generated: tokens of the first of five requests; each generates `more` than the previous
+            one.
     """
     for expect in ("prompt", "output"):
         before = len(stage.session.preemptions)
@@ -145,13 +146,13 @@ def aborted_while_it_decodes(stage: Stage) -> None:
     aborted = stage.add(tokens(40), name="prompt-only", max_tokens=50)
     with_output = stage.add(tokens(41), name="with-output", max_tokens=50, expect="output")
     stage.until_mid_decode(with_output, tokens=5)
-    # Its rows were complete with its prompt, and may have been read already.
+    # The rows were complete with the prompt, and may have been read already.
     stage.abort(aborted, expect="prompt")
     stage.abort(with_output)
 
 
 def aborted_although_it_has_stop_strings(stage: Stage) -> None:
-    """The engine cannot tell this from a stop string, so the file stays for its consumer."""
+    """The engine cannot distinguish this from a stop string, so the file stays for the consumer."""
     aborted = stage.add(
         tokens(42), name="with-stop", max_tokens=50, expect="output", stop=["no such text"]
     )
@@ -245,7 +246,7 @@ def stopped_by_a_token(stage: Stage) -> None:
 
 
 def structured_outputs(stage: Stage) -> None:
-    """The sampler waits for the grammar, and with it the drafter's turn comes later."""
+    """The sampler waits for the grammar, so the drafter runs later."""
     beside = stage.add(tokens(27), name="beside", max_tokens=30, expect="output")
     stage.until_mid_decode(beside)
     for index in range(2):
@@ -273,7 +274,7 @@ def log_probabilities(stage: Stage) -> None:
     stage.add(tokens(20), name="of-the-output", max_tokens=5, logprobs=2, expect="output")
 
 
-# What a request asks for
+# Parameters of requests
 
 
 def some_opt_out(stage: Stage) -> None:
@@ -347,7 +348,7 @@ def asleep_and_awake(stage: Stage) -> None:
     stage.until_mid_prefill(aborted)
     stage.session.call("sleep", 0, "abort")
     assert not stage.progress(aborted)
-    stage.abort(aborted)  # an engine in the caller's process is not told
+    stage.abort(aborted)  # an engine in the caller's process is not notified
     stage.session.call("wake_up", ["scheduling"])
 
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, to which a test sends actions while it runs."""
+"""An engine in a separate process. A test sends it actions while it runs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 EXIT_SECONDS = 30.0
-# Actions that may fail without harm to the engine: what is wrong is their arguments.
+# Actions that may fail without harm to the engine: the arguments are wrong.
 REFUSABLE = frozenset({"add"})
-# SamplingParams of a request whose generated tokens are extracted, and of one that opts out.
+# SamplingParams of a request with extracted generated tokens, and of a request that opts out.
 WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
 NOT_EXTRACTED = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
 
 
 @dataclass
 class Request:
-    """A request of a session, and its outputs so far.
+    """A request of a session, and the outputs so far.
 
     Attributes:
-        id: the client's, unique in the session.
-        internal_id: vLLM's, which names the file; with n>1, `<index>_<internal_id>` names each.
-        prompt: its tokens.
-        sampling: SamplingParams as they were given.
-        begun, ended: the session's clock when it was added, and answered or aborted.
-        aborted: whether it ended so.
-        steps: how many outputs there were. updates: the tokens of each, by index of the completion.
+        id: the client's id, unique in the session.
+        internal_id: vLLM's id. It names the file; with n>1, `<index>_<internal_id>` names each.
+        prompt: token ids.
+        sampling: the given SamplingParams.
+        begun, ended: times of the session's clock: when it was added, and when it was answered or
+            aborted.
+        aborted: True if it was aborted.
+        steps: number of outputs. updates: the tokens of each, by index of the completion.
         completions: all tokens generated so far, by index. texts: their text.
         num_cached_tokens, kv_transfer_params: of the last output.
     """
@@ -68,7 +69,7 @@ class Request:
 
     @property
     def reused(self) -> int:
-        """The number of its rows that were copied; it read these tokens from the prefix cache."""
+        """Number of rows that were copied; the request read these tokens from the prefix cache."""
         count = int((self.kv_transfer_params or {}).get(REUSED_KEY, 0))
         assert self.num_cached_tokens == count, (self.num_cached_tokens, count)
         return count
@@ -107,29 +108,29 @@ class Request:
 
 
 class EngineError(Exception):
-    """An action failed in the engine's process; the message is its traceback."""
+    """An action failed in the engine's process; the message is the traceback."""
 
 
 class EngineSession:
-    """An engine in a process of its own, to which actions are sent. A context manager.
+    """An engine in a separate process that executes actions. A context manager.
 
-    Request ids are made unique, and everything that it has served is kept for the oracle.
+    Request ids are made unique, and all served requests are kept for the oracle.
 
     Args:
         directory: for the files and the log of this session.
-        model: the target's directory.
-        layer_ids: to extract, in the file's order.
-        extract: without it the engine serves as if nothing of extraction existed.
-        ours: our plugin and connector, or vLLM's.
+        model: directory of the target.
+        layer_ids: layers to extract, in the file's order.
+        extract: False for an engine without anything of extraction.
+        ours: True for our plugin and connector, False for vLLM's.
         late: late mode of the emulator.
         instruments: see instruments/hsx_test_instruments.
         connector_options: added to kv_connector_extra_config.
-        timeout: seconds that an action may take.
+        timeout: maximum seconds of an action.
         environ: added to the environment.
         engine: EngineArgs.
 
     Attributes:
-        storage: where the files go.
+        storage: directory of the files.
         requests: all requests so far, by id.
         preemptions: "id" (the client's), "computed" tokens and "phase" ("prefill" or "decode").
         facts: see driver.Driver.start.
@@ -185,7 +186,7 @@ class EngineSession:
             "enable_chunked_prefill": True,
         }
         if not ours:
-            # vLLM refuses its connector together with chunked prefill.
+            # vLLM refuses the connector together with chunked prefill.
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
         if extract:
             transfer = (
@@ -241,15 +242,15 @@ class EngineSession:
         self._process.wait()
 
     def call(self, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of driver.Driver, and return its result.
+        """Call a method of driver.Driver, and return the result.
 
         Raises:
             EngineError: it raised.
-            AssertionError: the process ended or ran out of time; the message has its log.
+            AssertionError: the process ended or ran out of time; the message has the log.
         """
         self.clock += 1
-        failed, self.failed = self.failed, True  # unless an answer comes
-        with suppress(BrokenPipeError):  # the missing answer tells
+        failed, self.failed = self.failed, True  # until an answer arrives
+        with suppress(BrokenPipeError):  # the missing answer reports it
             self._actions.write(
                 json.dumps({"action": action, "args": args, "kwargs": kwargs}) + "\n"
             )
@@ -304,9 +305,9 @@ class EngineSession:
         """Add a request.
 
         Args:
-            prompt: its tokens.
+            prompt: token ids.
             sampling: SamplingParams; greedy without.
-            name: what its id is to be; a number is appended if there is a request of that id.
+            name: desired id; a number is appended if it is taken.
             options: further arguments of driver.Driver.add.
         """
         request_id = name
@@ -339,7 +340,7 @@ class EngineSession:
             request.ended, request.aborted = self.clock, True
 
     def restart(self, layer_ids: Sequence[int]) -> None:
-        """Replace the engine by one that extracts other layers; nothing of ours may be left."""
+        """Replace the engine by one that extracts other layers; nothing of ours may remain."""
         self.call("shutdown")
         left = self.call("stats")
         assert not [name for name in left["threads"] if name.startswith("hsx")], left["threads"]

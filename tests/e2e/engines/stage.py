@@ -1,4 +1,4 @@
-"""An engine on which scenarios are played one after the other, and what holds after each."""
+"""An engine on which scenarios run one after the other, and the checks after each."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
-# What an ended request leaves: rows of its prompt; with those of generated tokens; nothing; rows of
-# its prompt or nothing (aborted at any time); an error file beside what was in the lock's way; an
-# error file; an error file that says that the server was stopped.
+# Outcome of an ended request: rows of the prompt; rows of prompt and generated tokens; nothing;
+# rows of the prompt or nothing (aborted at any time); an error file beside an obstacle in the
+# lock's place; an error file; an error file that names the stop of the server.
 Expected = Literal["prompt", "output", "nothing", "either", "error", "failed", "stopped"]
 STEPS = 400  # limit of `until`
 
 
 class Stage:
-    """A session, its oracle, and the expected outcome of each request.
+    """A session, the oracle, and the expected outcome of each request.
 
     Args:
-        session: has our connector, and its worker in the driver's process.
-        reference: of the session's model.
+        session: has our connector, with the worker in the driver's process.
+        reference: reference of the session's model.
     """
 
     def __init__(self, session: EngineSession, reference: Reference) -> None:
@@ -40,11 +40,11 @@ class Stage:
         self.settle_in()
 
     def settle_in(self) -> None:
-        """Record what the idle engine holds, for `check`."""
+        """Record the idle engine's resources, for `check`."""
         self.session.settle()
         self._idle = self.stats()
 
-    # What a scenario does
+    # Actions of a scenario
 
     def add(
         self,
@@ -59,12 +59,12 @@ class Stage:
         """Add a request.
 
         Args:
-            prompt: its tokens.
-            name: what to call it in a failure message.
-            expect: what is to be found when it has ended.
-            params: its kv_transfer_params; default for expect="output": with generated tokens.
+            prompt: token ids.
+            name: name for a failure message.
+            expect: expected outcome.
+            params: kv_transfer_params; the default for expect="output" includes generated tokens.
             options: further arguments of driver.Driver.add.
-            sampling: SamplingParams; one token without.
+            sampling: SamplingParams; default: one token.
         """
         if params is None and expect == "output":
             params = {"include_output_tokens": True}
@@ -120,7 +120,7 @@ class Stage:
         self.until(lambda: len(request.tokens) >= tokens)
         assert not request.finished
 
-    # What must hold after it
+    # Checks after a scenario
 
     def check(self) -> None:
         """Wait for the end: files are right, nothing else is visible, nothing is left inside."""
@@ -196,8 +196,8 @@ class Stage:
             self._visible |= {path.name, path.name + LOCK_SUFFIX}
         if request.finished and not request.aborted and expected != "nothing":
             named = (request.kv_transfer_params or {}).get("hidden_states_path")
-            # The frontend aborts a request at a stop string, and has no params to pass on. A
-            # client finds the file by the request's name.
+            # The frontend aborts a request at a stop string, and has no params to pass on. A client
+            # finds the file by the request's name.
             if named not in (
                 [None] if request.sampling.get("stop") else map(str, self.session.paths(request))
             ):
@@ -205,11 +205,9 @@ class Stage:
         return list(filter(None, problems))
 
     def stats(self) -> dict[str, Any]:
-        """Return what the idle engine holds; see driver.Driver.stats."""
+        """Return the idle engine's resources; see driver.Driver.stats."""
         stats: dict[str, Any] = self.session.call("stats")
-        del stats[
-            "device_bytes"
-        ]  # buffers of the runner grow to the largest batch that it has seen
+        del stats["device_bytes"]  # buffers of the runner grow to the largest batch so far
         stats["fds"], stats["threads"] = Counter(stats["fds"]), Counter(stats["threads"])
         assert not any(stats["busy"].values()), stats["busy"]
         assert not any(stats["scheduler"].values()), stats["scheduler"]
@@ -222,7 +220,7 @@ class Stages:
     """The stage in use. Getting another one, or one whose engine has failed, starts an engine.
 
     Args:
-        directory: for what the sessions write.
+        directory: for the output of the sessions.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -232,7 +230,7 @@ class Stages:
         self._started = 0
 
     def get(self, name: str, reference: Reference, **options: Any) -> Stage:
-        """Return the stage of that name. Options are those of EngineSession."""
+        """Return the stage with that name. Options are those of EngineSession."""
         if self._stage is None or self._stage[0] != name or self._stage[1].session.failed:
             self.close()
             self._started += 1
@@ -246,7 +244,7 @@ class Stages:
         """Start an engine."""
         dtype = str(reference.dtype).removeprefix(
             "torch."
-        )  # left to itself, vLLM makes bfloat16 of float32
+        )  # by default vLLM converts float32 to bfloat16
         session = EngineSession(directory, reference.model, dtype=dtype, max_num_seqs=16, **options)
         return Stage(self._engine.enter_context(session), reference)
 
@@ -280,7 +278,7 @@ def _name(request: Request, index: int) -> str:
 
 
 def _with_surplus(sequence: tuple[int, ...], path: Path, request: Request) -> tuple[int, ...]:
-    """Add what an engine generates between a stop string and the abort, a step or two later."""
+    """Add the tokens generated between a stop string and the abort, a step or two later."""
     if not request.sampling.get("stop") or not path.exists():
         return sequence
     found = tuple(load(path).token_ids.tolist())

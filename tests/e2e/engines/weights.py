@@ -1,4 +1,4 @@
-"""Weights that are replaced while an engine runs. Each function is called in every worker."""
+"""Replace weights while an engine runs. Each function is called in every worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_again(worker: Any, path: str) -> None:
 def _load_after_wake_up(runner: Any, experts: list[Any], path: str) -> None:
     """Load a MoE as vllm-ascend's example does (examples/offline_weight_load.py:226 in 0.23.0).
 
-    `wake_up` of 0.23.0 leaves experts in the layout of the checkpoint, and without their loaders.
+    `wake_up` of 0.23.0 leaves experts in the layout of the checkpoint, and without loaders.
     """
     from safetensors.torch import load_file
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -35,7 +35,7 @@ def _load_after_wake_up(runner: Any, experts: list[Any], path: str) -> None:
 
 
 def _weights(worker: Any) -> dict[str, Any]:
-    """Return what the kernels read: parameters, and what quantisation has made of them."""
+    """Return the tensors that the kernels read: parameters, and results of quantisation."""
     import torch
 
     found = dict(worker.model_runner.model.named_parameters())
@@ -54,6 +54,6 @@ def keep(worker: Any) -> None:
 
 
 def put_back(worker: Any) -> None:
-    """Copy them to the device again."""
+    """Copy them back to the device."""
     for name, weight in _weights(worker).items():
         weight.data.copy_(worker.kept_by_test[name])

@@ -1,4 +1,4 @@
-"""One factory for the tiny checkpoints of all families, by configurations of transformers."""
+"""One factory for the tiny checkpoints of all families, from configurations of transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHARED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-# The published head sizes: the fused attention kernel knows no others for latent keys.
+# The published head sizes: the fused attention kernel accepts no others for latent keys.
 LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 96,
@@ -90,16 +90,16 @@ EAR = {
 
 @dataclass(frozen=True)
 class Outer:
-    """A served model of which the language model is a part, as published checkpoints have it.
+    """A served model that contains the language model, like published checkpoints.
 
     Attributes:
-        model_type: in config.json.
-        key: of the part's configuration in config.json.
-        prefix: of the names of the part's weights.
+        model_type: model type in config.json.
+        key: key of the part's configuration in config.json.
+        prefix: prefix of the part's weights.
         part: keys of the part's configuration that differ from the configuration of the part alone.
         config: other keys of config.json.
-        files: that the checkpoint has besides, by name.
-        engine: engine arguments that it needs.
+        files: other files of the checkpoint, by name.
+        engine: required engine arguments.
     """
 
     model_type: str
@@ -111,7 +111,7 @@ class Outer:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
-# vLLM 0.30.0 has a processor of its own. 0.23.0 takes the processor of the checkpoint.
+# vLLM 0.30.0 has a built-in processor. 0.23.0 takes the checkpoint's processor.
 _KIMI_PROCESSOR = """
 from transformers import BaseImageProcessor
 
@@ -167,13 +167,13 @@ class Family:
         architecture: of vLLM's registry.
         config: keys that differ from common_config.
         extra: keys of config.json that vLLM reads and transformers does not write.
-        versions: releases of vllm-ascend on which it is shown.
+        versions: releases of vllm-ascend on which the tests serve it.
         experts: True if tokens are routed to experts.
-        towers: configurations of the parts for images and sound, by their keys. With them the
-            checkpoint is served with `language_model_only`. Empty for a model of text.
+        towers: configurations of the parts for images and sound, by key. With them the checkpoint
+            is served with `language_model_only`. Empty for a text model.
         dtype: of the weights.
-        outer: the served model, of which this one is a part; it is served with
-            `language_model_only`, too. None if this one is served.
+        outer: the served model that contains this one; it is served with `language_model_only`,
+            too. None if this one is served.
     """
 
     model_type: str
@@ -265,8 +265,8 @@ FAMILIES = {
     "Qwen3-Omni's thinker, text": _moe(
         "qwen3_omni_moe_thinker",
         "Qwen3OmniMoeForConditionalGeneration",
-        # vLLM alone reads these keys of the published configuration: tie_word_embeddings,
-        # image_size and apply_vit_abs_pos_embed.
+        # Only vLLM reads these keys of the published configuration: tie_word_embeddings, image_size
+        # and apply_vit_abs_pos_embed.
         {
             **EXPERTS,
             **HEADS,
@@ -405,7 +405,7 @@ def build_family(directory: Path, family: Family) -> Path:
 
 
 def build_outer(part: Path, directory: Path, family: Family) -> Path:
-    """Build the checkpoint of a family that is served: `part` itself, or a model around it."""
+    """Build the served checkpoint of a family: `part` itself, or a model around it."""
     if (outer := family.outer) is None:
         return part
     shutil.copytree(part, directory)
@@ -441,7 +441,7 @@ _KIMI_TOWER = (
 
 
 def dress_as_kimi_k25(text: Path, directory: Path) -> Path:
-    """Write a checkpoint of msmodelslim of a DeepSeek-V3 as the language model of a Kimi-K2.5.
+    """Write msmodelslim's checkpoint of a DeepSeek-V3 as the language model of a Kimi-K2.5.
 
     It has no vision tower: serve it `language_model_only`.
     """
@@ -449,7 +449,7 @@ def dress_as_kimi_k25(text: Path, directory: Path) -> Path:
     weights = _put_around(directory, WEIGHTS, "KimiK25ForConditionalGeneration", KIMI_K25)
     described = {
         f"{layer}.weight": FLOAT for layer in _KIMI_TOWER
-    }  # vllm-ascend asks, although it loads none
+    }  # vllm-ascend reads it, although it loads none
     for name, kind in json.loads((text / DESCRIPTION).read_text()).items():
         described[KIMI_K25.prefix + name if KIMI_K25.prefix + name in weights else name] = kind
     (directory / DESCRIPTION).write_text(json.dumps(described))

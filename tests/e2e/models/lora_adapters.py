@@ -1,4 +1,4 @@
-"""Tiny adapters (LoRA) in peft's format, and the model into which one is merged."""
+"""Tiny adapters (LoRA) in peft's format, and the model with a merged adapter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from vllm_ascend_hsx.demo.tiny_models import ROUTING
 
 RANK, ALPHA = 8, 12  # an adapter's product is scaled by ALPHA / RANK
-SHARE = 0.3  # of the layer's own output that the product has, before it is scaled
+SHARE = 0.3  # share of the layer's own output in the product, before scaling
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def write_adapter(directory: Path, model: Path, modules: Sequence[str], seed: int) -> Path:
-    """Write a random adapter of all linear layers with these names, and return its directory."""
+    """Write a random adapter of all linear layers with these names, and return the directory."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in sorted(load_file(model / "model.safetensors").items()):
@@ -32,7 +32,7 @@ def write_adapter(directory: Path, model: Path, modules: Sequence[str], seed: in
             b = torch.randn(rows, RANK, generator=generator) * SHARE / RANK**0.5
             if layer.endswith("o_proj"):
                 b[ROUTING] *= (
-                    0.1  # as the models' own: rounding must not change the choice of experts
+                    0.1  # as in the models: rounding must not change the choice of experts
                 )
             tensors[f"{_PREFIX}{layer}{_B}"] = b.to(weight.dtype)
     assert tensors, f"{model} has no {modules}"
@@ -50,7 +50,7 @@ def write_adapter(directory: Path, model: Path, modules: Sequence[str], seed: in
 
 
 def merge(directory: Path, model: Path, adapter: Path) -> Path:
-    """Write the model with W + ALPHA / RANK * B A for W, in float32; return its directory."""
+    """Write the model with W + ALPHA / RANK * B A for W, in float32; return the directory."""
     weights = {
         name: weight.float() for name, weight in load_file(model / "model.safetensors").items()
     }

@@ -1,4 +1,4 @@
-"""Tiny models with experts in which rounding decides no routing."""
+"""Tiny models with experts whose routing does not depend on rounding."""
 
 from __future__ import annotations
 

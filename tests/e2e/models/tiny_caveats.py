@@ -1,4 +1,4 @@
-"""Tiny models of which vllm-ascend computes something otherwise: YaRN, and a sliding window."""
+"""Tiny models that vllm-ascend computes differently: YaRN, and a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a tiny DeepSeek-V3: MLA, a dense layer, experts in groups beside a shared one."""
+"""Build a tiny DeepSeek-V3: MLA, a dense layer, experts in groups beside a shared one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from vllm_ascend_hsx.demo.tiny_models import (
 )
 
 NUM_HEADS = 4  # with TP 2, two heads a rank
-# The published model's head sizes: the fused attention kernel knows no others for latent keys.
+# The published model's head sizes: the fused attention kernel accepts no others for latent keys.
 KV_LORA_RANK, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
 Q_LORA_RANK = 96
-NUM_EXPERTS, EXPERT_GROUPS = 16, 4  # the router's kernel wants more than two experts in a group
+NUM_EXPERTS, EXPERT_GROUPS = 16, 4  # the router's kernel requires more than two experts in a group
 GROUPS_PER_TOKEN, EXPERTS_PER_TOKEN = 2, 4
 LEVELS = ((4.0, 1.5), (4.0, 1.5), (2.75,))  # see widen_routing_margins
 DENSE_LAYERS = 1
@@ -41,9 +41,9 @@ def build_deepseek_v3(
     seed: int = 0,
     q_lora_rank: int | None = Q_LORA_RANK,
 ) -> Path:
-    """Build a DeepSeek-V3 of 15 MB, and return its directory; see build_model.
+    """Build a DeepSeek-V3 of 15 MB, and return the directory; see build_model.
 
-    q_lora_rank: None for the form without a latent query (DeepSeek-V2-Lite).
+    q_lora_rank: None for the variant without a latent query (DeepSeek-V2-Lite).
     """
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -54,9 +54,9 @@ def build_deepseek_v3(
 
 
 def add_mtp_layer(model: Path) -> Path:
-    """Add the layer that predicts a second token (MTP), as published checkpoints have it.
+    """Add the layer that predicts a second token (MTP), as in published checkpoints.
 
-    The decoder must not load it: its weights are those of the last layer, times 10.
+    The decoder must not load it: the weights are the last layer's, times 10.
     """
     weights = load_file(model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
@@ -115,7 +115,7 @@ def deepseek_v3_config(layers: int, **changes: Any) -> DeepseekV3Config:
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "first_k_dense_replace": DENSE_LAYERS,
         "norm_topk_prob": True,
-        # Prompts of the tests are longer than the original length, so that the scaling shows.
+        # Prompts of the tests are longer than the original length, to make the scaling visible.
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
@@ -148,8 +148,8 @@ def widen_routing_margins(
 
     Args:
         levels: the experts of a token that stand out, for each of three groups. By default two in
-            each of two groups, and a lone one in a third that scores higher than some of the four:
-            a router that ignored the groups would choose it.
+            each of two groups, and one in a third group that scores higher than some of the four: a
+            router that ignored the groups would choose it.
     """
     size = NUM_EXPERTS // EXPERT_GROUPS
     routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
@@ -167,7 +167,7 @@ def widen_routing_margins(
             continue
         layer.mlp.experts.down_proj[:, routing] *= 0.1
         layer.mlp.shared_experts.down_proj.weight[routing] *= 0.1
-        # Another place in every layer for each group, and for each expert in its group.
+        # Another position in every layer for each group, and for each expert in the group.
         places = torch.arange(NUM_EXPERTS).view(EXPERT_GROUPS, size)[
             torch.randperm(EXPERT_GROUPS, generator=generator)
         ]

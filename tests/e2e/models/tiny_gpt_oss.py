@@ -1,4 +1,4 @@
-"""Builds a tiny gpt-oss: sliding-window and full attention, sinks, experts with biases."""
+"""Build a tiny gpt-oss: sliding-window and full attention, sinks, experts with biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_hsx.demo.tiny_models import (
     follow_choice,
 )
 
-HEAD_DIM = 64  # that of the published models
+HEAD_DIM = 64  # as in the published models
 WINDOW = 32
 
 
@@ -55,7 +55,7 @@ def _gpt_oss(
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         sliding_window=window,
         # vllm 0.23.0 assumes YaRN with all of these keys (model_executor/models/gpt_oss.py:79).
-        # Prompts are longer than the original positions, so that scaled frequencies are used.
+        # Prompts are longer than the original positions, to use scaled frequencies.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
@@ -65,7 +65,7 @@ def _gpt_oss(
             "truncate": False,
             "original_max_position_embeddings": MAX_POSITIONS // 32,
         },
-        rms_norm_eps=1e-5,  # vllm has this number in its code
+        rms_norm_eps=1e-5,  # vllm hard-codes this number
     )
     model = GptOssForCausalLM(config)
     draw_weights(model, generator)
@@ -76,7 +76,7 @@ def _gpt_oss(
 
 @torch.no_grad()
 def _draw_what_gpt_oss_adds(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draw sinks and biases whose absence shows, and experts [in, out] scaled by their inputs."""
+    """Draw sinks and biases large enough to matter, and experts [in, out] scaled by inputs."""
     for layer in model.model.layers:
         attention, experts = layer.self_attn, layer.mlp.experts
         # The sinks take a quarter of the attention in a sliding layer, a tenth in a full one.

@@ -1,4 +1,4 @@
-"""Builds tiny Qwen3.5, with experts and dense, and Qwen3-Next: GatedDeltaNet in 3 of 4 layers."""
+"""Build tiny Qwen3.5, with experts and dense, and Qwen3-Next: GatedDeltaNet in 3 of 4 layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_fact
 def build_qwen3_5_moe(
     directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
 ) -> Path:
-    """Build a Qwen3.5-MoE of 15 MB with the least vision tower; serve it `language_model_only`."""
+    """Build a Qwen3.5-MoE of 15 MB with a minimal vision tower; serve it `language_model_only`."""
     return build_model(
         directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed
     )
@@ -57,7 +57,7 @@ def build_qwen3_next(
 
 
 def _hybrid_config(layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Return what both configurations share, with the published head sizes.
+    """Return the common part of both configurations, with the published head sizes.
 
     GatedDeltaNet's kernels are written for 128, and vllm-ascend 0.23.0 needs a page of recurrent
     state to be as large as the keys of a whole number of tokens, at every TP size.
@@ -129,14 +129,15 @@ def _of_qwen3_5(
     )
     model = model_type(config)
     # transformers 5.5.4 undoes the renaming of the text model (conversion_mapping.py:152) for the
-    # vision tower, too. Without renamings the names are those of the published checkpoints.
+    # vision tower, too. Without renamings the names are as in the published checkpoints.
     model._weight_conversions = []
     _draw(model, model.model.language_model, generator)
     return model, {}
 
 
 def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-    # Half of Qwen3.5's heads: states are bfloat16, a page of them as large as 128 tokens' keys.
+    # Half of Qwen3.5's heads: states are bfloat16, and a page of them is as large as 128 tokens'
+    # keys.
     config = Qwen3NextConfig(
         **_hybrid_config(layers, heads=4, kv_heads=2),
         **EXPERTS,
@@ -156,10 +157,10 @@ def _draw(model: PreTrainedModel, decoder: Any, generator: torch.Generator) -> N
 
 @torch.no_grad()
 def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
-    """Draw what a decoder (embedding, layers, norm) has beyond ordinary attention.
+    """Draw the parameters that a decoder (embedding, layers, norm) has beyond ordinary attention.
 
-    Norms multiply by 1 + weight. A state of GatedDeltaNet halves in 20 to 300 tokens, so that a row
-    depends on near and far tokens; the convolution weighs its taps alike.
+    Norms multiply by 1 + weight. A state of GatedDeltaNet halves in 20 to 300 tokens, so a row
+    depends on near and far tokens; the convolution weighs the taps equally.
     """
     norms = [decoder.norm]
     for layer in decoder.layers:
@@ -198,7 +199,7 @@ def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
 
 
 def regret(model: Path, run: Run, request_id: str) -> float:
-    """Return by how much, at most, the logit of a generated token was below the best one."""
+    """Return the maximum gap between a generated token's logit and the best logit."""
     prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
     with torch.no_grad():
         logits = (

@@ -1,4 +1,4 @@
-"""Tiny Qwen3-MoE models: in float32, and in bfloat16, where rounding decides no routing either."""
+"""Tiny Qwen3-MoE models in float32, and in bfloat16 with routing independent of rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_ascend_hsx.demo.tiny_models import (
 
 
 def build_qwen3_moe(directory: Path, *, seed: int = 0) -> Path:
-    """Build one of four layers in float32 and return its directory; see build_model."""
+    """Build one of four layers in float32 and return the directory; see build_model."""
     create = partial(_create, {}, HEAD_DIM)
     return build_model(directory, "qwen3_moe", create, dtype="float32", layers=4, seed=seed)
 

@@ -1,8 +1,8 @@
-"""Builds a tiny DeepSeek-V3.2 and GLM-5: a DeepSeek-V3 whose indexer selects 2048 tokens (DSA).
+"""Build a tiny DeepSeek-V3.2 and GLM-5: a DeepSeek-V3 whose indexer selects 2048 tokens (DSA).
 
-The reference is transformers' DeepSeek-V3 with a mask from an indexer that is defined here:
-transformers 5.5.4 has no DeepSeek-V3.2, and turns the rotary embeddings of its GLM-5 by halves
-(models/glm_moe_dsa/modeling_glm_moe_dsa.py:105), where the published weights are interleaved.
+The reference is transformers' DeepSeek-V3 with a mask from an indexer defined here. transformers
+5.5.4 has no DeepSeek-V3.2, and turns the rotary embeddings of GLM-5 by halves
+(models/glm_moe_dsa/modeling_glm_moe_dsa.py:105), although the published weights are interleaved.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, build_model, draw_weights
 
-# vllm-ascend 0.23.0 gives this number to the kernel, not index_topk (device/device_op.py:627).
+# vllm-ascend 0.23.0 passes this number to the kernel, not index_topk (device/device_op.py:627).
 SELECTED = 2048
-INDEX_HEADS, INDEX_DIM = 8, 128  # the kernel knows no other dimension
+INDEX_HEADS, INDEX_DIM = 8, 128  # the kernel accepts no other dimension
 DEEPSEEK_V32, GLM_5, GLM_52 = "DeepSeek-V3.2", "GLM-5", "GLM-5.2"
 MODEL_TYPES = {DEEPSEEK_V32: "deepseek_v32", GLM_5: "glm_moe_dsa", GLM_52: "glm_moe_dsa"}
 ARCHITECTURES = {
@@ -45,7 +45,7 @@ _ONE, _CLASS, _PULL = (
     HIDDEN_SIZE - NUM_EXPERTS - i for i in (1, 2, 3)
 )  # elements of the residual stream that no layer changes
 _LEVELS_WITHOUT_GROUPS = ((4.0,), (4.0,), (4.0,))
-# GLM-5's own sizes of heads; its router has no groups.
+# GLM-5's own head sizes; the router has no groups.
 _GLM_5 = {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
@@ -55,7 +55,7 @@ _GLM_5 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "indexer_rope_interleave": True,
 }
-# Every second layer takes the selection of the layer before it.
+# Every second layer uses the selection of the previous layer.
 _SHARED = "shared"
 _GLM_52 = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
 _CONFIGS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ class Indexer(nn.Module):
         return torch.einsum("hqk,qh->qk", products, self.weights_proj(hidden).float())
 
     def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Turn the first ROPE_DIM elements: neighbours, or those a half apart."""
+        """Turn the first ROPE_DIM elements: neighbours, or elements a half apart."""
         half = ROPE_DIM // 2
         first, second = (
             (x[..., :ROPE_DIM:2], x[..., 1:ROPE_DIM:2])
@@ -153,7 +153,7 @@ class SparseForCausalLM(DeepseekV3ForCausalLM):
 
 
 def build_sparse(directory: str | Path, family: str, *, layers: int = 2, seed: int = 0) -> Path:
-    """Build a model of a family in bfloat16, and return its directory; see build_model."""
+    """Build a model of a family in bfloat16, and return the directory; see build_model."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         kinds = ["full" if index % 2 == 0 else _SHARED for index in range(layers)]
@@ -179,7 +179,7 @@ def build_sparse(directory: str | Path, family: str, *, layers: int = 2, seed: i
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return a prompt in whose part after SELECTED tokens every second one is low."""
+    """Return a prompt whose part after SELECTED tokens alternates with low tokens."""
     ids = tokens(length, seed)
     ids[SELECTED::2] = [LOWEST + place % LOW_TOKENS for place in range(len(ids[SELECTED::2]))]
     return ids
@@ -189,10 +189,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def _separate_scores(model: PreTrainedModel) -> None:
     """Let the embedding decide on the selected tokens, and not rounding.
 
-    There are three kinds of tokens. High ones have the highest scores, and are always selected.
-    Middle ones come next: some are selected, rounding decides which, and attention gives them next
-    to no weight. Low ones come last, and attention would give them much weight. So rows are right
-    only if no low token is selected; a query that is a low token does not even see itself.
+    There are three kinds of tokens. High tokens have the highest scores, and are always selected.
+    Middle tokens come next: rounding decides which of them are selected, and attention gives them
+    almost no weight. Low tokens come last, and attention would give them much weight. So rows are
+    right only if no low token is selected; a query that is a low token does not even see itself.
     """
     embedding = model.get_input_embeddings().weight
     ids = torch.arange(len(embedding))
@@ -212,7 +212,7 @@ def _separate_scores(model: PreTrainedModel) -> None:
             mlp.experts.down_proj[:, own] = 0.0
         _read(
             attention.q_a_proj.weight, 0, _ONE, 1.0
-        )  # so element 0 of the latent query is about the same everywhere
+        )  # element 0 of the latent query is then about the same everywhere
         if indexer is not None:
             for weight in (indexer.wq_b.weight, indexer.weights_proj.weight):
                 weight *= 0.3
@@ -229,7 +229,7 @@ def _separate_scores(model: PreTrainedModel) -> None:
 
 
 def _read(weight: torch.Tensor, rows: int | slice, column: int, factor: float) -> None:
-    """Let rows of a weight read one column alone."""
+    """Let rows of a weight read only one column."""
     weight[rows] = 0.0
     weight[rows, column] = factor
 

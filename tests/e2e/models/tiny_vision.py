@@ -1,4 +1,4 @@
-"""Builds tiny Qwen2.5-VL and Qwen3-VL with their processors, and what they compute of images."""
+"""Build tiny Qwen2.5-VL and Qwen3-VL with processors, and their references for images."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(VOCAB_SIZE - len(VISION_T
 _FIRST_MARK = 600
 MERGE = 2  # patches per side of a token
 MOST_TOKENS = 100  # of an image
-# The emulated torchvision has no videos; otherwise vLLM tries one as it starts.
+# The emulated torchvision has no videos; otherwise vLLM tries one at start-up.
 NO_VIDEOS = {"limit_mm_per_prompt": {"video": 0}}
 CHAT_TEMPLATE = (
     f"{{{{ '{BOS}' }}}}{{% for message in messages %}}{{{{ '{ROLE}' + message.role + '\n' }}}}"
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 def build_qwen2_5_vl(
     directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0
 ) -> Path:
-    """Build a Qwen2.5-VL whose windows, heads and rotation are as in the published models."""
+    """Build a Qwen2.5-VL with windows, heads and rotation as in the published models."""
     return _with_processor(
         build_model(directory, "qwen2_5_vl", _qwen2_5_vl, dtype=dtype, layers=layers, seed=seed),
         14,
@@ -71,7 +71,7 @@ def build_qwen2_5_vl(
 def build_qwen3_vl(
     directory: Path, *, dtype: str = "float32", layers: int = 4, seed: int = 0
 ) -> Path:
-    """Build a Qwen3-VL that adds visual features after its first two layers."""
+    """Build a Qwen3-VL that adds visual features after the first two layers."""
     return _with_processor(
         build_model(directory, "qwen3_vl", _qwen3_vl, dtype=dtype, layers=layers, seed=seed),
         16,
@@ -99,7 +99,7 @@ def _qwen2_5_vl(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
         },
         vision_config={
             "depth": 2,
-            "hidden_size": 160,  # heads of 80, which vllm-ascend pads to 128
+            "hidden_size": 160,  # heads of 80; vllm-ascend pads them to 128
             "intermediate_size": 160,
             "num_heads": 2,
             "window_size": 112,  # 4 tokens: images have several
@@ -149,7 +149,7 @@ def _qwen3_vl(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel,
 
 @torch.no_grad()
 def _quieten(model: PreTrainedModel) -> None:
-    """Make rows, and so their rounding, a quarter as large, and generate no tokens of images."""
+    """Make rows, and so their rounding, a quarter as large, and generate no image tokens."""
     for name, weight in model.named_parameters():
         writes = name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight"))
         if writes or (
@@ -179,7 +179,7 @@ def _with_processor(directory: Path, patch: int, family: str) -> Path:
         json.dumps({**images, "video_processor_type": kind})
     )
     tokenizer = build_tokenizer(VISION_START)
-    # The text has too few words for the whole vocabulary; those of images are its last ones.
+    # The text has too few words for the whole vocabulary; image tokens are the last ones.
     tokenizer.add_tokens([f"<|unused_{index}|>" for index in range(len(tokenizer), VISION_START)])
     tokenizer.add_tokens(list(VISION_TOKENS), special_tokens=True)
     assert tokenizer.convert_tokens_to_ids(VISION_TOKENS[0]) == VISION_START
@@ -189,10 +189,10 @@ def _with_processor(directory: Path, patch: int, family: str) -> Path:
 
 
 def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
-    """Write a checkpoint of msmodelslim of a Qwen3-MoE as the text part of a Qwen3-VL-MoE.
+    """Write msmodelslim's checkpoint of a Qwen3-MoE as the text part of a Qwen3-VL-MoE.
 
-    It has no vision tower: serve it `language_model_only`. Its rows are those of the Qwen3-MoE, as
-    all three positions of a text token are the same.
+    It has no vision tower: serve it `language_model_only`. Rows equal the Qwen3-MoE's, because all
+    three positions of a text token are the same.
     """
     shutil.copytree(text, directory)
     config = json.loads((text / "config.json").read_text())
@@ -220,7 +220,7 @@ def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
         ).model.visual.state_dict()
     described = {
         f"model.visual.{name}": FLOAT for name in tower
-    }  # vllm-ascend asks, although it loads none
+    }  # vllm-ascend reads it, although it loads none
     described |= _within_the_whole(json.loads((text / DESCRIPTION).read_text()))
     (directory / DESCRIPTION).write_text(json.dumps(described))
     tensors = _within_the_whole(load_file(text / WEIGHTS))
@@ -232,7 +232,7 @@ def dress_as_qwen3_vl_moe(text: Path, directory: Path) -> Path:
 
 
 def _within_the_whole(named: dict[str, Any]) -> dict[str, Any]:
-    """Rename what belongs to the text part."""
+    """Rename the parts of the text model."""
     return {
         re.sub(r"^model\.", "model.language_model.", name): value for name, value in named.items()
     }
@@ -251,12 +251,12 @@ def picture(seed: int, unit: int) -> Image.Image:
 
 
 def mark(seed: int) -> list[int]:
-    """Return an image in a prompt as clients send it, after a token that tells which one it is."""
+    """Return an image in a prompt as sent by clients, after a token that identifies it."""
     return [_FIRST_MARK + seed, VISION_START, IMAGE_PAD, VISION_END]
 
 
 def seeds_in(token_ids: Sequence[int]) -> list[int]:
-    """Return the seeds of the images in a prompt that is made with `mark`."""
+    """Return the seeds of the images in a prompt built with `mark`."""
     return [
         before - _FIRST_MARK
         for before, token in itertools.pairwise(token_ids)
@@ -265,7 +265,7 @@ def seeds_in(token_ids: Sequence[int]) -> list[int]:
 
 
 def embedded_clip(count: int, hidden_size: int) -> dict[str, torch.Tensor]:
-    """Return a video of `count` tokens in one row, as its embeddings."""
+    """Return a video of `count` tokens in one row, as embeddings."""
     return {
         "video_embeds": torch.zeros(count, hidden_size),
         "video_grid_thw": torch.tensor([[1, MERGE, MERGE * count]]),
@@ -273,7 +273,7 @@ def embedded_clip(count: int, hidden_size: int) -> dict[str, torch.Tensor]:
 
 
 class VisionReference(Reference):
-    """The rows of prompts with images, which are found by their marks."""
+    """The rows of prompts with images. Their marks identify the images."""
 
     def __init__(self, model: Path, num_layers: int, dtype: torch.dtype) -> None:
         super().__init__(model, num_layers, dtype)
@@ -284,7 +284,7 @@ class VisionReference(Reference):
         ).eval()
 
     def expand(self, token_ids: Sequence[int]) -> tuple[list[int], list[tuple[str, int, int]]]:
-        """Return a prompt with a token for each part of its images, and their placeholders."""
+        """Return a prompt with a token for each part of the images, and the placeholders."""
         grids = iter(
             self._images(token_ids)["image_grid_thw"].tolist() if IMAGE_PAD in token_ids else []
         )

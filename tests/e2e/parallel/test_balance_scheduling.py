@@ -13,7 +13,7 @@ from launch import FLASHCOMM, START_SECONDS, ForkedServer, tiny_server
 from test_data_parallel import complete
 
 LAYER_IDS = (4, 1, 3)
-# More than the servers take at once: once a rank has as many as it takes, no rank takes another.
+# More than the servers accept at once: a full rank accepts no more.
 PROMPTS = [tokens(5 + 7 * seed, seed=seed) for seed in range(24)]
 
 
@@ -41,7 +41,7 @@ def balanced(directory: Path, model: Path, soc: str) -> ForkedServer:
 
 @pytest.mark.long
 @pytest.mark.parametrize("soc", ["a2", "a3"])
-def test_rows_are_right_with_balance_scheduling_in_a_multi_connector_of_both_roles(
+def test_rows_are_right_with_balance_scheduling_in_a_kv_both_multi_connector(
     tiny_minimax_m2: Path, tmp_path: Path, soc: str
 ) -> None:
     with balanced(tmp_path, tiny_minimax_m2, soc) as server:
@@ -58,7 +58,7 @@ def test_rows_are_right_with_balance_scheduling_in_a_multi_connector_of_both_rol
         server.stop()
     assert (
         "enable_balance_scheduling" in server.log.read_text()
-    )  # vllm-ascend tells that it took it
+    )  # vllm-ascend logs that it accepted the option
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         comparison = compare_file(
             Path(answer["kv_transfer_params"]["hidden_states_path"]),

@@ -73,24 +73,24 @@ def complete(
 
 @dataclass
 class Served:
-    """What was asked of the server and what it answered, by name."""
+    """Requests to the server and the answers, by name."""
 
     model: Path
     storage: Path
-    prompts: dict[str, list[int]]  # with what was generated and stored
+    prompts: dict[str, list[int]]  # with stored generated tokens
     answers: dict[str, Any]
     trace: dict[int, list[dict[str, Any]]]
     contexts: dict[int, list[dict[str, Any]]]
     log: str
     metrics: str  # of GET /metrics, at the end
-    settled: int  # requests to each engine, of a token, that are not extracted
+    settled: int  # one-token requests to each engine, not extracted
 
 
-# Alone, so that the other DP rank is idle; then together, with lengths that TP does not divide.
+# Alone: the other DP rank is then idle. Afterwards together, with lengths that TP does not divide.
 ALONE = {"alone-3": tokens(3), "alone-6": tokens(6), "alone-chunked": tokens(201)}
 # Each DP rank decodes one of them, beside the other's prefills.
 WITH_OUTPUT = {f"with-output-{length}": tokens(length, seed=2) for length in (9, 70)}
-# The same prefix on both DP ranks, which do not have each other's rows: one prompt, then two.
+# The same prefix on both DP ranks. They do not share rows: one prompt, then two.
 PREFIX = tokens(150, seed=3)
 FIRST = {f"first-{engine}": [*PREFIX, *tokens(7)] for engine in ENGINES}
 FOLLOWERS = {
@@ -111,7 +111,7 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 def serve_requests(
     directory: Path, model: Path, environ: Mapping[str, str] | None = None
 ) -> Served:
-    """Send requests to a traced server, whose environment has `environ` added."""
+    """Send requests to a traced server with the additional environment `environ`."""
     traces, contexts = directory / "traces", directory / "contexts"
     traces.mkdir()
     contexts.mkdir()
@@ -155,7 +155,7 @@ def serve_requests(
                 wait_until_released(
                     Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60
                 )
-            # A file is counted after its lock is released.
+            # A file is counted after the lock is released.
             everything_is_counted = False
             while not everything_is_counted and settled < MOST_SETTLED:
                 settle(server.url, ENGINES, timeout=120)
@@ -190,18 +190,18 @@ def on_engine(name: str) -> dict[str, str]:
     return {"X-data-parallel-rank": name.split("-")[1]}
 
 
-def test_one_line_introduces_a_server_of_several_engines(served: Served) -> None:
+def test_server_of_several_engines_logs_one_start_line(served: Served) -> None:
     assert served.log.count(" extracts layers ") == 1
 
 
 @pytest.mark.parametrize(
     "name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS]
 )
-def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
+def test_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)
 
 
-def test_each_worker_has_a_context_on_its_own_npu_alone(served: Served) -> None:
+def test_each_worker_has_a_context_only_on_its_own_npu(served: Served) -> None:
     check_contexts(served.contexts, npus=4)
 
 
@@ -222,7 +222,7 @@ def check_file(served: Served, name: str) -> None:
 
 
 def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
-    """Compare with vLLM's series: a row per prompt token, and per generated one but the last."""
+    """Compare with vLLM's series: a row per prompt token, and per generated token but the last."""
     vllms: dict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(served.metrics):
         for sample in family.samples:
@@ -277,14 +277,14 @@ def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
     }
 
 
-Collective = tuple[str, tuple[int, ...], str]  # what, shape, dtype
-# One per batch, from the target's runner; the drafter, which is not MoE, adds none.
+Collective = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+# One per batch, from the target's runner. The drafter has no MoE and adds none.
 METADATA: Collective = ("all_reduce", (2, 2), "torch.int32")
 
 
 @dataclass
 class Batch:
-    """A step of one rank: "busy" or "idle", the collectives issued, how many were completed."""
+    """A step of one rank: "busy" or "idle", the issued collectives, and the number completed."""
 
     kind: str
     issued: list[Collective]
@@ -310,7 +310,7 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
 
 
 def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Collective) -> None:
-    """Check that each batch of each rank, busy or idle, issued `metadata` and nothing else."""
+    """Check that each batch of each rank, busy or idle, issued only `metadata`."""
     by_rank: dict[tuple[int, int], list[Batch]] = {}
     for events in trace.values():
         if events:
@@ -319,7 +319,7 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
     assert sorted(by_rank) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for found in by_rank.values():
         assert {batch.kind for batch in found} == {"busy", "idle"}
-        # The server is killed during idle steps: only a rank's last one may be cut off.
+        # The server is killed during idle steps: only a rank's last step may be cut off.
         *whole, last = found
         assert all(batch.issued == [metadata] and batch.completed == 1 for batch in whole)
         assert last.issued in ([], [metadata])
@@ -327,7 +327,8 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
         one, other = (by_rank[dp_rank, tp_rank] for dp_rank in (0, 1))
         issued = [sum(len(batch.issued) for batch in found) for found in (one, other)]
         completed = [sum(batch.completed for batch in found) for found in (one, other)]
-        # What is completed was issued by both; the rank that dies first leaves one incomplete.
+        # Both ranks issued every completed collective; the rank that dies first leaves one
+        # incomplete.
         assert max(completed) <= min(issued) and max(issued) - min(issued) <= 1, (issued, completed)
 
 
@@ -344,7 +345,7 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
         pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )
-def test_with_upstreams_method_in_place_of_ours_the_server_stops(
+def test_upstreams_collective_method_stops_the_server(
     tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str
 ) -> None:
     with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": how}, late=False) as server:

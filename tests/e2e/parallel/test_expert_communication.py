@@ -1,7 +1,7 @@
-"""How tokens travel to their experts, DP=2 x TP=2 with expert and sequence parallelism.
+"""Communication of tokens to experts, DP=2 x TP=2 with expert and sequence parallelism.
 
 vllm-ascend selects a method for each step, by generation of the NPUs and number of tokens. With
-extraction it selects the same as without, all ranks select it together, and the rows are right.
+extraction it selects the same method as without, all ranks agree, and the rows are right.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RANKS = [(0, 0), (0, 1), (1, 0), (1, 1)]  # DP, TP
 
 
 class Method(NamedTuple):
-    """A server, and what it is to select.
+    """A server, and the expected selection.
 
     Attributes:
         soc: generation of the NPUs.
-        small, large: what is selected for steps of up to `capacity` tokens, and of more.
-        quantised: whether the target is W8A8 and rotated.
+        small, large: selections for steps of up to `capacity` tokens, and of more.
+        quantised: True if the target is W8A8 and rotated.
         additional: vllm-ascend's --additional-config.
     """
 
@@ -55,7 +55,7 @@ class Method(NamedTuple):
     additional: Mapping[str, Any] = {}
 
 
-CAPACITY = 16  # of MC2: as many tokens as there may be requests
+CAPACITY = 16  # of MC2: the maximum number of requests
 SEQUENCES = 16
 EVERY_SIZE = {"enable_prefill_mc2": True}
 METHODS = {
@@ -78,7 +78,7 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A request that was served. `sequence` are the tokens whose rows its file has."""
+    """A served request. `sequence` are the tokens of the rows in the file."""
 
     sequence: list[int]
     response_id: str
@@ -88,9 +88,9 @@ class Step(NamedTuple):
     """A forward pass of a rank.
 
     Attributes:
-        kind: "busy" or "idle". scheduled: its tokens without padding, 0 if idle.
+        kind: "busy" or "idle". scheduled: tokens without padding, 0 if idle.
         selections: (padded tokens of each DP rank, method) of each forward context.
-        layers: what each layer called. received: rows for this rank's experts, of each layer.
+        layers: calls of each layer. received: rows for this rank's experts, of each layer.
     """
 
     kind: str
@@ -102,10 +102,10 @@ class Step(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a server did.
+    """Results of a server.
 
     Attributes:
-        done: by kind of traffic. spans: when each kind began and ended, of time.monotonic.
+        done: by kind of traffic. spans: start and end of each kind, of time.monotonic.
         steps: the forward passes that ranks do together, of each rank in the order of RANKS.
     """
 
@@ -126,7 +126,7 @@ class Served(NamedTuple):
 
 
 def send(server: Server, model: Path, job: Job, began: threading.Event | None = None) -> Done:
-    """Send a request to a DP rank; set `began` with its first token."""
+    """Send a request to a DP rank; set `began` with the first token."""
     body = {"model": str(model), "prompt": job.prompt, "max_tokens": job.generated, "ignore_eos": True, "temperature": 0, "stream": True,
             "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}  # fmt: skip
     generated: list[int] = []
@@ -147,7 +147,7 @@ def send(server: Server, model: Path, job: Job, began: threading.Event | None = 
 
 
 def busy_and_idle(server: Server, model: Path) -> list[Done]:
-    """One request after the other, to each rank, while the other is idle."""
+    """Send one request after the other to each rank, while the other rank is idle."""
     return [
         send(server, model, Job(tokens(length, seed=rank), 3, rank))
         for length in (3, 13, 75)
@@ -156,9 +156,9 @@ def busy_and_idle(server: Server, model: Path) -> list[Done]:
 
 
 def busy_and_busy(server: Server, model: Path) -> list[Done]:
-    """Requests to both ranks together, of lengths that TP does not divide.
+    """Send requests to both ranks together, of lengths that TP does not divide.
 
-    Then one alone: the others may all share their steps, four tokens a rank, without padding.
+    Then one alone: the others may share all steps, four tokens a rank, without padding.
     """
 
     def serve_others(seed: int) -> list[Done]:
@@ -177,7 +177,7 @@ def busy_and_busy(server: Server, model: Path) -> list[Done]:
 
 
 def prefill_and_decode(server: Server, model: Path) -> list[Done]:
-    """A rank decodes; then the other one is given a long prompt, and has done it first."""
+    """One rank decodes; then the other rank serves a long prompt, and finishes it first."""
     return while_a_rank_decodes(
         server, model, lambda seed: [send(server, model, Job(tokens(2 * CHUNK + 9, seed), 1, 1))]
     )
@@ -186,9 +186,9 @@ def prefill_and_decode(server: Server, model: Path) -> list[Done]:
 def while_a_rank_decodes(
     server: Server, model: Path, serve_others: Callable[[int], list[Done]]
 ) -> list[Done]:
-    """Rank 0 decodes; then others are served, and are done first.
+    """Rank 0 decodes; then other requests are served, and finish first.
 
-    On a busy machine they may come late: then rank 0 decodes for longer. Each try has its seed.
+    On a busy machine they may be late: then rank 0 decodes for longer. Each try has another seed.
     """
     for generated in (30, 120, 480):
         began = threading.Event()
@@ -248,7 +248,7 @@ def serve(directory: Path, method: Method, model: Path, *, extract: bool) -> Ser
 
 
 def steps_of(events: Sequence[dict[str, Any]]) -> tuple[tuple[int, int], list[Step]]:
-    """Return a worker's ranks and its steps; the last one may be cut off by the server's end."""
+    """Return a worker's ranks and steps; the server's end may cut off the last one."""
     starts = [index for index, event in enumerate(events) if "batch" in event]
     found = []
     for start, end in itertools.pairwise(starts):
@@ -326,10 +326,10 @@ def test_rows_are_right(served: Served, traffic: str) -> None:
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_all_ranks_select_the_same_in_each_step_and_call_the_same(
+def test_all_ranks_select_and_call_the_same_method_in_each_step(
     served: Served, traffic: str
 ) -> None:
-    """The traffic has steps of both sizes, so that the selection changes if the method has two."""
+    """The traffic has steps of both sizes, to make the selection change if the method has two."""
     large, small, kinds = set(), set(), set()
     for together in served.during(traffic):
         kinds.add((together[0].kind, together[2].kind))
@@ -352,7 +352,7 @@ def test_all_ranks_select_the_same_in_each_step_and_call_the_same(
 
 @pytest.mark.long  # a second server
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_the_selection_is_that_of_a_server_without_extraction(
+def test_selected_method_is_as_without_extraction(
     served: Served, without: Served, traffic: str
 ) -> None:
     ours, theirs = (
@@ -362,11 +362,11 @@ def test_the_selection_is_that_of_a_server_without_extraction(
         ]
         for each in (served, without)
     )
-    if traffic == "busy/idle":  # all steps, but for how many of the same follow each other
+    if traffic == "busy/idle":  # all steps, except for the number of equal steps in a row
         assert [step for step, _ in itertools.groupby(ours)] == [
             step for step, _ in itertools.groupby(theirs)
         ]
-    else:  # which steps two ranks share depends on when requests arrive; not what is selected
+    else:  # the arrival of requests decides which steps two ranks share, but not the selection
         of_ours, of_theirs = (
             {
                 (max(across_dp) > CAPACITY, selected, *layers)
@@ -379,9 +379,7 @@ def test_the_selection_is_that_of_a_server_without_extraction(
 
 
 @pytest.mark.long
-def test_a_rank_that_selects_another_method_than_the_others_is_named(
-    tiny_minimax_m2: Path, tmp_path: Path
-) -> None:
+def test_rank_with_another_method_is_named(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     """MC2 has a group of its own: the ranks wait in different groups."""
     gate = tmp_path / "gate"
     with tiny_server(
@@ -406,7 +404,7 @@ def test_a_rank_that_selects_another_method_than_the_others_is_named(
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_no_padding_reaches_an_expert_with_mc2(served: Served, traffic: str) -> None:
-    """An idle rank's own tokens, which it computes to keep step, are none of padding."""
+    """An idle rank's own tokens, which keep it in step, are not padding."""
     padded = 0
     for together in served.during(traffic):
         ((across_dp, selected),) = together[0].selections

@@ -1,7 +1,7 @@
 """Defect 19: extraction costs no graph mode, and rows are right in replays of graphs.
 
-vllm-ascend's graphs need torch.compile. Its default compiler, npugraph_ex, is not emulated: it is
-switched off with vllm-ascend's own options, together with the fusions that import it.
+vllm-ascend's graphs need torch.compile. The default compiler, npugraph_ex, is not emulated.
+vllm-ascend's own options switch it off, together with the fusions that import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from session import WITH_OUTPUT
 from tiny_deepseek_v3 import build_deepseek_v3
 
 OPTIONS = ["enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add"]
-if installed_is("<0.30"):  # since then it is refused as unknown
+if installed_is("<0.30"):  # since then refused as unknown
     OPTIONS.append("fuse_allreduce_rms")
 COMPILER = {"ascend_compilation_config": dict.fromkeys(OPTIONS, False)}
 ENVIRON = {
@@ -26,7 +26,7 @@ ENVIRON = {
     "VLLM_USE_MEGA_AOT_ARTIFACT": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
-# What each mode captures, of these sizes.
+# Captures of each mode, of these sizes.
 SIZES = [1, 2, 4, 32]
 CAPTURES = {"FULL_DECODE_ONLY": {"FULL": [4, 2, 1]}, "PIECEWISE": {"PIECEWISE": [32, 4, 2, 1]}}
 
@@ -55,7 +55,7 @@ def run(
     layer_ids: Sequence[int] = (4, 1, 2),
     **options: Any,
 ) -> tuple[Run, list[Events]]:
-    """Run the script; return its result, and each rank's events of trace_graph_mode."""
+    """Run the script; return the result, and each rank's events of trace_graph_mode."""
     (directory / "trace").mkdir(parents=True)
     done = run_engine(
         directory,
@@ -79,7 +79,7 @@ def run(
 
 
 def resolved(events: Events) -> Mapping[str, Any]:
-    """Return the runner's decision: mode, sizes, and the graphs that it captures."""
+    """Return the runner's decision: mode, sizes, and captured graphs."""
     *_, decision = (event for event in events if "resolved" in event)
     return decision
 
@@ -128,13 +128,13 @@ def pair(
     return Pair(request.param, *runs, *events)
 
 
-def test_the_resolved_mode_and_the_captured_sizes_are_those_without_extraction(pair: Pair) -> None:
+def test_graph_mode_and_captured_sizes_are_as_without_extraction(pair: Pair) -> None:
     assert resolved(pair.events) == resolved(pair.plain_events)
     assert resolved(pair.plain_events)["resolved"] == pair.mode
     assert resolved(pair.plain_events)["captures"] == CAPTURES[pair.mode]
 
 
-def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: Pair) -> None:
+def test_every_step_runs_in_the_same_graph_as_without_extraction(pair: Pair) -> None:
     ran = forwards(pair.events)
     assert ran == forwards(pair.plain_events)
     assert {mode for mode, _ in ran} == {"NONE", pair.graph}
@@ -145,7 +145,7 @@ def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: P
     assert replays == pieces * sum(mode == pair.graph for mode, _ in ran) > 0
 
 
-def test_the_generated_tokens_are_those_without_extraction(pair: Pair) -> None:
+def test_generated_tokens_are_as_without_extraction(pair: Pair) -> None:
     for request_id in REQUESTS:
         assert (
             pair.extracting.requests[request_id]["tokens"]
@@ -195,7 +195,7 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_upstreams_connector_disables_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     _, (events,) = run(
         tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32"
     )
@@ -204,7 +204,7 @@ def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_upstream_s_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+def test_upstreams_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     done, _ = run(tmp_path, float32_qwen3, "FULL", ours=False, late=False, dtype="float32")
     assert done.error is not None
     assert "CUDAGraphMode.FULL is not supported with CacheOnlyAttentionBackend" in done.error

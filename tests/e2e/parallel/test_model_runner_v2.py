@@ -1,6 +1,6 @@
 """Model runner V2 of vllm-ascend 0.30: rows, text and collectives are right on it, too.
 
-What is played and compared is that of the tests of V1, which it is imported from.
+Scenarios and comparisons are imported from the tests of V1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNNER = "vllm_ascend.worker.v2.model_runner"
 # One per step, busy or idle, before the target's forward pass.
 METADATA: parallel.Collective = ("all_reduce", (6, 2), "torch.int32")
 
-# Played on each engine of test_scenarios.py that is named.
+# For each engine of test_scenarios.py: the scenarios to run.
 PLAYED: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "async": (
         play.prompts_around_the_chunk,
@@ -75,7 +75,7 @@ def reference(float32_qwen3: Path) -> Reference:
         for each in plays
     ],
 )
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages, reference: Reference, engine: str, played: Callable[[Stage], None]
 ) -> None:
     options = {
@@ -89,9 +89,7 @@ def test_files_are_right_when(
     stage.check()
 
 
-def test_text_and_steps_are_those_of_a_server_without_extraction(
-    float32_qwen3: Path, tmp_path: Path
-) -> None:
+def test_text_and_steps_are_as_without_extraction(float32_qwen3: Path, tmp_path: Path) -> None:
     options = {"dtype": "float32", "async_scheduling": True, "environ": V2}
     plain = run_engine(
         tmp_path / "plain", float32_qwen3, generation.SCRIPT, extract=False, **options
@@ -110,7 +108,7 @@ def test_text_and_steps_are_those_of_a_server_without_extraction(
 
 
 @pytest.mark.timeout(1500)
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(
+def test_any_traffic_leaves_right_files_and_nothing_else(
     float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     engine = {**traffic.ENGINES["cramped"], "environ": V2}

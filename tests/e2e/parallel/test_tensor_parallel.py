@@ -17,7 +17,7 @@ from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
 BLOCK = 128  # tokens in a KV block
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # Lengths that TP does not divide: padding rows follow the last real one. The last prompt fills
-# steps of 64 tokens, of which its rank's only staging slot holds half; the ring holds two rows.
+# steps of 64 tokens. The only staging slot of the rank holds half a step; the ring holds two rows.
 LENGTHS = (1, 7, 33, 101, 64, 6, 319)
 TIGHT = {"staging_slots": 1, "pinned_ring_bytes": 4096}
 SCRIPT = [
@@ -37,12 +37,12 @@ SHARED = [
     *(["add", name, prompt, {"max_tokens": 1}] for name, prompt in FIRST.items()),
     ["drain"],
     *(["published", name] for name in FIRST),
-    ["add", "between", tokens(5), {"max_tokens": 4}],  # its steps report the files
+    ["add", "between", tokens(5), {"max_tokens": 4}],  # these steps report the files
     ["drain"],
     *(["add", name, prompt, {"max_tokens": 1}] for name, (_, prompt) in FOLLOWERS.items()),
     ["drain"],
 ]
-# vLLM's connector of 0.26 writes a request's file in a step after its last one.
+# vLLM's connector of 0.26 writes a request's file in a step after the last one.
 AFTER = [["add", "after", tokens(5), {"max_tokens": 4}], ["drain"]]
 
 
@@ -56,7 +56,7 @@ def writers(directory: Path) -> dict[str, set[int]]:
 
 
 def make_directories(directory: Path, *names: str) -> dict[str, str]:
-    """Make directories for instruments, and return their arguments."""
+    """Create directories for instruments, and return their arguments."""
     for name in names:
         (directory / name).mkdir(parents=True)
     return {name: str(directory / name) for name in names}
@@ -98,7 +98,7 @@ def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], len
 
 
 @pytest.mark.usefixtures("run")
-def test_each_worker_has_a_context_on_its_own_npu_alone(directory: Path) -> None:
+def test_each_worker_has_a_context_only_on_its_own_npu(directory: Path) -> None:
     check_contexts(read_trace(directory / "trace_contexts"), npus=2)
 
 
@@ -119,7 +119,7 @@ def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(
         assert comparison.matches, (name, comparison)
 
 
-def test_all_ranks_tell_the_same_weights(
+def test_all_ranks_report_the_same_weights(
     run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path
 ) -> None:
     checkpoint = find_checkpoint(tiny_minimax_m2, "auto")

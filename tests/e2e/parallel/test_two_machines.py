@@ -28,7 +28,7 @@ from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 LAYER_IDS = (4, 1, 3)
 TP = 2
 LENGTHS = 3 * (5, 70, 1, 130, 33, 64, 65, 200)
-PORT = 8000  # vLLM's own
+PORT = 8000  # vLLM's default
 
 
 @dataclass
@@ -130,9 +130,7 @@ def test_the_rows_of_both_machines_are_right_and_found_from_either(
 
 
 @pytest.mark.long
-def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(
-    cluster: Cluster, tiny_minimax_m2: Path
-) -> None:
+def test_readers_learn_that_the_other_machine_died(cluster: Cluster, tiny_minimax_m2: Path) -> None:
     """Last in this file: there is no server afterwards."""
     body = {
         "model": str(tiny_minimax_m2),
@@ -159,6 +157,6 @@ def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(
         os.killpg(cluster.headless.process.pid, signal.SIGKILL)
         with pytest.raises(HiddenStatesError, match="the server died"):
             load(lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)), 60)
-        # The remaining ranks cannot go on. Mostly vLLM ends at once; but an engine may wait for a
-        # rank that waits in a collective for one that has ended, until that times out.
+        # The remaining ranks cannot continue. Mostly vLLM ends at once. But an engine may wait for
+        # a rank that waits in a collective for a dead rank, until a timeout.
         cluster.front.stop()

@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     Attributes:
         launch: see csrc/streams/faults.h.
         workers: number of tensor-parallel workers.
-        rotated: whether the target is rotated (QuaRot), so that its rows are turned back.
+        rotated: True if the target is rotated (QuaRot), to turn rows back.
     """
 
     launch: str
@@ -54,7 +54,7 @@ FAULTS = {
 
 
 def send(url: str, model: str) -> list[int] | None:
-    """Return the generated tokens, or None if there was no answer with status 200."""
+    """Return the generated tokens, or None without an answer of status 200."""
     sampling = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
     body = {"model": model, "prompt": PROMPT, "return_token_ids": True, **sampling}
     with suppress(httpx.HTTPError):
@@ -66,7 +66,7 @@ def send(url: str, model: str) -> list[int] | None:
 
 
 def outcome(path: Path) -> tuple[list[int], str]:
-    """Return the tokens of a complete file, or the reason of its failure."""
+    """Return the tokens of a complete file, or the reason for its failure."""
     try:
         return vllm_ascend_hsx.load(path, timeout=SECONDS).token_ids.tolist(), ""
     except HiddenStatesError as error:
@@ -79,7 +79,7 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(
 ) -> None:
     fault = FAULTS[name]
     model, dtype, extra = float32_qwen3, torch.float32, ("--dtype", "float32")
-    if fault.rotated:  # vLLM takes no float32 together with what describes the rotation
+    if fault.rotated:  # vLLM refuses float32 together with a description of the rotation
         model = write_modelslim(float32_qwen3, tmp_path / "rotated", plain, rotated=True)
         dtype, extra = torch.bfloat16, ("--dtype", "bfloat16", "--quantization", "ascend")
     armed = tmp_path / "fault"
@@ -94,7 +94,7 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(
         ask = partial(send, server.url, str(model))
         right = ask()
         assert right is not None
-        # The names in the server's own directory come and go.
+        # The names in the server's own directory change.
         (file,) = {
             name.removesuffix(LOCK_SUFFIX)
             for name in names_in(tmp_path / "hidden_states")
@@ -109,7 +109,7 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(
         armed.write_text(fault.launch + "\n")
         began = time.monotonic()
         answers = [right]
-        with ThreadPoolExecutor(AT_A_TIME) as pool:  # so that each worker owns some
+        with ThreadPoolExecutor(AT_A_TIME) as pool:  # each worker then owns some
             while None not in answers:
                 assert time.monotonic() < began + SECONDS, "the server goes on"
                 answers += pool.map(lambda _: ask(), range(AT_A_TIME))

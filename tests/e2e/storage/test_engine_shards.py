@@ -36,7 +36,7 @@ def members(storage: Path) -> list[str]:
 
 
 def copy_out_of_shards(session: EngineSession, check: Callable[[Request], None]) -> Request:
-    """Copy the same block out of shards that are open, sealed, and removed; return the last one."""
+    """Copy the same block from open, sealed, and removed shards; return the last request."""
 
     def add(prompt: list[int]) -> Request:
         request = session.add(prompt, {"max_tokens": 1}, name="p")
@@ -49,7 +49,7 @@ def copy_out_of_shards(session: EngineSession, check: Callable[[Request], None])
     for at, state in enumerate(("open", "sealed", "removed")):
         if state == "removed":
             add(tokens(300, seed=32))
-        # Two requests, or one of 300 tokens, are more than SHARDS allows.
+        # Two requests, or one of 300 tokens, exceed SHARDS.
         assert len(list(session.storage.glob(f"hsx-*{MANIFEST}"))) == at
         if state == "removed":
             for path in session.storage.glob("hsx-*-*"):

@@ -20,16 +20,16 @@ from session import EngineSession, Request
 from stage import Stage
 
 REQUESTS = depth(2_000, 4)
-ROUND = 100  # requests after which everything is checked
+ROUND = 100  # requests before each check
 BATCH = 64
 MOST_TOKENS = 24
 LAYER_IDS = (1, 2, 4)
-REMEMBERED = 1024  # API requests that the limits know; connector/admission.py
+REMEMBERED = 1024  # API requests in the limits; connector/admission.py
 GROWTH = 1 << 20  # bytes of the engine's process, in the second half
 # Prompts are beginnings of these.
 TEXTS = [tokens(MOST_TOKENS, seed=seed) for seed in range(3)]
 
-# A request named after a fault has it: for the file under its hidden name, or for its lock.
+# Requests are named after the fault: for the file under a hidden name, or for the lock.
 DATA, LOCK = r"{}[^/]*\.safetensors\.\d+\b", r"{}[^/]*\.lock"
 FAULTS = {
     "lock-open-EMFILE": LOCK,
@@ -49,7 +49,7 @@ def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "layer_ids": LAYER_IDS,
         "dtype": "float32",
     }
-    # Little KV cache and a small ring: memory that is used for the first time is no growth.
+    # Small KV cache and ring: the first use of memory is not growth.
     options |= {
         "num_gpu_blocks_override": BATCH + 16,
         "connector_options": {"pinned_ring_bytes": 1 << 20},
@@ -71,7 +71,7 @@ def add(stage: Stage, luck: random.Random, kind: str) -> Request:
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_grows_with_the_number_of_requests(
+def test_resources_do_not_grow_with_the_number_of_requests(
     stage: Stage, request: pytest.FixtureRequest
 ) -> None:
     requests = request.config.getoption("engine_soak") or REQUESTS

@@ -21,12 +21,14 @@ from vllm_ascend_hsx.reader.load import HiddenStates, load
 LAYER_IDS = (0, 2, 4, 1)
 LENGTHS = (1, 7, 64, 150)  # the last one in three chunks
 BLOCK = 128  # tokens in a KV block
-FLOAT16_ROUNDING = 0.005  # of a row, relative; an eighth of what oracle.py allows bfloat16, which has three bits less
+FLOAT16_ROUNDING = (
+    0.005  # of a row, relative; an eighth of oracle.py's limit for bfloat16 (three bits less)
+)
 FP8 = {"quantization": "fp8", "check_finite": True}
 
 
 def serve(session: EngineSession) -> list[tuple[Request, Path, HiddenStates]]:
-    """Serve prompts, then generate tokens; return each request, its file, and what that stores."""
+    """Serve prompts, then generate tokens; return each request, file and storage format."""
     requests = []
     prompts = [tokens(length, seed=length) for length in LENGTHS]
     for prompt in (*prompts, [*prompts[-1], *tokens(70)]):
@@ -48,10 +50,8 @@ def path_of(session: EngineSession, request: Request) -> Path:
     return path
 
 
-def test_rows_are_the_models_to_within_the_error_of_float8(
-    float32_qwen3: Path, tmp_path: Path
-) -> None:
-    """A float32 target, so that nothing but float8 rounds."""
+def test_rows_are_right_within_float8_error(float32_qwen3: Path, tmp_path: Path) -> None:
+    """A float32 target: only float8 rounds."""
     with EngineSession(
         tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8
     ) as session:
@@ -89,7 +89,7 @@ def test_rows_are_the_models_to_within_the_error_of_float8(
     ],
     ids=str,
 )
-def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(
+def test_stored_float8_equals_hs_connectors_in_half_the_bytes(
     dtype: torch.dtype, target: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model: Path = request.getfixturevalue(target)
@@ -159,4 +159,4 @@ def _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(
     assert sample["hidden_states"].dtype == torch.bfloat16
     assert torch.equal(sample["hidden_states"], ours.hidden_states)
     assert sample["token_ids"].tolist() == tokens(150, seed=3)
-    assert not path.with_name(path.name + ".lock").exists()  # as it does with its own files
+    assert not path.with_name(path.name + ".lock").exists()  # as with vLLM's own files

@@ -1,6 +1,6 @@
-"""An engine or worker is killed at a random instant: visible files are right, the next one works.
+"""An engine or worker is killed at a random time: visible files are right, the next engine works.
 
-`--engine-kills N` kills N of them in each directory instead of those that KILLS says.
+`--engine-kills N` kills N of them in each directory instead of the number in KILLS.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_ascend_hsx.reader.members import shards_of
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
 KILLS = {"file": 4 if is_long() else 2, "shard": 2}
-SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed
+SHARD_BYTES = 1 << 26  # all requests of an engine: no shard is sealed when it is killed
 ONE_WORKER = 2  # every second kill hits one worker of two
 LONGEST_LIFE = 1.5  # seconds for which requests run
 LATEST_COPY = 60.0  # seconds
@@ -49,17 +49,17 @@ LAYER_IDS = (4, 1, 2)
 CHUNK = 32
 AT_A_TIME = 6
 BEGINNING = tokens(140, seed=9)  # of half of the prompts; more than a KV block
-COPY = 8  # of the copies of such rows, the one in whose middle an engine dies
+COPY = 8  # number of the copy of such rows during which an engine dies
 
 
 class Reign:
     """Engines that follow each other in one directory.
 
     Args:
-        directory: theirs, with their log.
-        model: the target's, in float32.
-        options: of the connector.
-        luck: decides what is asked, and when an engine dies.
+        directory: directory of the engines, with their log.
+        model: directory of the target, in float32.
+        options: options of the connector.
+        luck: draws the requests, and the time at which an engine dies.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Reign:
     def serve_until_killed(
         self, session: EngineSession, *, one_worker: bool, in_a_copy: bool
     ) -> Callable[[], object]:
-        """Add and abort requests until SIGKILL comes, or the engine dies in a copy.
+        """Add and abort requests until SIGKILL arrives, or the engine dies in a copy.
 
         Returns:
-            A call that waits for the consumer of an incomplete file, and returns what it got.
+            A call that waits for the consumer of an incomplete file, and returns the result.
         """
         killed = threading.Event()
 
@@ -202,7 +202,7 @@ class Reign:
         self.visible = visible
 
     def seen(self) -> set[str]:
-        """Return what consumers can open, as a file or in a shard, and error files."""
+        """Return the names that consumers can open, as a file or in a shard, and error files."""
         files = {
             name for name in names_in(self.storage) if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))
         }
@@ -211,7 +211,7 @@ class Reign:
         return files | members
 
     def check_start(self, workers: int) -> None:
-        """Check that a start removes what dead engines left, and keeps what consumers may read."""
+        """Check that a start removes leftovers of dead engines, and keeps files for consumers."""
         names = {
             name
             for name in names_in(self.storage)
@@ -229,7 +229,7 @@ class Reign:
 
 
 def _outcome(path: Path) -> object:
-    """Return what a waiting consumer gets; never a TimeoutError."""
+    """Return the outcome for a waiting consumer; never a TimeoutError."""
     try:
         return load(path, 60, verify=True)
     except (HiddenStatesError, FileNotFoundError) as error:
@@ -251,7 +251,7 @@ def holders_of_locks(storage: Path) -> list[int]:
     """Return the processes that hold a workspace's lock."""
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended, or is not ours to look at
+        with suppress(OSError):  # it has ended, or belongs to another user
             for fd in os.listdir(f"/proc/{process}/fd"):
                 with suppress(FileNotFoundError):  # it has been closed
                     target = Path(os.readlink(f"/proc/{process}/fd/{fd}"))
@@ -269,7 +269,7 @@ def holders_of_locks(storage: Path) -> list[int]:
     ],
     ids=["files", "shards"],
 )
-def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
+def test_files_of_a_killed_engine_are_right_and_the_next_engine_works(
     float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest, options: dict[str, Any]
 ) -> None:
     asked = request.config.getoption("engine_kills")

@@ -30,7 +30,7 @@ from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (3, 0, 4)
-ARENA = 1 << 20  # four chunks: room for four small requests at a time
+ARENA = 1 << 20  # four chunks: space for four small requests at a time
 CHOOSES = {"extra_args": {"kv_transfer_params": {"hidden_states_path": "chosen.safetensors"}}}
 
 
@@ -155,7 +155,7 @@ def test_an_aborted_request_leaves_nothing(session: EngineSession, reader: Moonc
         reader.load(handle_of(aborted.internal_id), 0)
 
 
-def test_a_request_that_finds_no_memory_fails_alone_and_both_readers_say_why(
+def test_request_without_store_memory_fails_alone_and_both_readers_say_why(
     session: EngineSession, reader: MooncakeReader, transfer: MooncakeTransfer, reference: Reference
 ) -> None:
     requests = [
@@ -178,7 +178,7 @@ def test_a_request_that_finds_no_memory_fails_alone_and_both_readers_say_why(
             )
 
 
-def test_a_path_is_refused_for_there_are_no_files(session: EngineSession) -> None:
+def test_file_path_is_refused_with_a_mooncake_store(session: EngineSession) -> None:
     request = session.add(tokens(5), {"max_tokens": 1, **CHOOSES})
     session.settle()
     assert (
@@ -188,16 +188,14 @@ def test_a_path_is_refused_for_there_are_no_files(session: EngineSession) -> Non
     assert len(request.tokens) == 1
 
 
-def test_what_is_under_way_when_the_server_stops_says_so(
-    float32_qwen3: Path, tmp_path: Path
-) -> None:
+def test_requests_in_flight_at_a_stop_name_the_stop(float32_qwen3: Path, tmp_path: Path) -> None:
     require_mooncake()
     with (
         MooncakeMaster(tmp_path) as own,
         holding_memory(own),
         MooncakeReader(own.address) as reader,
     ):
-        # The server gives the store no memory: its last words are kept by somebody who stays.
+        # The server gives the store no memory: a client that stays keeps the last writes.
         with start(tmp_path / "engine", float32_qwen3, own, segment=0) as session:
             under_way = session.add(tokens(30), {"max_tokens": 50, **WITH_OUTPUT})
             session.step(3)
@@ -205,7 +203,7 @@ def test_what_is_under_way_when_the_server_stops_says_so(
             reader.load(handle_of(under_way.internal_id), 60)
 
 
-def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
+def test_engine_survives_a_hanging_or_dead_master_and_names_the_problem(
     float32_qwen3: Path, tmp_path: Path, reference: Reference
 ) -> None:
     require_mooncake()
@@ -246,7 +244,7 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
                 raise AssertionError(f"the server has not joined the new master: {answer(request)}")
 
 
-def test_over_http_the_answer_leads_to_the_rows_whichever_rank_has_them(
+def test_http_answer_leads_to_the_rows_on_any_rank(
     tiny_minimax_m2: Path, master: MooncakeMaster, reader: MooncakeReader, tmp_path: Path
 ) -> None:
     """TP=2: each worker has a part of the store, and some of the requests."""

@@ -1,6 +1,7 @@
-"""Servers and engines that are stopped: computed rows reach their files, other files say why.
+"""Servers and engines that are stopped: computed rows reach files, other files name the reason.
 
-The storage is slow: it takes rows of answered prompts only when a worker has been closing for long.
+The storage is slow: it accepts rows of answered prompts only after a worker has been closing for
+long.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 LAYER_IDS = (4, 1, 3)
 STOP_SECONDS = 150
 ROW_BYTES = len(LAYER_IDS) * 256 * 2
-HELD = (40, 50, 70)  # tokens of the prompts whose rows the storage takes late
-LATE_ROWS = (
-    20  # of a write that it takes late: a staging slot has 32, and all other prompts have fewer
-)
-EXECUTOR_SECONDS = 8  # after which vLLM's executor kills its workers
+HELD = (40, 50, 70)  # tokens of the prompts whose rows the storage accepts late
+LATE_ROWS = 20  # of a late write: a staging slot has 32, and all other prompts have fewer
+EXECUTOR_SECONDS = 8  # after which vLLM's executor kills workers
 
 
 def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
 
 
 def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
-    # A writer for each file: what is held back holds back nothing else.
+    # A writer for each file: a delayed write delays no other.
     connector = {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_timeout_s": 240}
     options = {"expert_parallel": False, "max_model_len": 4096, "connector": connector, **options}
     common = {"instruments": slow(seconds), "environ": FLASHCOMM, "tensor_parallel": 2}
@@ -66,13 +65,13 @@ def held_prompts(server: Server, model: Path) -> dict[Path, list[int]]:
 
 
 class Stream:
-    """A request for rows of its output too, in flight when this returns.
+    """A request with rows of the output, in flight when this returns.
 
     Attributes:
-        id: of the response.
+        id: id of the response.
         tokens: of the prompt, then the generated ones.
         finish_reason: None if the stream broke off.
-        error: of the event that ended the stream, if it was one.
+        error: of the event that ended the stream, or None.
     """
 
     def __init__(self, server: Server, model: Path, prompt: Sequence[int], max_tokens: int) -> None:
@@ -97,7 +96,7 @@ class Stream:
         self.wait_for_tokens(len(prompt) + 1)
 
     def wait_for_tokens(self, number: int) -> None:
-        """Wait until the prompt and the generated tokens are `number` together."""
+        """Wait until prompt and generated tokens are `number` together."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self.tokens) >= number or not self._thread.is_alive(), 120
@@ -111,7 +110,7 @@ class Stream:
                     if line.startswith("data: {"):
                         self._take(json.loads(line.removeprefix("data: ")))
         except httpx.RemoteProtocolError:
-            pass  # the server has gone: finish_reason is None
+            pass  # the server has ended: finish_reason is None
         finally:
             with self._changed:
                 self._changed.notify_all()
@@ -133,11 +132,11 @@ class Stream:
 
 
 class Answer:
-    """A request that is no stream, with rows of its output too. In flight when this returns.
+    """A request without streaming, with rows of the output. In flight when this returns.
 
     Attributes:
-        path: of its file.
-        status, body: of the HTTP response; None if the connection broke off.
+        path: path of the file.
+        status, body: HTTP response; None if the connection broke off.
     """
 
     def __init__(self, server: Server, model: Path, endpoint: str, storage: Path) -> None:
@@ -189,7 +188,7 @@ class Answer:
 
 
 def send_until_it_stops(server: Server, model: Path) -> None:
-    """Send requests over one connection; an unanswered one would keep the server alive."""
+    """Send requests over one connection; an unanswered request would keep the server alive."""
     body = {
         "model": str(model),
         "prompt": tokens(13),
@@ -202,7 +201,7 @@ def send_until_it_stops(server: Server, model: Path) -> None:
 
 
 def wait_for_the_end(server: Server) -> None:
-    """Wait until no process of the server is left, and check its exit code."""
+    """Wait until no process of the server is left, and check the exit code."""
     assert server.process is not None
     try:
         assert server.process.wait(STOP_SECONDS) == 0, server.log_tail()
@@ -248,10 +247,10 @@ def assert_no_file_is_named(answer: Answer) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("api_servers", [1, 2])
-def test_sigterm_to_a_server_with_several_engines(
+def test_sigterm_to_a_server_with_several_engines_leaves_rows_or_reasons(
     api_servers: int, tiny_minimax_m2: Path, tmp_path: Path
 ) -> None:
-    """The storage needs more time than the executor gives its workers.
+    """The storage needs more time than the executor gives the workers.
 
     With one API server, requests have --shutdown-timeout. vLLM disconnects several API servers from
     the engines at once.
@@ -291,7 +290,9 @@ def test_sigterm_to_a_server_with_several_engines(
     assert_nothing_else_is_there(storage, [*held], [paths[short]], failed)
 
 
-def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_two_ctrl_c_to_every_process_leave_rows_or_reasons(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     with serve(tmp_path, tiny_qwen3, 3) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
@@ -336,7 +337,9 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
     assert_nothing_else_is_there(storage, [*held], failed)
 
 
-def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_process_end_without_engine_shutdown_leaves_rows_or_reasons(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     """An engine in its user's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) is not shut down."""
     options = {"num_writer_threads": 8, "drain_timeout_s": 60}
     session = EngineSession(

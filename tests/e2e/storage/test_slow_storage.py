@@ -1,4 +1,4 @@
-"""Storage hangs: plain requests go on, extracted ones wait or fail, as `slow_storage` says."""
+"""Storage hangs: plain requests continue, extracted ones wait or fail, as `slow_storage` says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stage(
         yield stage
 
 
-def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) -> None:
+def test_plain_requests_continue_while_storage_hangs(stage: Stage) -> None:
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
@@ -56,7 +56,7 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
     assert admitted.finished
     assert beside.finished
     if stage.param == "fail":
-        # Two seconds without an answer, and it is refused instead of being held.
+        # After two seconds without an answer it is refused instead of being held.
         deadline = time.monotonic() + 60
         while not held.finished and time.monotonic() < deadline:
             if plain.finished:
@@ -74,12 +74,12 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
     assert held.finished
     if stage.param == "fail":
         (path,) = stage.session.paths(held)
-        stage.session.call("catch_up")  # the reason is left beside the path by the writers
+        stage.session.call("catch_up")  # writers leave the reason beside the path
         assert path.with_name(path.name + ERROR_SUFFIX).exists()
     stage.check()
 
 
-def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stage: Stage) -> None:
+def test_oversized_prompt_waits_or_fails_with_the_reason(stage: Stage) -> None:
     stage.settle_in()
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
@@ -105,11 +105,11 @@ def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stag
     assert again.finished
 
 
-def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) -> None:
+def test_held_request_is_admitted_although_nothing_else_runs(stage: Stage) -> None:
     stage.session.call("hold_writes")
     first = stage.add(tokens(60), name="first")
     plain = stage.add(tokens(5), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=6)
-    stage.until(lambda: plain.finished)  # a step's rows are told with the next one
+    stage.until(lambda: plain.finished)  # a step's rows are reported with the next one
     assert first.finished
     held = stage.add(tokens(20, seed=1), name="held")
     stage.step(3)
@@ -119,10 +119,10 @@ def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) 
     stage.check()
 
 
-def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(
+def test_hanging_open_delays_one_step_and_later_requests_are_refused(
     stage: Stage,
 ) -> None:
-    """As with a FUSE server that is stopped, or an NFS server that has gone."""
+    """As with a stopped FUSE server, or an unreachable NFS server."""
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("opens", "hold", storage_timeout=1.0)
@@ -145,7 +145,7 @@ def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refus
 
 
 def step_until_finished(stage: Stage, request: Request) -> None:
-    """Step for as long as the request may be held back, which steps do not count."""
+    """Step for as long as the request may be held back; steps in which it is held do not count."""
     deadline = time.monotonic() + 60
     while not request.finished and time.monotonic() < deadline:
         stage.step()

@@ -1,4 +1,4 @@
-"""Errors of the storage on a running engine: a request fails alone, with the reason."""
+"""Errors of the storage on a running engine: only one request fails, with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
 
 
-# File, call, error, and whether the call fails early enough for the response to name the error.
+# File, call, error, and True if the call fails early enough for the response to name the error.
 FAULTS = [
     ("data", "reserve", "ENOSPC", True),
     ("data", "reserve", "EDQUOT", True),
@@ -60,9 +60,7 @@ def pattern(name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("prompt", [3, CHUNK])
-def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_opened(
-    stage: Stage, prompt: int
-) -> None:
+def test_answer_to_a_one_step_prompt_names_the_failed_open(stage: Stage, prompt: int) -> None:
     victim = stage.add(tokens(prompt), name="victim", expect="failed")
     (path,) = stage.session.paths(victim)
     stage.session.call(
@@ -77,7 +75,7 @@ def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_open
 @pytest.mark.parametrize(
     ("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS]
 )
-def test_a_fault_of_the_storage_fails_its_request_alone(
+def test_storage_fault_fails_only_its_request(
     stage: Stage, kind: str, call: str, errno: str, early: bool
 ) -> None:
     prompt = tokens(
@@ -93,7 +91,7 @@ def test_a_fault_of_the_storage_fails_its_request_alone(
     stage.step()
     stage.session.call(
         "catch_up"
-    )  # the first rows' write has met the fault before the last rows are computed
+    )  # the first rows' write has failed before the last rows are computed
     stage.session.settle()
     assert stage.session.call("inject", [])
     with pytest.raises(HiddenStatesError, match=errno):
@@ -166,7 +164,7 @@ def test_many_faults_at_once_leave_the_others_right(stage: Stage) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory in which the engine may make and remove files, which stops rmtree."""
+    """Remove a directory. Files that the engine creates meanwhile would stop rmtree."""
     while directory.exists():
         try:
             shutil.rmtree(directory)
@@ -193,7 +191,7 @@ def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_a
     stage.session.storage.mkdir()
     stage.clear()
     after = stage.add(tokens(100), name="after")
-    stage.settle_in()  # the directory that was removed stays open for files that might be under way in it
+    stage.settle_in()  # the removed directory stays open for files that might be in progress in it
     assert "hidden_states_error" not in after.kv_transfer_params
     stage.check()
 
@@ -202,7 +200,7 @@ def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_a
 def test_replaced_directory_fails_requests_in_flight_and_later_ones_use_the_new_one(
     stage: Stage, how: str
 ) -> None:
-    """As log rotation does, or a changed symbolic link."""
+    """As after log rotation, or a changed symbolic link."""
     stage.clear()
     storage = stage.session.storage
     params = {"include_output_tokens": True}

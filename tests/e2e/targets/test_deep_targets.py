@@ -1,6 +1,6 @@
 """All layers of a deep target: rows are right, and the first request takes no memory of the NPU.
 
-vLLM gives the KV cache what the profile run leaves. Later allocations may fail.
+vLLM gives the KV cache all memory that the profile run leaves. Later allocations may fail.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ LAYERS = 40
 PROMPT, PROMPTS = 500, 4  # a temporary for the rows of their step would have 42 MB
 
 
-def test_the_first_extracted_requests_take_no_memory_and_launch_nothing_new(tmp_path: Path) -> None:
+def test_first_extracted_requests_take_no_memory_and_launch_no_new_operators(
+    tmp_path: Path,
+) -> None:
     model = build_qwen3(tmp_path / "qwen3-deep", layers=LAYERS)
     options = {"max_num_batched_tokens": PROMPT * PROMPTS, "layer_ids": tuple(range(LAYERS + 1))}
-    # With 2, a workspace is no memory that torch has kept from the forward pass.
+    # With 2, a workspace is not memory that torch has kept from the forward pass.
     with EngineSession(tmp_path, model, environ={"TASK_QUEUE_ENABLE": "2"}, **options) as session:
         stage = Stage(session, Reference(model, LAYERS, torch.bfloat16))
         for seed in range(PROMPTS):

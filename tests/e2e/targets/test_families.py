@@ -1,6 +1,6 @@
 """Each family of vllm-ascend's support table that the emulated NPU runs: rows are right.
 
-A short run tries two families, other ones each day, and a long one all of them.
+A short run tries two families, different ones each day; a long run tries all of them.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_each_family_is_among_the_targets_that_doctor_and_documentation_call_sho
 
 
 def test_families_without_the_interface_of_vllm_are_collected_by_us() -> None:
-    # Otherwise the rows above would say nothing of our collector.
+    # Otherwise the rows above would prove nothing about our collector.
     ours = [
         each.architecture
         for each in FAMILIES.values()

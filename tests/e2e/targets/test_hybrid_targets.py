@@ -1,7 +1,8 @@
 """Hybrid targets, GatedDeltaNet and full attention with experts: rows and KV cache are right.
 
-In bfloat16: vllm-ascend 0.23.0's kernels for GatedDeltaNet take nothing else. Its Mamba cache modes
-are `align` with prefix caching and `none` without; no model with GatedDeltaNet supports `all`.
+In bfloat16: vllm-ascend 0.23.0's kernels for GatedDeltaNet accept no other dtype. The Mamba cache
+modes are `align` with prefix caching and `none` without; no model with GatedDeltaNet supports
+`all`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
 
 LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order
 NUM_LAYERS = 4
-BLOCK = 128  # tokens, whose keys are as large as a state of GatedDeltaNet
+BLOCK = 128  # tokens, with keys as large as a state of GatedDeltaNet
 
 
 class Target(NamedTuple):
     """A hybrid model.
 
     Attributes:
-        build: makes it in a directory.
-        engine: EngineArgs that it needs. flags: the same on the command line.
-        prefix: of its layers' names.
-        sequence_parallel: whether vllm-ascend starts it so.
-        experts: whether it has some.
+        build: builds it in a directory.
+        engine: required EngineArgs. flags: the same on the command line.
+        prefix: prefix of layer names.
+        sequence_parallel: True if vllm-ascend starts it with sequence parallelism.
+        experts: True if it has experts.
     """
 
     build: Callable[[Path], Path]
@@ -59,11 +60,11 @@ class Target(NamedTuple):
         return FLASHCOMM if self.sequence_parallel else {}
 
 
-# The helper of servers turns expert parallelism on.
+# The server helper enables expert parallelism.
 _DENSE_FLAGS = ("--no-enable-expert-parallel", "--language-model-only")
 TARGETS = {
-    # vllm 0.23.0 registers the form with a vision tower. With sequence parallelism vllm-ascend
-    # gives it embeddings (ops/linear_op.py:470): without the tower it does not start.
+    # vllm 0.23.0 registers the variant with a vision tower. With sequence parallelism vllm-ascend
+    # passes it embeddings (ops/linear_op.py:470): without the tower it does not start.
     "qwen3_5_moe": Target(
         build_qwen3_5_moe,
         {"language_model_only": True},
@@ -81,7 +82,7 @@ TARGETS = {
     ),
     "qwen3_next": Target(build_qwen3_next, {}, (), "model", True),
 }
-# With aligned states a chunk is a block, and waits for a step with room for a whole one.
+# With aligned states a chunk is a block, and waits for a step with space for a whole one.
 STEP = BLOCK + 64
 ENGINES: dict[str, dict[str, Any]] = {
     "align": {"max_num_batched_tokens": STEP},
@@ -90,7 +91,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "async_scheduling": False,
     },
-    # 16 blocks; per 128 tokens a request takes one for its keys and three for its states.
+    # 16 blocks; per 128 tokens a request takes one for keys and three for states.
     "tiny-align": {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 17},
     "tiny-none": {
         "max_num_batched_tokens": 64,
@@ -120,7 +121,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def prompts_of_several_blocks(stage: Stage) -> None:
-    """A state is handed from block to block, also where a chunk ends within one."""
+    """A state is passed from block to block, also if a chunk ends within a block."""
     stage.add(tokens(3 * BLOCK + 17), name="four-blocks")
     stage.add(tokens(BLOCK), name="one-block")
     stage.add(tokens(2 * BLOCK + 1), name="a-token-in-the-third")
@@ -167,8 +168,8 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "tiny-align": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
     "tiny-none": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
 }
-# Fewer situations show how the others differ: Qwen3-Next in projections, rotation and bfloat16
-# states, the dense Qwen3.5 in having no experts.
+# Fewer scenarios cover the differences of the others: Qwen3-Next in projections, rotation and
+# bfloat16 states, the dense Qwen3.5 without experts.
 OF_THE_OTHERS: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "align": (
         scenarios.decodes_beside_new_prefills,
@@ -205,7 +206,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "engine", "play"), cases())
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages,
     references: dict[str, Reference],
     name: str,
@@ -224,7 +225,7 @@ def test_files_are_right_when(
     stage.check()
 
 
-# Beside a server without extraction
+# Compared with a server without extraction
 
 
 def with_output(action: list[Any]) -> list[Any]:
@@ -246,7 +247,7 @@ GENERATING = [
 ]
 
 
-def test_kv_cache_and_text_are_those_of_a_server_without_extraction(
+def test_kv_cache_and_text_are_as_without_extraction(
     target: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     options = {"max_num_batched_tokens": STEP, "layer_ids": LAYER_IDS, **TARGETS[target].engine}
@@ -266,7 +267,7 @@ def test_kv_cache_and_text_are_those_of_a_server_without_extraction(
     slots, hidden, itemsize = 2, 256, 2
     staging = slots * STEP * len(LAYER_IDS) * hidden * itemsize
     taken = (without.result["num_gpu_blocks"] - extracting.result["num_gpu_blocks"]) * block_bytes
-    # The profiled activation peak differs, too: the target returns its aux layers.
+    # The profiled activation peak differs, too: the target returns the aux layers.
     assert 0 <= taken <= staging + staging // slots + (4 << 20)
 
 
@@ -359,7 +360,7 @@ FEW_BLOCKS = {
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its rows go to blocks of the first group, where other groups keep their states and keys.
+    """The rows go to blocks of the first group, although other groups keep states and keys there.
 
     A request that decodes while prompts arrive continues with overwritten states.
     """
@@ -389,7 +390,7 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(
 
 @pytest.mark.long
 @only_with(">=0.26", "rows go to blocks of the first group")
-def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(
+def test_defects_3_and_4_are_fixed_rows_have_their_own_kv_cache_group(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     beside = [
@@ -434,7 +435,7 @@ def test_upstream_refuses_qwen3_next_although_its_model_collects(
     )
 
 
-# The tiny models: what would make the comparisons above say too little.
+# The tiny models: properties without which the comparisons above would prove too little.
 
 
 def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(
@@ -443,7 +444,7 @@ def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_toleranc
     assert_rows_lie_apart(models[target], tokens(300))
 
 
-def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
+def test_row_depends_on_earlier_states(target: str, models: dict[str, Path]) -> None:
     # Replacing the first block simulates a wrong state.
     first, second = tokens(2 * BLOCK)[:BLOCK], tokens(2 * BLOCK)[BLOCK:]
     rows, other = (
@@ -451,7 +452,7 @@ def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) 
         for each in (first, tokens(BLOCK, seed=1))
     )
     far = ((rows - other).norm(dim=-1) / rows.norm(dim=-1))[BLOCK:]
-    # In the layers of states alone, and for long.
+    # Only in the layers of states, and for long.
     assert (far[:16] > 2 * TOLERANCE).all()
     assert (far[:96].amax(-1) > 2 * TOLERANCE).float().mean() > 0.9
 
@@ -463,10 +464,9 @@ def test_experts_are_chosen_evenly_and_alike_in_both_precisions(
     assert_experts_are_chosen_evenly_and_alike(models[name], tokens(400))
 
 
-def test_the_reference_is_computed_in_the_precision_that_is_asked_for(
-    target: str, models: dict[str, Path]
-) -> None:
-    # transformers loads a model with a text part in the checkpoint's dtype, whatever is asked.
+def test_reference_has_the_requested_precision(target: str, models: dict[str, Path]) -> None:
+    # transformers loads a model with a text part in the checkpoint's dtype, regardless of the
+    # requested one.
     for dtype in (torch.float32, torch.bfloat16):
         assert reference_hidden_states(models[target], tokens(3), [4], dtype).dtype is dtype
         assert {

@@ -1,6 +1,6 @@
-"""Requests of two adapters (LoRA) and of none beside each other: each file has its own rows.
+"""Concurrent requests of two adapters (LoRA) and of none: each file has the right rows.
 
-A row of an adapter is that of the model into which the adapter is merged.
+A row of an adapter equals the row of the model with the merged adapter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = only_with("<0.26", "adapters are not tested with them")
 CHUNK, BLOCK = 64, 128
 LAYER_IDS = (4, 0, 2)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-NONE, A, B, AGAIN = "", "a", "b", "a, trained further"  # AGAIN has the name and the id of A
+NONE, A, B, AGAIN = "", "a", "b", "a, trained further"  # AGAIN has A's name and id
 IDS = {A: 1, B: 2}
 PROMPTS = {
     "short": tokens(10),
@@ -60,15 +60,15 @@ TARGETS = {
 
 
 class Run(NamedTuple):
-    """What an engine did.
+    """Results of an engine.
 
     Attributes:
-        served: each request, and whose it is.
-        in_flight: requests of B while it is loaded again: one whose rows are all computed before,
-            and one of which some are computed after.
-        cached: those that were not extracted, and read the prefix cache; by whose they are.
-        in_turn: those of one prompt, which were added one after the other: A, NONE, B, and again.
-        models: directory of the model of which each one's rows are.
+        served: each request and the adapter.
+        in_flight: requests of B while it is loaded again: one with all rows computed before, and
+            one with some rows computed after.
+        cached: requests that were not extracted and read the prefix cache, by adapter.
+        in_turn: requests of one prompt, added one after the other: A, NONE, B, and again.
+        models: directory of the reference model for each adapter.
         weights: fingerprint of each adapter.
     """
 
@@ -132,7 +132,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with session:
         for prompt in ("short", "chunked", "longer-than-a-block"):
             served += [(whose, add(whose, prompt, WITH_OUTPUT)) for whose in (A, NONE, B)]
-            session.step()  # the three share it, and the ones before decode beside the next
+            session.step()  # the three share it, and the previous ones decode beside the next
         session.drain()
         cached = {whose: add(whose, "longer-than-a-block", NOT_EXTRACTED) for whose in (B, NONE, A)}
         session.drain()
@@ -167,7 +167,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def tell(session: EngineSession) -> None:
-    """Run steps with which workers learn of ended requests, and the scheduler of their files."""
+    """Run steps in which workers learn of ended requests, and the scheduler of their files."""
     for _ in range(2):
         session.add(PROMPTS["short"], {"max_tokens": 6, **NOT_EXTRACTED}, name="not-extracted")
         session.drain()
@@ -182,7 +182,7 @@ def fingerprint_of(adapter: Path) -> str:
     )
 
 
-def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run) -> None:
+def test_each_row_has_its_requests_adapter_and_no_other(run: Run) -> None:
     right: dict[str, list[str]] = {request.id: [] for _, request in run.served}
     verdicts = []
     for whose, model in run.models.items():
@@ -203,8 +203,8 @@ def test_each_row_is_of_the_weights_of_its_own_request_and_of_no_other(run: Run)
     assert right == {request.id: [whose] for whose, request in run.served}
 
 
-def test_each_row_of_an_adapter_differs_from_those_of_all_others(run: Run) -> None:
-    """So a row of another adapter, or of none, could not have been taken for right."""
+def test_rows_of_different_adapters_differ(run: Run) -> None:
+    """Otherwise a row of another adapter, or of none, could pass as right."""
     rows = {
         whose: load(
             run.path(run.of(whose)[1 if len(run.of(whose)) > 1 else 0])
@@ -230,7 +230,7 @@ def test_a_file_names_its_adapter_and_the_weights_that_were_loaded(run: Run) -> 
         assert (metadata.get("lora"), metadata.get("lora_weights")) == expected, request.id
 
 
-def test_readers_take_rows_of_an_adapter_for_another_kind_and_others_of_its_name_for_other_weights(
+def test_readers_distinguish_adapters_and_weights_under_one_name(
     run: Run,
 ) -> None:
     found = {
@@ -251,8 +251,8 @@ def test_the_prefix_cache_keeps_adapters_apart(run: Run) -> None:
     assert len({tuple(request.tokens) for request in run.cached.values()}) == 3
 
 
-def test_rows_of_a_prefix_are_copied_by_requests_without_an_adapter_only(run: Run) -> None:
-    """Cached blocks tell an adapter's name, but not which weights it had."""
+def test_only_requests_without_adapter_copy_prefix_rows(run: Run) -> None:
+    """Cached blocks identify an adapter by name, but not the weights."""
     assert [request.reused for request in run.in_turn] == [0, 0, 0, 0, BLOCK, 0]
     assert [request.reused for request in run.of(AGAIN)] == [0] * 4
 
@@ -284,7 +284,7 @@ def test_defect_24_adapters_that_are_not_fully_sharded_reach_the_kernel_with_mor
     )
     refused = run_engine(tmp_path / "ours", tiny_qwen3, [], **parallel)
     assert (
-        "fully_sharded_loras=False makes vllm-ascend compute adapters wrong"
+        "fully_sharded_loras=False makes vllm-ascend compute wrong adapter outputs"
         in (refused.error or "") + refused.log
     )
     assert "Starting to load model" not in refused.log

@@ -1,7 +1,7 @@
 """DeepSeek-V3, with latent attention (MLA) and experts in groups: rows are right in late mode.
 
 In bfloat16: vllm-ascend 0.23.0 computes prefill attention in it for every dtype
-(attention/mla_v1.py:1265), and CANN's kernels for latent attention take no float32.
+(attention/mla_v1.py:1265), and CANN's kernels for latent attention do not accept float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 64
 LONG = tokens(3 * CHUNK + 9)
 
 SCRIPT = [
-    # A last chunk of one token attends to the latents; longer chunks make keys from them.
+    # A last chunk of one token attends to the latents; longer chunks compute keys from them.
     ["add", "one-past-a-chunk", tokens(CHUNK + 1), {"max_tokens": 1}],
     ["drain"],
     ["add", "decoding", tokens(10), {"max_tokens": 24, **WITH_OUTPUT}],
@@ -46,7 +46,7 @@ SCRIPT = [
     ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
     ["add", "longer-prompt", LONG + tokens(30), {"max_tokens": 1}],
     ["drain"],
-    # Not before: slow storage holds back the others alone.
+    # Not earlier: slow storage holds back only the others.
     ["add", "opts-out", LONG, {"max_tokens": 4, **NOT_EXTRACTED}],
     ["drain"],
     # The worker learns with the next step that a request with generated tokens has ended.
@@ -77,7 +77,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("request_id", EXTRACTED)
-def test_a_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> None:
+def test_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> None:
     comparison = run.compare(request_id)
     assert comparison.matches, comparison
 
@@ -88,7 +88,7 @@ def test_the_layer_of_the_drafter_is_in_no_kv_cache_group(run: Run) -> None:
     ]
 
 
-def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_rows_are_reusable(run: Run) -> None:
     assert (
         run.requests["opts-out"]["num_cached_tokens"] == 128
     )  # the first block, of 128 tokens, of 201
@@ -120,7 +120,7 @@ def test_generated_text_is_that_of_a_server_without_extraction(
 def assert_texts_part_at_a_tie_only(
     reference: PreTrainedModel, prompt: list[int], text: list[int], other: list[int]
 ) -> None:
-    """Compare two texts; bfloat16's rounding, which also depends on the CPU, may decide a tie."""
+    """Compare two texts; bfloat16 rounding, which also depends on the CPU, may decide a tie."""
     assert len(text) == len(other)
     at = next(
         (i for i, pair in enumerate(zip(text, other, strict=True)) if pair[0] != pair[1]), None
@@ -179,7 +179,8 @@ def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_defect_11_upstream_does_not_start_before_0_26(model: Path, tmp_path: Path) -> None:
-    # The planner merges its spec with those of latent attention (core/kv_cache_interface.py:200).
+    # The planner merges the drafter's spec with latent attention's specs
+    # (core/kv_cache_interface.py:200).
     script = [
         ["real_events"],
         ["add", "short", tokens(20), {"max_tokens": 1}],
@@ -198,7 +199,7 @@ def test_defect_11_upstream_does_not_start_before_0_26(model: Path, tmp_path: Pa
         )
 
 
-# The tiny model: what would make the comparisons above say too little.
+# The tiny model: properties without which the comparisons above would prove too little.
 
 
 def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(
@@ -228,7 +229,7 @@ def test_experts_are_chosen_by_groups_evenly_and_alike_in_both_precisions(model:
         with torch.no_grad():
             target(ids)
             for each, out in zip(experts, outputs, strict=True):
-                # The gate chooses by itself in transformers 5.14, and returns logits alone in 5.5.
+                # In transformers 5.14 the gate chooses by itself; in 5.5 it returns only logits.
                 scores, indices = (
                     (out[0], out[2])
                     if isinstance(out, tuple)

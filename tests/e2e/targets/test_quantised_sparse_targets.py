@@ -1,12 +1,12 @@
 """DeepSeek-V3.2, GLM-5 and GLM-5.2 in W8A8, and with int8 caches (C8): rows are right.
 
-Attention has static scales, as in msmodelslim's recipes (lab_practice/deepseek_v3_2 and glm_5), so
-vllm-ascend computes everything before attention with one operator (MLAPO), which is its default.
+Attention has static scales, as in msmodelslim's recipes (lab_practice/deepseek_v3_2 and glm_5). So
+vllm-ascend computes everything before attention with one operator (MLAPO), by default.
 
 Rows are compared with the same integers. Two right implementations differ by at most 3.6 % in these
-rows, and the tolerance of test_quantised_targets.py is twice that. Rows with a mistake are farther
-away (test_rows_with_a_mistake_are_far). A prompt of more than 2048 tokens is one from which the
-indexer drops any (test_sparse_targets.py).
+rows, and the tolerance of test_quantised_targets.py is twice that. Rows with a mistake differ more
+(test_rows_with_a_mistake_are_far). The indexer drops tokens only from prompts of more than 2048
+tokens (test_sparse_targets.py).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tiny_sparse import DEEPSEEK_V32, GLM_5, GLM_52, SparseForCausalLM, build_sp
 
 from vllm_ascend_hsx.demo.reference import hidden_states_of
 
-LAST, FIRST = 0, 2  # places of layers 2 and 1
+LAST, FIRST = 0, 2  # indexes of layers 2 and 1
 TILE = 128  # elements of a latent with one scale
 Script = Sequence[Sequence[Any]]
 
 
 def static(weight: str) -> str:
-    """Quantise as the recipe for DeepSeek-V3.2 does: queries of the indexer stay as they are."""
+    """Quantise like the recipe for DeepSeek-V3.2: queries of the indexer stay unchanged."""
     return FLOAT if ".indexer." in weight else mixed(weight)
 
 
@@ -56,7 +56,7 @@ def dynamic(weight: str) -> str:
 def caches(*, latents: bool = False, indexer: bool = False, blocks: bool = False) -> dict[str, Any]:
     """Return the engine arguments for int8 caches of latents, and of the indexer's keys.
 
-    With `blocks` keys are stored by runs of slots, which is 0.30's default on producers.
+    With `blocks` keys are stored by runs of slots, 0.30's default on producers.
     """
     if installed_is(">=0.30"):
         of_indexer = {"attention_config": {"indexer_kv_dtype": "int8"}} if indexer else {}
@@ -73,9 +73,9 @@ def caches(*, latents: bool = False, indexer: bool = False, blocks: bool = False
 def load_with_int8_latents(
     directory: str | Path, *arguments: Any, tiles: int = 0, **options: Any
 ) -> SparseForCausalLM:
-    """Return the reference, whose latents are rounded as the cache has them.
+    """Return the reference, with latents rounded as in the cache.
 
-    The scales are those of the tile that lies so many `tiles` before.
+    The scales are taken from a tile `tiles` earlier.
     """
 
     def as_cached(_module: torch.nn.Module, _inputs: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -90,15 +90,15 @@ def load_with_int8_latents(
 
 
 class Target(NamedTuple):
-    """A checkpoint, and how it is served.
+    """A checkpoint, and the options for serving.
 
     Attributes:
-        family: of the model that is quantised.
+        family: family of the unquantised model.
         choose: see write_modelslim.
         engine: engine arguments.
         load: loads the reference.
         rotated: with a rotated residual stream (QuaRot), as in the recipe for GLM-5.
-        lost: largest error of a row that the quantisation makes.
+        lost: largest error of a row by quantisation.
     """
 
     family: str
@@ -132,7 +132,7 @@ INT8_LATENTS = [name for name, target in TARGETS.items() if target.load is load_
 
 
 class Served(NamedTuple):
-    """What an engine did with a checkpoint. The source is the model before it was quantised."""
+    """Results of an engine with a checkpoint. The source is the unquantised model."""
 
     source: Path
     checkpoint: Path
@@ -148,7 +148,7 @@ class Served(NamedTuple):
 
 
 def long_but(short: str, names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters, of which one is in the short run."""
+    """Return the names as parameters; only one of them is in the short run."""
     return [name if name == short else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
@@ -185,15 +185,15 @@ def test_rows_are_those_of_the_quantised_weights_and_caches(
 
 
 @pytest.mark.parametrize("served", long_but(SHORT_RUN, INT8_LATENTS), indirect=True, scope="module")
-def test_rows_are_nearer_to_those_of_int8_latents_than_to_others(served: Served) -> None:
+def test_rows_are_nearest_to_the_int8_latents_rows(served: Served) -> None:
     found, other = (
         served.errors("longer-than-the-selection", load)[:, FIRST]
         for load in (served.target.load, load_sparse)
     )
-    assert (found < other).float().mean() > 0.7  # half of the rows would be nearer by chance
+    assert (found < other).float().mean() > 0.7  # by chance half of the rows would be nearer
 
 
-def test_rows_are_near_those_of_the_model_before_it_was_quantised(served: Served) -> None:
+def test_rows_are_near_the_unquantised_models_rows(served: Served) -> None:
     rows = served.run.rows("decoding")["hidden_states"].float()
     rows = rows @ rotation_of(served.checkpoint).t() if served.target.rotated else rows
     found = errors(
@@ -233,7 +233,7 @@ def test_rows_over_int8_caches_are_right_on_two_ranks(
         assert served.errors(request_id, target.load).max() < QUANTISED, request_id
 
 
-# What the comparisons above tell apart.
+# Mistakes that the comparisons above detect.
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 OTHER_TILES = partial(load_with_int8_latents, tiles=1)
-# The end of the names of tensors, what takes their place, and what loads the reference.
+# The end of the names of tensors, their replacement, and the loader of the reference.
 MISTAKES = {
     "latents with scales of other tiles": ("", torch.clone, OTHER_TILES),
     "products without a bias": (".kv_a_proj_with_mqa.quant_bias", zero, load_with_int8_latents),

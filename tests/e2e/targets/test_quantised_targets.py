@@ -2,8 +2,8 @@
 
 A rotated target computes X Q instead of X. Files have X, or X Q with `rotation: keep`.
 
-Rounding decides which int8 number an element becomes, so two right implementations of a quantised
-target differ by more than two of a target in bfloat16: rows are compared with the same integers
+Rounding decides the int8 value of an element. So two right implementations of a quantised target
+differ by more than two of a target in bfloat16: rows are compared with the same integers
 (tests/e2e/models/quantised/reference.py) and twice the usual tolerance.
 """
 
@@ -47,13 +47,11 @@ from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 
 LAYER_IDS = (4, 0, 1, 2)
-LAST, EMBEDDING, FIRST = 0, 1, 2  # places of layers 4, 0 and 1
+LAST, EMBEDDING, FIRST = 0, 1, 2  # indexes of layers 4, 0 and 1
 CHUNK = 64
 QUANTISED = 2 * TOLERANCE  # between right implementations of a quantised target
-LOST = (
-    0.1  # by quantising: of single rows up to 8 % were seen, 3 to 5 % on average in the last layer
-)
-LOST_TO_INT4 = 2 * LOST  # seen up to 13 %
+LOST = 0.1  # by quantising: single rows up to 8 %, on average 3 to 5 % in the last layer
+LOST_TO_INT4 = 2 * LOST  # up to 13 % measured
 SCRIPT = [
     ["add", "decoding", tokens(10), {"max_tokens": 12, **WITH_OUTPUT}],
     ["add", "greedy", tokens(7), {"max_tokens": 101, "temperature": 0.0, **WITH_OUTPUT}],
@@ -71,16 +69,16 @@ REQUESTS = [action[1] for action in SCRIPT if action[0] == "add"]
 
 
 class Target(NamedTuple):
-    """A checkpoint, and how it is served.
+    """A checkpoint, and the options for serving.
 
     Attributes:
-        build: makes the model that is quantised. choose: see write_modelslim.
+        build: builds the unquantised model. choose: see write_modelslim.
         engine: EngineArgs beside the quantisation.
         int8_cache: with an int8 KV cache (C8).
-        script: that the engine runs.
-        exact: attention sums in the order of the reference.
+        script: script for the engine.
+        exact: True if attention sums in the order of the reference.
         lost: see LOST.
-        dress: makes what is served of the checkpoint, with the same rows.
+        dress: converts the checkpoint to the served one, with the same rows.
     """
 
     build: Callable[[Path], Path]
@@ -113,7 +111,7 @@ TARGETS = {
     "minimax-m2-quarot-sequence-parallel": Target(
         build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM
     ),
-    # Experts, the shared one and latent attention are quantised; its kernels sum in another order.
+    # Experts, the shared one and latent attention are quantised; kernels sum in another order.
     "deepseek-v3": Target(build_deepseek_v3, dynamic, False, {}, {}, exact=False),
     "deepseek-v3-parallel": Target(build_deepseek_v3, mixed, False, PARALLEL, {}, exact=False),
     # Only routed experts are int4, as in the tutorials, whose commands have full graphs.
@@ -151,11 +149,11 @@ ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
 
 class Served(NamedTuple):
-    """What an engine did with a checkpoint.
+    """Results of an engine with a checkpoint.
 
     Attributes:
         source: the model before it was quantised and rotated.
-        exact: sums are those of the reference until differences in attention spread.
+        exact: True if sums equal the reference's until differences in attention spread.
         lost: see LOST.
     """
 
@@ -201,7 +199,7 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
         **options,
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
-    # Each of several ranks rounds its share of a sum to bfloat16.
+    # Each of several ranks rounds a share of a sum to bfloat16.
     return Served(
         source,
         checkpoint,
@@ -213,7 +211,7 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
 
 
 def long_but(names: Iterable[str], short: Collection[str]) -> list[Any]:
-    """Return the names as parameters, of which only some are in the short run."""
+    """Return the names as parameters; only some of them are in the short run."""
     return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in names]
 
 
@@ -255,7 +253,7 @@ def test_rows_are_those_of_the_quantised_weights(served: Served, request_id: str
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(
+def test_rows_turned_back_are_near_the_unquantised_models_rows(
     served: Served, request_id: str
 ) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence(request_id), LAYER_IDS)
@@ -265,7 +263,7 @@ def test_rows_turned_back_are_near_those_of_the_model_before_it_was_quantised(
     assert found[:, EMBEDDING].max() < (TOLERANCE / 10 if served.rotated else 1e-9)
 
 
-def test_each_row_is_nearest_to_its_own(served: Served) -> None:
+def test_each_row_is_nearest_to_its_own_reference_row(served: Served) -> None:
     expected = reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS)
     rows = served.turned_back("chunked")
     for layer in set(range(len(LAYER_IDS))) - {EMBEDDING}:  # where equal tokens have equal rows
@@ -282,7 +280,7 @@ def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> 
     assert found.min() > 0.5 if served.rotated else found.max() < served.lost
 
 
-def test_files_tell_that_rows_are_rotated(served: Served) -> None:
+def test_metadata_marks_rotated_rows(served: Served) -> None:
     assert load(served.run.path("chunked")).metadata.get("basis") == (
         "rotated" if served.rotated else None
     )
@@ -310,25 +308,25 @@ def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weight
     assert torch.cat(ours).mean() < 1.05 * torch.cat(without_extraction).mean()
 
 
-def test_files_tell_that_rows_are_in_the_models_own_basis(undone: Served) -> None:
+def test_metadata_marks_rows_in_the_models_own_basis(undone: Served) -> None:
     assert load(undone.run.path("chunked")).metadata["basis"] == "model"
 
 
 def predicted(source: Path, rows: torch.Tensor) -> torch.Tensor:
-    """Return the token that the source's norm and head make of each last state."""
+    """Return the token that the source's norm and head predict from each last state."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         tokens: torch.Tensor = model.lm_head(model.model.norm(rows.float())).argmax(-1)
     return tokens
 
 
-def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(
+def test_models_own_head_predicts_the_served_token_from_the_last_state(
     undone: Served,
 ) -> None:
     rows, request = undone.rows("greedy")[:, LAST], undone.run.requests["greedy"]
     first = len(request["prompt"]) - 1
     tokens = torch.tensor(request["tokens"])
-    # Rounding decides between tokens that score alike: seen were two of 101.
+    # Rounding decides between tokens with similar scores: at most two of 101 differed.
     assert (predicted(undone.source, rows)[first:] == tokens).float().mean() >= 0.97
     rotated = rows.float() @ rotation_of(undone.checkpoint)
     assert (predicted(undone.source, rotated)[first:] == tokens).float().mean() < 0.5
@@ -337,7 +335,7 @@ def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(
 # Rotated, and not quantised
 
 
-def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(
+def test_rotated_float_target_loads_as_quantised_with_float_layers(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     served = serve(tmp_path, Target(build_qwen3, plain, True, {}, {}), tiny_qwen3)
@@ -350,7 +348,7 @@ def test_a_target_that_is_rotated_only_loads_as_quantised_with_float_layers(
 
 
 def test_turning_back_is_exact_in_float32(float32_qwen3: Path, tmp_path: Path) -> None:
-    """vLLM refuses float32 together with vllm-ascend's quantisation, so nothing may describe it."""
+    """vLLM refuses float32 with vllm-ascend's quantisation, so the rotation is not described."""
     target = Target(build_qwen3, plain, True, {}, {})
     checkpoint = write_modelslim(
         float32_qwen3, tmp_path / "checkpoint", target.choose, rotated=True
@@ -379,11 +377,11 @@ def test_turning_back_is_exact_in_float32(float32_qwen3: Path, tmp_path: Path) -
         torch.testing.assert_close(served.turned_back(request_id), expected, atol=1e-4, rtol=0)
 
 
-# Rotated, and declared nowhere
+# Rotated, and not declared
 
 
 def undeclared(source: Path, directory: Path) -> tuple[Path, torch.Tensor]:
-    """Write a rotated checkpoint of which nothing says that it is, and return its rotation, too."""
+    """Write a rotated checkpoint that does not declare it, and return the rotation, too."""
     checkpoint = write_modelslim(source, directory, mixed, rotated=True)
     rotation = rotation_of(checkpoint)
     shutil.rmtree((checkpoint / ROTATION).parent)
@@ -397,7 +395,7 @@ def undeclared(source: Path, directory: Path) -> tuple[Path, torch.Tensor]:
     [False, pytest.param(True, marks=pytest.mark.long)],
     ids=["by its files", "once it is loaded"],
 )
-def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
+def test_undeclared_rotation_is_refused_before_the_first_request(
     tiny_qwen3: Path, tmp_path: Path, late: bool
 ) -> None:
     checkpoint, _ = undeclared(tiny_qwen3, tmp_path / "checkpoint")
@@ -407,7 +405,7 @@ def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
     refused = run_engine(tmp_path / "run", checkpoint, [], quantization="ascend")
     assert refused.error is not None
     assert (
-        "is rotated (QuaRot) and does not say so: all weights of its final norm are equal"
+        "is rotated (QuaRot) but does not declare it: all weights of its final norm are equal"
         in refused.error
     )
     assert "kv_connector_extra_config.rotation='keep'" in refused.error
@@ -415,7 +413,7 @@ def test_a_rotation_that_is_not_declared_is_refused_before_the_first_request(
 
 
 @pytest.mark.long
-def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(
+def test_rows_of_an_undeclared_rotation_are_kept_on_demand(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     checkpoint, rotation = undeclared(tiny_qwen3, tmp_path / "checkpoint")
@@ -439,8 +437,8 @@ def test_rows_of_a_rotation_that_is_not_declared_are_kept_on_demand(
 
 # With an int8 KV cache (C8)
 
-# Each request, and the position from which on its tokens attend to the cache: a whole prompt
-# attends to keys and values as they were computed, a later chunk and a generated token to int8.
+# Each request, and the position from which on the tokens attend to the cache: a whole prompt
+# attends to computed keys and values, a later chunk and a generated token to int8.
 CACHED_FROM = {"decoding": 40, "chunked": CHUNK, "running": 20, "beside-a-decode": 17}
 OVER_THE_CACHE: list[list[Any]] = [
     ["add", "decoding", tokens(40), {"max_tokens": 24, **WITH_OUTPUT}],
@@ -471,7 +469,7 @@ def over_the_cache(
 
 
 @only_with("<0.26", "an int8 KV cache is not tested with them")
-def test_rows_are_those_of_keys_and_values_from_an_int8_cache(over_the_cache: Served) -> None:
+def test_rows_follow_from_the_int8_caches_keys_and_values(over_the_cache: Served) -> None:
     own, without = [], []
     for request_id, cached_from in CACHED_FROM.items():
         sequence, rows = over_the_cache.run.sequence(request_id), over_the_cache.rows(request_id)

@@ -1,7 +1,7 @@
-"""What vllm-ascend computes otherwise than transformers: it is so, and a server says so.
+"""Targets that vllm-ascend computes differently from transformers: servers log it.
 
-When a test here fails because rows are those of the model, vllm-ascend is mended, and the caveat
-(vllm_ascend_hsx/caveats.py) is for earlier releases only.
+If a test here fails because rows equal the model's, vllm-ascend is fixed, and the caveat
+(vllm_ascend_hsx/caveats.py) applies only to earlier releases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def errors(run: Run, request_id: str, model: Path) -> torch.Tensor:
 
 
 def overrides(run: Run, caveat: str) -> list[dict[str, Any]]:
-    """Return the value of --hf-overrides in each warning of a server that begins so."""
+    """Return the value of --hf-overrides in each warning of a server that starts with this text."""
     return [
         json.loads(found)
         for found in re.findall(rf"{re.escape(caveat)}.*--hf-overrides '(.*)'", run.log)

@@ -1,7 +1,7 @@
 """gpt-oss, with sliding-window and full attention in turn: rows are exact in late mode.
 
-vllm-ascend 0.23.0 gives `sliding_window` to CANN as `pre_tokens` (attention/attention_v1.py:1290),
-the number of keys before the query's own: a layer with a window of 32 sees 33 keys, where vLLM and
+vllm-ascend 0.23.0 passes `sliding_window` to CANN as `pre_tokens` (attention/attention_v1.py:1290),
+the number of keys before the query's own. A layer with a window of 32 sees 33 keys; vLLM and
 transformers count 32. Rows are compared with the target as it is served, with 33.
 """
 
@@ -28,7 +28,7 @@ FULL = ["model.layers.1.attn.attn", "model.layers.3.attn.attn"]
 SCRIPT = [
     ["add", "chunked", LONG, {"max_tokens": 1}],
     ["drain"],
-    # Decodes out of the window while other requests prefill.
+    # Decodes beyond the window while other requests prefill.
     ["add", "decoding", tokens(20), {"max_tokens": 40, **WITH_OUTPUT}],
     ["step", 3],
     ["add", "one-token", tokens(1), {"max_tokens": 2}],
@@ -86,16 +86,16 @@ def test_a_file_holds_exactly_the_rows_that_the_target_computes(
 
 
 def test_generated_tokens_leave_the_window_behind(run: Run) -> None:
-    # Otherwise the decode above would not show what a window does.
+    # Otherwise the decode above would not show the effect of a window.
     assert len(run.sequence("decoding")) > 20 + SERVED_WINDOW
 
 
 def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> None:
-    # The hybrid KV cache manager is on, and the layer of the drafter is in none of its groups.
+    # The hybrid KV cache manager is on, and the layer of the drafter is in no group.
     assert sorted(run.result["kv_groups"]) == sorted([SLIDING, FULL])
 
 
-def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_rows_are_reusable(run: Run) -> None:
     assert (
         run.requests["opts-out"]["num_cached_tokens"] == 128
     )  # the first block, of 128 tokens, of 201
@@ -104,7 +104,7 @@ def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run
 
 
 def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[int, Path]) -> None:
-    # When this fails, vllm-ascend counts as transformers does, and SERVED_WINDOW is WINDOW.
+    # When this fails, vllm-ascend counts like transformers, and SERVED_WINDOW is WINDOW.
     rows = run.rows("chunked")["hidden_states"]
     window = reference_hidden_states(models[WINDOW], LONG, LAYER_IDS)
     assert (rows[:WINDOW] - window[:WINDOW]).abs().max() <= 1e-5
@@ -120,8 +120,8 @@ def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[in
 def test_defect_12_upstream_does_not_start_before_0_30(
     run: Run, models: dict[int, Path], tmp_path: Path
 ) -> None:
-    # The tensor that cache-only and attention layers share is unpacked as keys and values
-    # (worker/model_runner_v1.py:4542), byte by byte; a few blocks keep the host's memory free.
+    # The tensor shared by cache-only and attention layers is unpacked as keys and values
+    # (worker/model_runner_v1.py:4542), byte by byte; with a few blocks the host's memory suffices.
     script = [
         ["real_events"],
         ["add", "short", tokens(20), {"max_tokens": 1}],

@@ -1,9 +1,9 @@
 """DeepSeek-V3.2 and GLM-5, whose attention reads 2048 selected tokens (DSA): rows are right.
 
-Layers of GLM-5.2 share the selection of the layer before them.
+Layers of GLM-5.2 share the selection of the previous layer.
 
-In bfloat16: CANN's kernels of the indexer and of sparse attention take no float32. Prompts of more
-than 2048 tokens are those from which the indexer drops any.
+In bfloat16: CANN's kernels of the indexer and of sparse attention do not accept float32. The
+indexer drops tokens only from prompts of more than 2048 tokens.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def compared(run: Run, request_id: str, reference: SparseForCausalLM) -> Compari
 
 
 @pytest.mark.parametrize("request_id", REQUESTS)
-def test_a_file_holds_the_rows_of_its_own_request(
+def test_file_holds_the_rows_of_its_own_request(
     run: Run, reference: SparseForCausalLM, request_id: str
 ) -> None:
     comparison = compared(run, request_id, reference)
     assert comparison.matches, comparison
 
 
-def test_a_request_copies_rows_whose_tokens_it_reads_from_the_prefix_cache(run: Run) -> None:
+def test_rows_of_cached_tokens_are_copied(run: Run) -> None:
     assert run.requests["copied"]["num_cached_tokens"] == 2176  # blocks of 128 tokens
     assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 2176
 
@@ -161,7 +161,7 @@ def test_rows_are_right_in_replays_of_full_graphs(
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
-# The tiny model: what would make the comparisons above say too little.
+# The tiny model: properties without which the comparisons above would prove too little.
 
 
 @pytest.mark.long
@@ -189,9 +189,7 @@ def test_rows_without_the_right_selection_are_far_from_the_right_ones(
 
 
 @pytest.mark.long
-def test_both_precisions_have_the_same_rows_so_rounding_selects_no_token_that_matters(
-    model: Path, reference: SparseForCausalLM
-) -> None:
+def test_rows_agree_in_both_precisions(model: Path, reference: SparseForCausalLM) -> None:
     rows = hidden_states_of(reference, LONG, [LAYERS])
     rounded = hidden_states_of(load_sparse(model, torch.bfloat16), LONG, [LAYERS]).float()
     assert ((rounded - rows).norm(dim=-1) / rows.norm(dim=-1)).max() < TOLERANCE / 2

@@ -25,7 +25,7 @@ SCRIPT = [
     ["add", "first", PREFIX, {"max_tokens": 1}],
     ["drain"],
     ["published", "first"],
-    ["add", "between", tokens(5), {"max_tokens": 4}],  # its steps report the file
+    ["add", "between", tokens(5), {"max_tokens": 4}],  # these steps report the file
     ["drain"],
     ["add", "copied", [*PREFIX, *tokens(9)], {"max_tokens": 1}],
     ["drain"],
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: one of MODELS.
-        flags: of additional_config.
+        flags: flags in additional_config.
         engine: further EngineArgs.
         environ: added to the environment.
     """
@@ -77,7 +77,7 @@ STEPS = {
 }
 SHARED_DP, OVERLAP = {"enable_shared_expert_dp": True}, {"multistream_overlap_shared_expert": True}
 SP = {"enable_flashcomm1": True}
-# By flag: the words of vllm-ascend's log, where no configuration shows that it took the flag.
+# By flag: the words of vllm-ascend's log for flags that no configuration shows.
 LOGGED = {
     "recompute_scheduler_enable": "recompute_scheduler_enable is ignored on PD-disaggregated P nodes"
 }
@@ -95,7 +95,7 @@ CASES = {
         "qwen3_moe", {"recompute_scheduler_enable": True}, EXACT | TWO
     ),
     "MLAPO of bfloat16 weights": Case("deepseek_v3", {"enable_mlapo": True}, TWO),
-    # The tutorials' float16 is for Atlas 300I alone: the kernels of A2 and A3 refuse it.
+    # The tutorials' float16 is only for Atlas 300I: the kernels of A2 and A3 refuse it.
     "states in float32": Case(
         "qwen3_5_moe", {}, {**TWO, **HYBRID, "mamba_ssm_cache_dtype": "float32"}
     ),

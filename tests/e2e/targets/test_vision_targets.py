@@ -1,6 +1,6 @@
-"""Qwen2.5-VL and Qwen3-VL with images in prompts: rows, and which of them are an image's.
+"""Qwen2.5-VL and Qwen3-VL with images in prompts: rows and image placeholders are right.
 
-In float32, and in late mode. Each image follows a token that tells the reference which one it is.
+In float32, and in late mode. A token before each image identifies it for the reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER_IDS = (4, 0, 2, 1, 3)  # not ascending: the file has the user's order
 CHUNK = 64
 BLOCK = 128
 BUILD = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}
-# Images by their number of tokens.
+# Images by number of tokens.
 OF_12, OF_20, OF_81 = 0, 1, 2
 
 
@@ -55,7 +55,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VisionRefe
 
 
 class Play:
-    """A stage whose prompts have images, and the placeholders that each file must name."""
+    """A stage with images in prompts, and the placeholders that each file must name."""
 
     def __init__(self, stage: Stage, reference: VisionReference) -> None:
         self.stage = stage
@@ -64,7 +64,7 @@ class Play:
         self._ranges: dict[str, list[tuple[str, int, int]]] = {}
 
     def add(self, prompt: Sequence[int], **options: Any) -> Request:
-        """Add a request; its images are those that `mark` has named in its prompt."""
+        """Add a request with the images named by `mark` in the prompt."""
         pictures = [[seed, self._reference.unit] for seed in seeds_in(prompt)]
         request = self.stage.add(prompt, options={"pictures": pictures}, **options)
         request.prompt[:], self._ranges[request.id] = self._reference.expand(prompt)
@@ -98,7 +98,7 @@ def several_images_of_different_sizes(play: Play) -> None:
 
 
 def a_chunk_ends_within_an_image(play: Play) -> None:
-    """Also the second of two images, of which the first ends just before the chunk does."""
+    """Also the second of two images, if the first one ends just before the chunk."""
     long = play.add([*tokens(20), *mark(OF_81), *tokens(30)], name="one-image")
     play.stage.until_mid_prefill(long)
     assert play.stage.progress(long)["computed"] == CHUNK
@@ -108,7 +108,7 @@ def a_chunk_ends_within_an_image(play: Play) -> None:
 
 
 def the_same_image_in_other_prompts(play: Play) -> None:
-    """Its features come from the encoder cache, and its rows differ with what is before it."""
+    """The features come from the encoder cache, but rows depend on the tokens before them."""
     first = play.add([*tokens(6), *mark(OF_20 + 3), *tokens(4)], name="first", max_tokens=2)
     play.stage.drain()
     play.add([*tokens(9), *mark(OF_20 + 3), *tokens(4)], name="elsewhere")
@@ -149,7 +149,7 @@ def prefixes_with_images_are_cached(play: Play) -> None:
 
 
 def rows_of_a_prefix_with_an_image_are_copied(play: Play) -> None:
-    """Text and image must be the same. Whose image it is, here no token tells."""
+    """Text and image must be the same. Here no token identifies the image."""
     prompt = [*tokens(30), *mark(OF_81 + 12), *tokens(60)]
     source = play.add(prompt, name="source")
     play.stage.session.settle()
@@ -211,7 +211,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "play"), cases())
-def test_rows_and_placeholders_are_right_when(
+def test_rows_and_placeholders_are_right_in_scenario(
     stages: Stages, references: dict[str, VisionReference], name: str, play: Callable[[Play], None]
 ) -> None:
     playing = Play(stage_of(stages, references, name), references[name])
@@ -220,10 +220,10 @@ def test_rows_and_placeholders_are_right_when(
 
 
 @pytest.mark.long
-def test_a_video_is_refused_with_the_reason_and_the_request_generates(
+def test_video_is_refused_with_the_reason_but_generates(
     stages: Stages, references: dict[str, VisionReference]
 ) -> None:
-    """Given as its embeddings, because the emulated set-up cannot read videos."""
+    """Passed as embeddings, because the emulated set-up cannot read videos."""
     stage = stage_of(stages, references, "qwen2_5_vl")
     prompt = [*tokens(5), VISION_START, VIDEO_PAD, VISION_END, *tokens(4)]
     video = stage.add(
@@ -237,10 +237,10 @@ def test_a_video_is_refused_with_the_reason_and_the_request_generates(
     stage.check()
 
 
-def test_rows_are_those_that_the_next_layer_reads_where_qwen3_vl_adds_visual_features(
+def test_rows_of_qwen3_vl_include_the_added_visual_features(
     references: dict[str, VisionReference],
 ) -> None:
-    """transformers' own hidden_states are those before the addition, as the file format says."""
+    """transformers' own hidden_states are taken before the addition, as the file format says."""
     reference = references["qwen3_vl"]
     prompt, ((_, start, length),) = reference.expand([*tokens(4), *mark(OF_12), *tokens(4)])
     rows, theirs = reference.rows(prompt, range(4)), reference.hidden_states(prompt)
@@ -257,7 +257,7 @@ def test_rows_are_those_that_the_next_layer_reads_where_qwen3_vl_adds_visual_fea
 
 
 def part(seed: int, unit: int) -> list[dict[str, Any]]:
-    """Return an image and the text that tells which one it is, as parts of a message."""
+    """Return an image and the text that identifies it, as parts of a message."""
     data = io.BytesIO()
     picture(seed, unit).save(data, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"

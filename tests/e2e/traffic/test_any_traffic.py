@@ -1,9 +1,9 @@
 """Random traffic on a live engine in late mode: every file is right, and nothing is left over.
 
-hypothesis draws arrivals, lengths, aborts, preemptions, files that cannot be opened. One engine per
-configuration serves all runs, so each meets what earlier ones have left in staging slots, pinned
-ring, KV cache and prefix cache.
-`--traffic-runs N` plays N runs instead of RUNS of each configuration, with other traffic each time.
+hypothesis draws arrivals, lengths, aborts, preemptions and files that cannot be opened. One engine
+per configuration serves all runs, so each run starts with the leftovers of earlier runs in staging
+slots, pinned ring, KV cache and prefix cache. `--traffic-runs N` plays N runs instead of RUNS of
+each configuration, with other traffic each time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from stage import Stage
 
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
-# Most where a run takes least; a mixture of experts differs in its target only.
+# Most for the configuration with the shortest runs; a mixture of experts differs only in the
+# target.
 RUNS = {"cramped": depth(110), "synchronous": depth(150), "moe": depth(50)}
 STEPS = 14  # actions of a run
 CHUNK = 32
 NUM_LAYERS = 4
 LAYER_IDS = (4, 1, 2)
 MOST_TOKENS = 300
-# Prompts are beginnings of these, so that they share prefixes.
+# Prompts are beginnings of these, to share prefixes.
 TEXTS = [tokens(MOST_TOKENS, seed=seed) for seed in range(3)]
 
 # A float32 row of three layers has 3 KiB: the ring of "cramped" holds eight rows, one per buffer.
@@ -91,9 +92,9 @@ def start_stage(directory: Path, model: Path, dtype: torch.dtype, **engine: Any)
 
 
 class Traffic(RuleBasedStateMachine):
-    """One run: some requests, some of which are aborted, preempted or cannot have their file."""
+    """One run: some requests are aborted, preempted or cannot have a file."""
 
-    stage: Stage  # set by the test, and so is:
+    stage: Stage  # set by the test, like:
     totals: Counter[str]
 
     @initialize()
@@ -183,13 +184,13 @@ class Traffic(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         self.stage.step(count)
 
-    # What hypothesis draws must not depend on the engine's progress, which varies with writes.
+    # hypothesis must not draw depending on the engine's progress: it varies with writes.
     @rule(which=st.integers(0, 1000))
     def abort(self, which: int) -> None:
         running = [request for request in self.added if request.ended is None]
         if running:
             request = running[which % len(running)]
-            # Rows of a prompt may have been complete before; those of generated tokens never were.
+            # Rows of a prompt may have been complete before; rows of generated tokens never were.
             self.stage.abort(request, expect="either" if request in self.prompt_only else "nothing")
 
     @rule()
@@ -207,7 +208,7 @@ class Traffic(RuleBasedStateMachine):
         self.stage.clear()
 
     def count(self) -> None:
-        """Check that each extracted request is committed, failed or aborted; one of these only."""
+        """Check that each extracted request is counted once: committed, failed or aborted."""
         requests = [
             request
             for request in self.stage.session.requests.values()
@@ -234,14 +235,14 @@ class Traffic(RuleBasedStateMachine):
     "engine",
     [*(pytest.param(each, marks=pytest.mark.long) for each in ("cramped", "synchronous")), "moe"],
 )
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(
+def test_any_traffic_leaves_right_files_and_nothing_else(
     engine: str, stage: Stage, request: pytest.FixtureRequest
 ) -> None:
     play_traffic(stage, RUNS[engine], asked=request.config.getoption("traffic_runs"))
 
 
 def play_traffic(stage: Stage, runs: int, *, asked: int) -> None:
-    """Play runs on a stage: `runs` with the same traffic each time, or else as many as asked."""
+    """Play runs on a stage: `runs` with the same traffic each time, or the requested number."""
     runs = asked or runs
 
     class OnThisStage(Traffic):
@@ -256,7 +257,8 @@ def play_traffic(stage: Stage, runs: int, *, asked: int) -> None:
             derandomize=not asked,
             deadline=None,
             database=None,
-            # A failing run is not made smaller: the engine is not as it was. It is printed whole.
+            # A failing run is not shrunk, because the engine's state has changed. It is printed
+            # whole.
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),

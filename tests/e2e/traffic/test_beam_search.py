@@ -1,4 +1,4 @@
-"""`LLM.beam_search`: its beams are not extracted; later requests to the same engine are.
+"""`LLM.beam_search`: beams are not extracted; later requests to the same engine are.
 
 Over HTTP: test_http_requests.py.
 """

@@ -53,7 +53,7 @@ def verdict(oracle: Oracle, path: Path, request: Request) -> str:
     )
 
 
-def test_a_file_is_where_its_request_chose_it_to_be_and_holds_its_rows(
+def test_file_is_at_the_chosen_path_and_holds_the_requests_rows(
     session: EngineSession, oracle: Oracle
 ) -> None:
     chosen = {
@@ -158,7 +158,7 @@ def test_a_planted_link_fails_its_request_and_leads_nowhere(
     ],
     ids=ascii,
 )
-def test_any_other_choice_is_refused_and_the_request_generates_all_the_same(
+def test_invalid_path_is_refused_but_the_request_generates(
     session: EngineSession, params: Any, words: str
 ) -> None:
     refused = session.add(

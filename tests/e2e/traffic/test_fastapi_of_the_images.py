@@ -1,4 +1,4 @@
-"""Requests over HTTP with the fastapi that vllm-ascend's images have: vllm-ascend wants < 0.124."""
+"""Requests over HTTP with the fastapi of vllm-ascend's images: vllm-ascend requires < 0.124."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# The newest that the images' constraint allows, with the newest starlette that it takes.
+# The newest version within the images' constraint, with the newest starlette that it accepts.
 PACKAGES = ("fastapi==0.123.10", "starlette==0.50.0", "prometheus-fastapi-instrumentator==7.1.0")
 TESTS = ("tests/e2e/traffic/test_http_requests.py", "tests/e2e/traffic/test_http_endpoints.py")
 

@@ -1,4 +1,4 @@
-"""Text and number of steps are those of a server without extraction."""
+"""Text and number of steps are as on a server without extraction."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_defect_22_upstreams_drafts_change_the_text(
 ) -> None:
     taken = [
         name for name in NAMES if not name.startswith(("min_p", "bias"))
-    ]  # the others vLLM refuses
+    ]  # vLLM refuses the others
     script = [action for action in SCRIPT if action[0] != "add" or action[1] in taken]
     run = run_engine(
         tmp_path,

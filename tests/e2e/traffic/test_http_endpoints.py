@@ -36,7 +36,7 @@ def client(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def chat_prompt(client: Client) -> list[int]:
-    """The tokens of MESSAGES."""
+    """Return the tokens of MESSAGES."""
     answer = client.send(Case(CHAT, {"messages": MESSAGES}, (0, 0)))
     vllm_ascend_hsx.load(path := client.find(answer, 0, 0), timeout=60)
     vllm_ascend_hsx.remove(path)

@@ -1,4 +1,4 @@
-"""Over HTTP: which answers name their file, and that clients find all files by response id."""
+"""Over HTTP: answers name their file, and clients find all files by response id."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_file_is_found_and_right(
         if "kv_transfer_params" in case.body:
             generated = answer.samples[prompt * case.body.get("n", 1) + sample]
             if "stop" in case.body:
-                # The file holds what the engine generates until the abort reaches it, too.
+                # The file also has tokens that the engine generates until the abort reaches it.
                 stored = vllm_ascend_hsx.load(path).token_ids.tolist()[rows:]
                 assert stored[: len(generated) - 1] == generated[:-1]
                 generated = [*stored, 0]
@@ -102,7 +102,7 @@ def test_every_file_is_found_and_right(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_which_answers_name_their_file(
+def test_answer_names_its_file_if_there_is_one(
     client: Client, answers: dict[str, Answer], name: str
 ) -> None:
     case, answer = CASES[name], answers[name]
@@ -160,7 +160,7 @@ def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
             "kv_transfer_params.hidden_states is an object; use true or false",
         ),
         ({"kv_transfer_params": {"include_output_tokens": "yes"}}, "'yes'; use true or false"),
-        # vLLM passes these on as they are, whatever they are.
+        # vLLM passes these on unchanged.
         ({"vllm_xargs": {"kv_transfer_params": 5}}, "kv_transfer_params is 5; use an object"),
         (
             {"vllm_xargs": {"kv_transfer_params": "hidden_states"}},
@@ -220,7 +220,7 @@ def test_params_that_vllm_cannot_pass_on_end_their_request_alone(
     assert opted_out.texts == answers["one-prompt"].texts
 
 
-def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
+def test_only_complete_files_are_visible(client: Client, answers: dict[str, Answer]) -> None:
     expected = {
         client.find(answers[name], *file).name
         for name, case in CASES.items()

@@ -77,7 +77,7 @@ def test_sampled_requests_have_their_rows_and_others_leave_no_trace(session: Eng
     )
 
 
-def test_requests_that_are_not_sampled_read_the_prefix_cache_and_are_in_no_metric(
+def test_unsampled_requests_read_the_prefix_cache_and_are_in_no_metric(
     session: EngineSession,
 ) -> None:
     key = next(
@@ -118,7 +118,7 @@ def test_no_request_is_extracted_while_the_directory_is_full_and_the_next_is_aft
     grown = growth(before, scrape_all(session))
     assert (grown["files_total published"], grown["failures_total directory_full"]) == (5, 3)
     assert sum(path.stat().st_size for path in session.storage.glob("*.safetensors")) <= BUDGET
-    # A request without room reads the prefix cache like one that is not extracted.
+    # A request without space reads the prefix cache like one that is not extracted.
     again = session.add(skipped[-1].prompt, params(hidden_states=True), name="again")
     session.settle()
     assert again.num_cached_tokens == 128
@@ -157,7 +157,7 @@ def first_with_room(session: EngineSession) -> Request:
 def test_each_data_parallel_engine_of_a_dense_target_keeps_its_share(
     float32_qwen3: Path, tmp_path: Path
 ) -> None:
-    """vLLM tells such an engine that it is the only one."""
+    """vLLM configures such an engine as the only one."""
     storage = tmp_path / "hidden_states"
     storage.mkdir()
     (storage / "earlier.safetensors").write_bytes(b"x" * (BUDGET // 2))

@@ -1,4 +1,4 @@
-"""/metrics counts what became of requests, with our connector alone and in MultiConnector.
+"""/metrics counts the outcomes of requests, with our connector alone and in MultiConnector.
 
 DP x TP: test_data_parallel.py.
 """
@@ -62,7 +62,7 @@ def scrape_all(session: EngineSession) -> Metrics:
 
 
 def growth(before: Metrics, after: Metrics) -> dict[str, float]:
-    """Return the counters that have grown, and by how much."""
+    """Return the increase of each counter that has grown."""
 
     def totals(metrics: Metrics) -> dict[str, float]:
         return {
@@ -129,7 +129,7 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
     }
 
 
-def test_requests_that_wait_for_storage_are_shown_while_they_do(session: EngineSession) -> None:
+def test_requests_waiting_for_storage_are_shown_in_metrics(session: EngineSession) -> None:
     before = scrape_all(session)
     session.call("hold_writes")
     running = session.add(tokens(60), {"max_tokens": 100}, name="running")
@@ -157,7 +157,7 @@ def test_requests_that_wait_for_storage_are_shown_while_they_do(session: EngineS
     assert after.total("vllm:hsx_requests_held") == after.total("vllm:hsx_backlog_bytes") == 0
 
 
-def test_the_engines_log_has_a_line_of_them(session: EngineSession) -> None:
+def test_engine_log_has_a_metrics_line(session: EngineSession) -> None:
     session.add(tokens(20), {"max_tokens": 1})
     scrape_all(session)
     session.call("log_stats")

@@ -58,7 +58,7 @@ def session(
         yield session
 
 
-def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_not(
+def test_sibling_loads_tokens_only_for_requests_without_extraction(
     session: EngineSession, float32_qwen3: Path
 ) -> None:
     first = session.add(PROMPT, {"max_tokens": 2}, name="first")
@@ -82,7 +82,7 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
         assert oracle.verdict(path, own, len(request.prompt), len(request.prompt)) == ""
 
 
-def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_siblings_params(
+def test_answer_names_the_file_beside_the_siblings_kv_params(
     session: EngineSession,
 ) -> None:
     request = session.add(PROMPT, HANDED_ON)
@@ -96,12 +96,12 @@ def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_
     assert load(path).token_ids.tolist() == PROMPT
 
 
-def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(
+def test_quick_starts_prefill_node_sends_kv_and_names_the_file(
     float32_qwen3: Path, tmp_path: Path
 ) -> None:
     config = json.loads(blocks("serve.md", "kv-transfer prefill")[0])
     mooncake, ours = config["kv_connector_extra_config"]["connectors"]
-    assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # which needs NPUs
+    assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # it needs NPUs
     mooncake |= {
         "kv_connector": "SiblingConnector",
         "kv_connector_module_path": "sibling_connector",
@@ -135,7 +135,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("sibling", "groups"), [("SiblingConnector", 2), ("UnawareConnector", 1)])
-def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group_only(
+def test_hybrid_kv_cache_manager_stays_on_unless_the_sibling_lacks_it(
     tmp_path: Path, gpt_oss: Path, sibling: str, groups: int
 ) -> None:
     script = [["add", "r", tokens(20), {"max_tokens": 1}], ["drain"]]
@@ -157,7 +157,7 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
 RECOMPUTES = {"additional_config": {"recompute_scheduler_enable": True}}
 
 
-def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_not_be_opened(
+def test_decode_node_with_vllm_ascends_scheduler_names_the_failed_open(
     tmp_path: Path, float32_qwen3: Path
 ) -> None:
     config = {**multi_config(tmp_path / "hidden_states"), "kv_role": "kv_consumer"}

@@ -1,4 +1,4 @@
-"""The oracle accepts what the model computes, and names every mistake of extraction."""
+"""The oracle accepts the model's rows, and names every mistake of extraction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVED = (EARLIER, BESIDE, OWN)
 
 @dataclass
 class Bench:
-    """An oracle of a model, and files made from its reference."""
+    """An oracle of a model, and files made from the reference."""
 
     directory: Path
     reference: Reference
@@ -156,7 +156,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_named(bench: Bench, fault: Callable[[Bench, torch.Tensor], None]) -> None:
+def test_oracle_names_each_mistake(
+    bench: Bench, fault: Callable[[Bench, torch.Tensor], None]
+) -> None:
     rows = bench.rows(OWN).clone()
     fault(bench, rows)
     verdict = bench.verdict(rows)
@@ -191,7 +193,7 @@ def test_a_missing_file_is_named(bench: Bench) -> None:
     )
 
 
-def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(
+def test_prefix_of_a_longer_reference_equals_the_shorter_reference(
     references: dict[torch.dtype, Reference], float32_qwen3: Path
 ) -> None:
     longer = tuple(tokens(200))
@@ -202,8 +204,8 @@ def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(
         assert (cut - computed).abs().max() <= 1e-12
 
 
-def test_no_two_rows_are_so_close_that_one_could_pass_for_the_other(bench: Bench) -> None:
-    """The closest rows are those of one token after different tokens, or at other positions."""
+def test_all_rows_differ_by_more_than_the_tolerance(bench: Bench) -> None:
+    """The closest rows have the same token after different tokens, or at other positions."""
     same_token = tuple(
         Served(f"same-{seed}", (*tokens(20, seed), 77, 77, 77), 0, None) for seed in range(6)
     )

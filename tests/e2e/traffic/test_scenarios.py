@@ -1,4 +1,4 @@
-"""Every scenario on engines that have served the ones before it, on one NPU in late mode.
+"""Every scenario on engines that have served the previous ones, on one NPU in late mode.
 
 After each, Stage.check compares files with the oracle: nothing else is visible or left inside.
 """
@@ -97,7 +97,7 @@ def cases() -> Iterator[Any]:
         for engine in ENGINES:
             for scenario in SCENARIOS:
                 if engine in scenario.engines:
-                    # The short run has one model where most can go wrong.
+                    # The short run has only the model with the most possible mistakes.
                     marks = (
                         ()
                         if model == "minimax_m2" and engine in ("tiny", "async")
@@ -121,7 +121,7 @@ def references(request: pytest.FixtureRequest) -> dict[str, Reference]:
 
 
 @pytest.mark.parametrize(("model", "engine", "scenario"), cases())
-def test_files_are_right_when(
+def test_files_are_right_in_scenario(
     stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario
 ) -> None:
     options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}

@@ -44,7 +44,7 @@ V2_RUNS = only_with(">=0.30", "model runner V2 takes no speculator for this meth
 
 
 class Lab:
-    """An engine in sleep mode, and two checkpoints of its target.
+    """An engine in sleep mode, and two checkpoints of the target.
 
     Args:
         session: has loaded the first checkpoint.
@@ -87,13 +87,13 @@ class Lab:
         self.load()
 
     def request(self, prompt: Sequence[int]) -> Request:
-        """Serve a request, and compare rows and version with those of the loaded weights."""
+        """Serve a request, and compare rows and version with the loaded weights."""
         request = self.session.add(prompt, {"max_tokens": 1})
         self.finish(request)
         return request
 
     def finish(self, request: Request) -> None:
-        """Do the same with a request that was added."""
+        """Do the same with an added request."""
         self.session.drain()
         (path,) = self.session.paths(request)
         states = load(path, START_SECONDS)
@@ -101,7 +101,7 @@ class Lab:
         expected = self._rows(self._checkpoints[self._loaded], request.prompt).float()
         errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert errors.max() < self._tolerance, errors
-        # Functions of a test have loaded other weights than those of the start.
+        # Functions of a test have loaded other weights than at the start.
         known = (
             ""
             if self._changes
@@ -192,7 +192,7 @@ def turned_back_rows(checkpoint: Path, token_ids: Sequence[int]) -> torch.Tensor
 
 
 def rotated(build: Callable[..., Path], directory: Path, *, seed: int) -> Path:
-    """Write a quantised and rotated checkpoint. Those of all seeds have the same rotation."""
+    """Write a quantised and rotated checkpoint. The rotation is the same for all seeds."""
     return write_modelslim(
         build(directory.with_name(f"{directory.name}-source"), seed=seed),
         directory,
@@ -202,7 +202,7 @@ def rotated(build: Callable[..., Path], directory: Path, *, seed: int) -> Path:
 
 
 class Target(NamedTuple):
-    """Checkpoints of one target, how they are served, and what happens; see Lab."""
+    """Checkpoints of one target, their options, and their test actions; see Lab."""
 
     build: Callable[..., Path]
     rows: Callable[[Path, Sequence[int]], torch.Tensor]
@@ -211,7 +211,7 @@ class Target(NamedTuple):
     events: tuple[Event, ...]
 
 
-# vLLM's reload_weights refuses MiniMax-M2, of which one parameter's loader is a functools.partial
+# vLLM's reload_weights refuses MiniMax-M2: a parameter's loader is a functools.partial
 # (model_executor/model_loader/reload/layerwise.py:140 in 0.23.0).
 TARGETS = {
     "dense": Target(
@@ -259,7 +259,7 @@ SHORT_RUN = ("rotated",)
 def test_rows_are_those_of_the_loaded_weights(
     target: Target, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """Whatever was computed before. The prefix cache is not reset when weights are loaded."""
+    """Regardless of earlier requests. The prefix cache is not reset when weights are loaded."""
     checkpoints = [target.build(tmp_path / f"checkpoint-{seed}", seed=seed) for seed in range(2)]
     with EngineSession(
         tmp_path / "run",
@@ -285,7 +285,7 @@ def test_rows_are_those_of_the_loaded_weights(
 def test_upstream_a_moe_of_float_weights_cannot_wake_up_without_loading_weights(
     extract: bool, tmp_path: Path
 ) -> None:
-    """NPUWorker.wake_up transposes the experts (worker.py:254 in 0.23.0), which sleep did not."""
+    """NPUWorker.wake_up transposes the experts (worker.py:254 in 0.23.0), but sleep did not."""
     model = build_qwen3_moe(tmp_path / "checkpoint")
     with EngineSession(
         tmp_path / "run", model, extract=extract, dtype="float32", **SLEEP_MODE

@@ -1,8 +1,8 @@
 """Defects of vLLM's connector: tests that fail there and pass with ours, on the same stack.
 
-docs/compatibility.md has the numbers. "Upstream" is vllm's ExampleHiddenStatesConnector and
-vllm-ascend's proposer, unmodified, without our plugin. Where a release has mended a defect, its
-test shows that.
+The numbers are from docs/compatibility.md. "Upstream" is vllm's ExampleHiddenStatesConnector and
+vllm-ascend's proposer, unmodified, without our plugin. If a release has fixed a defect, the test
+shows that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ABORTED = [
 BEHIND_IT = [["add", "behind-it", tokens(9), {"max_tokens": 1}], ["drain"]]
 SLASH = [["add", "a/b", tokens(9), {"max_tokens": 1}], ["drain"]]
 OUTSIDE = [["add", "../outside", tokens(9), {"max_tokens": 1}], ["drain"]]
-# Steps after the last request, without tokens: since 0.26 upstream writes with the first.
+# Steps after the last request, without tokens: since 0.26 upstream writes with the first one.
 WRITTEN = [["step", 2]]
 
 
@@ -67,7 +67,7 @@ def broken(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def chunking(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same with chunks of 64 tokens, which vLLM 0.23 refuses for its connector by name."""
+    """The same with chunks of 64 tokens. vLLM 0.23 refuses them for its connector by name."""
     directory = tmp_path_factory.mktemp("chunking")
     transfer = upstream_transfer_config(directory / "hidden_states") | {
         "kv_connector": "RenamedHiddenStatesConnector",
@@ -126,7 +126,7 @@ def test_defect_1_placeholder_events_order_nothing(
         assert is_right(late, "single")
         return
     assert late.error is not None
-    # The copy stream reads slots and rows before any event says that they were written.
+    # The copy stream reads slots and rows before any event reports that they were written.
     assert re.search(
         r"NPU stream race: .* that aten::copy_ on the default stream .* wrote, and nothing orders the two",
         late.error,
@@ -171,7 +171,7 @@ def test_defect_7_layer_ids_are_not_checked(
     )
     right = run_engine(tmp_path / "ours", tiny_qwen3, SINGLE, layer_ids=layer_ids)
     if 99 in layer_ids:
-        assert "99" not in (broken.error or "")  # it is not told that there is no such layer
+        assert "99" not in (broken.error or "")  # no error names the missing layer
         assert right.error is not None
         assert re.search(
             r"eagle_aux_hidden_state_layer_ids=\[2, 99\] has id 99, which the target does not have",
@@ -231,7 +231,8 @@ def test_defect_8_with_decode_context_parallelism_each_rank_stores_its_own_part(
     )
     assert broken.error is None, broken.error
     assert not broken.compare("chunked").matches
-    # The emulated NPU has no kernel for its decodes, so ours is not shown to be right, and says so.
+    # The emulated NPU has no kernel for these decodes, so ours is not shown to be right, and
+    # reports this.
     refused = run_engine(tmp_path / "ours", one_kv_head_qwen3, CHUNKED, **parallel)
     assert (
         "decode_context_parallel_size=2 has not been shown to keep the order of the rows"
@@ -263,7 +264,7 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(
         broken.error or "",
     )
     # Since 0.26 the copy has slots of its own. The detector still takes the blocks of two requests
-    # for one tensor, and reports that: upstream keeps a request's blocks until its copy is done.
+    # for one tensor, and reports that: upstream keeps a request's blocks until the copy is done.
     assert (race is None) == MENDED, broken.error
     right = run_engine(tmp_path / "ours", tiny_qwen3, [*steps, ["drain"]], async_scheduling=False)
     assert right.error is None, right.error
@@ -271,11 +272,11 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(
     assert is_right(right, "second")
 
 
-def test_defect_10_an_abort_in_the_middle_of_a_prompt_leaves_a_file_without_the_rest(
+def test_defect_10_abort_during_a_prompt_leaves_an_incomplete_file(
     chunking: Run, ours: Run
 ) -> None:
     (left_over,) = chunking.storage.glob("aborted-*.safetensors")
-    if MENDED:  # it has the tokens of the whole prompt, and whatever lay in its blocks
+    if MENDED:  # it has the tokens of the whole prompt, and the previous contents of the blocks
         assert len(load_file(left_over)["token_ids"]) == 200
         assert not compare_file(
             left_over, chunking.model, ABORTED[0][2], chunking.layer_ids
@@ -289,7 +290,7 @@ def test_defect_10_an_abort_in_the_middle_of_a_prompt_leaves_a_file_without_the_
     assert is_right(ours, "behind-it")
 
 
-def test_defect_13_pipeline_parallelism_is_refused_as_if_the_target_did_not_support_it(
+def test_defect_13_pipeline_parallelism_is_refused_for_the_wrong_reason(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     parallel = {"pipeline_parallel_size": 2}

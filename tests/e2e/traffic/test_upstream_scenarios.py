@@ -1,8 +1,8 @@
-"""What vLLM's own connector makes of the scenarios of test_scenarios.py, with vllm-ascend 0.30.
+"""Results of vLLM's own connector in the scenarios of test_scenarios.py, with vllm-ascend 0.30.
 
 The same model and engines, without our plugin, and without late mode: the detector takes the blocks
-of two requests for one tensor. Rows are compared with transformers, and text with that of a server
-without extraction. docs/migration.md has the table.
+of two requests for one tensor. Rows are compared with transformers, and text with a server without
+extraction. docs/migration.md has the table.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def preempted_while_they_decode(stage: Stage) -> None:
     play.preempted_while_they_decode(stage, generated=60, more=10)  # shorter ones come out right
 
 
-# What is played on which engine, and what is then not as with our connector. Those that stop the
-# engine are last.
+# Scenario, engine, and the differences from our connector. Scenarios that stop the engine are last.
 TABLE: tuple[tuple[Callable[[Stage], None], str, set[str]], ...] = (
     (play.prompts_around_the_chunk, "async", set()),
     (play.decodes_beside_new_prefills, "async", set()),
@@ -91,7 +90,7 @@ class TheirStage(Stage):
     """A stage on an engine without our connector."""
 
     def settle_in(self) -> None:
-        """Do nothing: what an engine of theirs holds is not compared."""
+        """Do nothing: their engine's resources are not compared."""
 
     def catch_up(self) -> None:
         """Do nothing: rows are written at the end of a request."""
@@ -102,7 +101,7 @@ class TheirStage(Stage):
         self.step(2)
 
     def play(self, scenario: Callable[[Stage], None]) -> list[Request]:
-        """Play a scenario and return its requests."""
+        """Play a scenario and return the requests."""
         self.session.call("reset_prefix_cache")
         before = len(self.session.requests)
         scenario(self)
@@ -110,7 +109,7 @@ class TheirStage(Stage):
         return list(self.session.requests.values())[before:]
 
     def findings(self, request: Request) -> set[str]:
-        """Return what is wrong with the request's files."""
+        """Return the mistakes in the request's files."""
         found = set()
         expected = self._expected[request.id]
         for index, internal_id in enumerate(request.internal_ids):
@@ -183,7 +182,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
 @pytest.mark.parametrize(
     ("scenario", "engine", "expected"), [pytest.param(*each, id=each[0].__name__) for each in TABLE]
 )
-def test_what_upstream_makes_of(
+def test_upstream_result_in_scenario(
     theirs: Stages,
     plain: Stages,
     reference: Reference,
@@ -199,7 +198,7 @@ def test_what_upstream_makes_of(
     }
     options.pop("connector_options", None)
     if engine == "tiny":
-        options["num_gpu_blocks_override"] += 2  # a request takes blocks for its hidden states, too
+        options["num_gpu_blocks_override"] += 2  # a request takes blocks for hidden states, too
     stage = theirs.get(engine, reference, **options)
     assert isinstance(stage, TheirStage)
     try:

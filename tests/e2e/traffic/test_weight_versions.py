@@ -67,7 +67,7 @@ def assert_rows(
     first: int = 0,
     layers: slice = slice(None),
 ) -> None:
-    """Require rows from position `first` on to be those that a checkpoint makes of these tokens."""
+    """Require rows from position `first` on to equal a checkpoint's rows of these tokens."""
     expected = reference_hidden_states(checkpoint, token_ids, LAYER_IDS)[
         first : first + len(rows), layers
     ]
@@ -76,7 +76,7 @@ def assert_rows(
 
 
 def computed_when_begun(session: EngineSession, request: Request) -> int:
-    """Step until a request has begun, and return the number of tokens that were computed."""
+    """Step until a request has begun, and return the number of computed tokens."""
     for _ in range(MOST_STEPS):
         if computed := int(session.call("progress")[request.internal_id]["computed"]):
             return computed
@@ -85,7 +85,7 @@ def computed_when_begun(session: EngineSession, request: Request) -> int:
 
 
 def loaded(session: EngineSession, request: Request) -> tuple[HiddenStates, list[list[Any]]]:
-    """Finish a request, and return its file and the versions that the response names."""
+    """Finish a request, and return the file and the versions that the response names."""
     session.settle()
     assert request.kv_transfer_params is not None
     return vllm_ascend_hsx.load(
@@ -118,7 +118,7 @@ def test_files_and_responses_name_the_weights_that_computed_their_rows(
     assert "weights" not in states.metadata
     everything = [*LONGER, *under_way.tokens]
     assert_rows(states.hidden_states[:begun], before, everything)
-    # Embeddings depend on nothing that was computed before.
+    # Embeddings do not depend on earlier computation.
     assert_rows(
         states.hidden_states[-3:],
         after,
@@ -159,7 +159,7 @@ def test_the_fingerprint_follows_reload_weights_and_the_name_is_vllms(
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not asked for"])
-def test_an_aborted_request_keeps_rows_and_tokens_if_it_asked_for_it(
+def test_aborted_request_keeps_rows_and_tokens_on_demand(
     session: EngineSession, checkpoints: list[Path], keep: bool
 ) -> None:
     params = GENERATE if keep else {"include_output_tokens": True}
@@ -195,7 +195,7 @@ def test_an_aborted_request_keeps_rows_and_tokens_if_it_asked_for_it(
         generated = token_ids[len(request.prompt) :]
         assert request.tokens[: len(generated)] == generated[: len(request.tokens)]
         assert_rows(states.hidden_states, checkpoints[0], token_ids)
-    # No request copies rows of an aborted one whose number is known to the worker alone.
+    # No request copies rows of an aborted one whose number only the worker knows.
     states, _ = loaded(session, again := session.add(LONGER, {"max_tokens": 1}))
     assert again.reused == 0
     assert_rows(states.hidden_states, checkpoints[0], LONGER)
@@ -247,7 +247,7 @@ def service(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def chunks(response: Any) -> Iterator[list[int]]:
-    """Yield the tokens of each part of a streamed completion, and at last how it has ended."""
+    """Yield the tokens of each part of a streamed completion, and finally how it ended."""
     for line in response.iter_lines():
         if line.startswith("data: {"):
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]
@@ -257,7 +257,7 @@ def chunks(response: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("how", ["pause", "disconnect"])
-def test_over_http_rows_before_an_abort_are_kept_on_demand_and_found_by_the_id_of_the_response(
+def test_http_rows_before_an_abort_are_kept_on_demand_and_found_by_response_id(
     service: Service, how: str
 ) -> None:
     generated: list[int] = []

@@ -1,4 +1,4 @@
-"""What the benchmarks ask for: rows, the steps that bring them, and prompts."""
+"""Loads of the benchmarks: rows, the steps that compute them, and prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source() -> Source:
 @pytest.mark.parametrize(
     ("tokens", "requests", "in_flight"), [(8, 6, 2), (48, 3, 1), (33, 4, 4), (5, 40, 40)]
 )
-def test_every_row_of_every_request_comes_in_exactly_one_step(
+def test_every_row_is_in_exactly_one_step(
     tokens: int, requests: int, in_flight: int, evenly: bool
 ) -> None:
     load = Load(tokens, requests, in_flight, SOURCE_TOKENS, STEP_TOKENS, evenly)
@@ -49,7 +49,7 @@ def test_every_row_of_every_request_comes_in_exactly_one_step(
     assert (seen == 1).all()
 
 
-def test_prompts_come_as_a_scheduler_takes_them() -> None:
+def test_prompts_fill_steps_like_vllms_scheduler() -> None:
     load = Load(20, 4, 4, SOURCE_TOKENS, STEP_TOKENS)
     ((first, second, third),) = load.waves
     a, b, c, d = load.ids

@@ -1,4 +1,4 @@
-"""How the benchmarks measure memory, take turns and count quantiles."""
+"""Measurements of memory, turns and quantiles in the benchmarks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ print(cost_of(lambda: numpy.ones(64 << 20, numpy.uint8)).rss, cost_of(lambda: No
 """
 
 
-def test_memory_that_is_touched_and_given_back_is_seen_at_its_peak() -> None:
-    """In a process of its own: threads of other tests may free memory meanwhile."""
+def test_peak_memory_includes_memory_that_was_freed() -> None:
+    """In a separate process: threads of other tests may free memory meanwhile."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )
@@ -48,7 +48,5 @@ def test_contestants_take_turns_and_ratios_are_taken_within_a_repetition() -> No
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(
-    share: float, expected: int
-) -> None:
+def test_quantile_is_the_smallest_sufficient_value(share: float, expected: int) -> None:
     assert measure.quantile([float(value) for value in range(100, 0, -1)], share) == expected

@@ -141,7 +141,7 @@ def test_the_ring_is_resident_before_anything_is_measured(source: Source, tmp_pa
 @pytest.mark.parametrize("with_copy", [False, True])
 @pytest.mark.parametrize("name", ["ours", "vllm", "vllm, reusing"])
 @pytest.mark.parametrize(("tokens", "requests", "in_flight"), [(8, 6, 3), (48, 2, 1), (33, 4, 4)])
-def test_files_are_compared_with_what_they_must_hold(
+def test_files_are_compared_with_expected_contents(
     name: str,
     with_copy: bool,
     tokens: int,
@@ -192,7 +192,7 @@ def test_raw_contestants_write_the_bytes_of_every_request(
         assert made.path(request_id).read_bytes() == expected
 
 
-def test_an_error_in_a_pool_is_raised_where_it_is_waited_for() -> None:
+def test_error_in_a_pool_is_raised_in_the_waiting_thread() -> None:
     def fail(job: int) -> None:
         raise OSError(f"job {job}")
 
@@ -241,7 +241,7 @@ def test_each_stage_of_each_prompt_is_timed(results: goals.Results) -> None:
     assert set(measured.vllm) == {48}
 
 
-def test_a_line_is_put_through_the_steps() -> None:
+def test_cost_model_is_fitted_to_the_steps() -> None:
     cells = [
         per_step.Cell(
             tokens,
@@ -373,9 +373,7 @@ def test_the_page_has_the_goals_of_other_machines_too(
         assert f"| {each.goal} | {cell} | {cell} |" in page
 
 
-def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(
-    results: goals.Results, tmp_path: Path
-) -> None:
+def test_remeasured_part_replaces_only_itself(results: goals.Results, tmp_path: Path) -> None:
     as_json, *_ = report.write(results, tmp_path)
     as_json.write_text(as_json.read_text().replace('"longest": 0.5', '"of_another_form": 0.5'))
     assert results.slow_storage is not None
@@ -393,7 +391,7 @@ def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(
     assert (merged.machine, merged.load_average) == (elsewhere.machine, (1.0, 1.0))
 
 
-def test_the_command_writes_to_docs_only_if_it_measured_everything() -> None:
+def test_command_writes_to_docs_only_with_all_parts() -> None:
     assert (
         command.parse_arguments(["--parts", "slow_storage", "--merge"]).output
         == command.ROOT / "docs"

@@ -1,4 +1,4 @@
-"""vLLM's planner, as the capacity benchmark calls it, against hand-made figures and the page."""
+"""vLLM's planner, called by the capacity benchmark, against manual figures and the page."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ DENSE: dict[str, Any] = {
     "head_dim": 16,
     "dtype": "bfloat16",
 }
-# What upstream keeps, before 0.30 and since. There a hybrid model has smaller blocks, and a second
-# state of each request is kept for the prefix cache.
+# Upstream's remaining share, before 0.30 and since. There a hybrid model has smaller blocks, and
+# the prefix cache keeps a second state of each request.
 UPSTREAM_KEEPS = {
     "minimax-m2": (0.7209, 0.7209),
     "qwen3.5-35b-a3b": (0.0777, 0.0837),
@@ -66,7 +66,7 @@ def counted(
     return [each for each in found.values() if isinstance(each, Capacity)]
 
 
-def test_a_dense_model_by_hand() -> None:
+def test_dense_model_matches_manual_calculation() -> None:
     """1 MiB has 32 blocks. Staging takes three; upstream's are 128 x 384 bytes larger: 12 fit."""
     found = counted(DENSE, DENSE_OPTIONS, 1 << 20, 96 << 10, 3)
     assert [each.num_blocks for each in found] == [32, 29, 12]
@@ -82,7 +82,7 @@ def test_tensor_parallel_ranks_share_the_kv_cache() -> None:
 
 
 @only_with("<0.30", "a block also holds the state of the convolution, and prefixes are cached")
-def test_a_hybrid_model_by_hand_with_blocks_of_the_recurrent_state() -> None:
+def test_hybrid_model_with_recurrent_state_blocks_matches_manual_calculation() -> None:
     plain, *_ = counted(CONFIGS["qwen3-next-80b-a3b"], OPTIONS, 30 << 30, 0, 4)
     state, keys = 8 * 128 * 128 * 2, 256 * 2  # recurrent state of a layer; keys of a token
     convolution = (2 * 16 * 128 + 32 * 128) // 4 * 3 * 2
@@ -96,7 +96,7 @@ def test_a_hybrid_model_by_hand_with_blocks_of_the_recurrent_state() -> None:
 
 
 @only_with(">=0.30", "a block holds the recurrent state alone, and prefixes are not cached")
-def test_a_hybrid_model_by_hand_with_blocks_that_hold_a_whole_state() -> None:
+def test_hybrid_model_with_whole_state_blocks_matches_manual_calculation() -> None:
     plain, *_ = counted(CONFIGS["qwen3-next-80b-a3b"], OPTIONS, 30 << 30, 0, 4)
     token = 2 * 256 * 2  # keys and values
     state = 8 * 128 * 128 * 2 + (2 * 16 * 128 + 32 * 128) // 4 * 3 * 2  # recurrent; convolution
@@ -105,7 +105,7 @@ def test_a_hybrid_model_by_hand_with_blocks_that_hold_a_whole_state() -> None:
     assert plain.num_blocks == (30 << 30) // plain.block_bytes
     assert plain.groups == 4 * ((12, 384),)
     # A request of 8,192 tokens takes 22 blocks of attention and two states of each of three groups:
-    # the current one, and that of the last whole block for the prefix cache.
+    # the current one, and the last whole block's for the prefix cache.
     assert plain.tokens == int(plain.num_blocks / 28 * 8192)
 
 
@@ -130,7 +130,7 @@ def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a
     assert upstream.groups[-1] == (1, rows)
 
 
-def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(
+def test_missing_field_of_the_stand_in_is_not_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = vllm_planner.server_config
@@ -141,7 +141,9 @@ def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(
         return config
 
     monkeypatch.setattr(vllm_planner, "server_config", without_parallel_config)
-    with pytest.raises(UnknownFieldError, match="vLLM reads 'parallel_config', which this lacks"):
+    with pytest.raises(
+        UnknownFieldError, match="vLLM reads 'parallel_config', which the stand-in lacks"
+    ):
         counted(DENSE, DENSE_OPTIONS, 1 << 20, 0, 3)
 
 
@@ -150,7 +152,7 @@ def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
     assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
 
 
-def test_operations_md_has_what_the_planner_of_the_installed_release_says(
+def test_operations_md_has_the_installed_planners_figures(
     measured: capacity.Result,
 ) -> None:
     table = dict(re.findall(r"^\| (\S+) \| (.* %) \|$", page("operations.md"), re.MULTILINE))
@@ -171,7 +173,7 @@ def test_operations_md_has_what_the_planner_of_the_installed_release_says(
 
 
 @OF_THE_PAGE
-def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> None:
+def test_performance_md_has_the_planners_figures(measured: capacity.Result) -> None:
     assert json.loads(PAGE.read_text())["capacity"] == json.loads(json.dumps(asdict(measured)))
     text = PAGE.with_suffix(".md").read_text()
     rows = report.cost_table(replace(report.NOTHING, capacity=measured))[2]
@@ -189,7 +191,7 @@ def test_performance_md_has_the_plan_s_cost_of_turning_rows_back() -> None:
 
 
 @pytest.mark.parametrize("name", UPSTREAM_KEEPS)
-def test_ours_keeps_the_share_that_the_plan_says_to_a_block(
+def test_our_kv_cache_share_equals_the_plan_within_a_block(
     name: str, measured: capacity.Result
 ) -> None:
     plain, ours, upstream = (

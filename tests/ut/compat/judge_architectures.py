@@ -1,6 +1,6 @@
 """Print, as JSON, the record of the installed release, and a server's verdict on each target.
 
-A process of its own: a server changes the class that it serves.
+It runs in a separate process, because a server changes the class that it serves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllm_ascend_hsx.compat.targets import (
 )
 from vllm_ascend_hsx.protocol.errors import UserError
 
-# The text config may name these: refused, unservable, collected by us, and by itself.
+# Classes that the text config may name: refused, unservable, collected by us, and by itself.
 NAMED = ("BloomForCausalLM", "NemotronHForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM")
 
 
 def refusal(architecture: str, served: Any, layer_ids: tuple[int, ...], named: list[str]) -> str:
-    """Return a server's reason not to load the weights; empty if it would."""
+    """Return a server's reason to refuse before loading weights; empty if it would load them."""
 
     def resolve(names: list[str], model_config: Any) -> tuple[Any, str]:
         return (served if names == [architecture] else registered(names)), names[0]

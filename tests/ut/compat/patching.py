@@ -1,4 +1,4 @@
-"""Apply patches of the plugin to a module of a test's own."""
+"""Apply patches of the plugin to a module created by a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def points_of(*functions: Callable[..., Any]) -> list[PatchPoint]:
 
 
 def apply(module: Any, *functions: Callable[..., Any]) -> None:
-    """Put each function in its places in a module; of several, in those that the module has."""
+    """Apply each function to its patch points in a module, as far as the module has them."""
     for function in functions:
         here = {
             point.path: point for point in points_of(function) if hasattr(module, point.path[0])

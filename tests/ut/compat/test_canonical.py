@@ -20,7 +20,7 @@ TOKENS, HIDDEN, LAYERS = 5, 8, 3
 
 
 class RMSNorm(nn.Module):
-    """As vLLM's, whose name it has: adds a residual before it normalises, and returns the sum."""
+    """Like vLLM's, with the same name: adds a residual, normalises, and returns the sum."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """As Cohere's in vLLM: takes a residual, and does not add it."""
+    """Like Cohere's in vLLM: takes a residual, and does not add it."""
 
     def forward(self, x: Any, residual: Any = None) -> Any:
         return super().forward(x), residual
@@ -62,7 +62,7 @@ class Base(nn.Module):
 
 
 class PreNormLayer(Base):
-    """As of Qwen2-MoE, Mixtral or GLM-4.x."""
+    """Like Qwen2-MoE, Mixtral or GLM-4.x."""
 
     def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
         if residual is None:
@@ -74,7 +74,7 @@ class PreNormLayer(Base):
 
 
 class PostNormLayer(Base):
-    """As of EXAONE-4: the residual that it is given is of no use."""
+    """Like EXAONE-4: it ignores the residual."""
 
     def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
         residual = hidden_states
@@ -83,7 +83,7 @@ class PostNormLayer(Base):
 
 
 class OneTensorLayer(Base):
-    """As of OLMo-2; writes into the tensor that it is given."""
+    """Like OLMo-2; writes into the input tensor."""
 
     def forward(self, positions: Any, hidden_states: Any) -> Any:
         hidden_states += self.norm(hidden_states @ self.mix)
@@ -148,7 +148,7 @@ class PostNormModel(Decoder):
 
 
 class SummedModel(PreNormModel):
-    """As of Hy3."""
+    """Like Hy3."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -235,7 +235,7 @@ def streams(served: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (1,), (3,), (0, 3)])
 @pytest.mark.parametrize("served", SERVED.values())
-def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
+def test_stream_after_each_extracted_layer_is_collected_and_output_is_unchanged(
     served: Any, wanted: tuple[int, ...]
 ) -> None:
     input_ids, positions = torch.arange(TOKENS) * 7, torch.arange(TOKENS)
@@ -244,7 +244,7 @@ def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
     found = recognise(served) if not hasattr(served, "supports_eagle3") else None
     make_collecting(served, registered)
     model = served()
-    assert torch.equal(model(input_ids, positions), output)  # nothing is wanted yet
+    assert torch.equal(model(input_ids, positions), output)  # nothing is extracted yet
     model.set_aux_hidden_state_layers(wanted)
     same, collected = model(input_ids, positions)
     assert torch.equal(same, output)
@@ -254,18 +254,20 @@ def test_the_stream_after_each_wanted_layer_is_collected_and_the_output_stays(
     assert found is None or (found.owner, found.decoder) == ("model", type(model.model))
 
 
-def test_layers_of_another_class_than_was_checked_are_refused() -> None:
+def test_unchecked_layer_classes_are_refused() -> None:
     class Given(PostNorm):
         def __init__(self) -> None:
             super().__init__()
             self.model = PostNormModel(PreNormLayer)
 
     make_collecting(PostNorm, registered)
-    with pytest.raises(NotCanonicalError, match="Given has PreNormLayer, and others were checked"):
+    with pytest.raises(
+        NotCanonicalError, match="Given has PreNormLayer, but other attributes were checked"
+    ):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 
-# What is refused
+# Refused code
 
 
 class Wrapped(PreNorm):
@@ -285,7 +287,7 @@ class Unnamed(Served):
 
 
 class LoopedModel(PreNormModel):
-    """As of Ouro: the layers are called several times."""
+    """Like Ouro: the layers are called several times."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -297,7 +299,7 @@ class LoopedModel(PreNormModel):
 
 
 class HyperConnectionModel(OneTensorModel):
-    """As of DeepSeek-V4: several streams per token, joined after the last layer."""
+    """Like DeepSeek-V4: several streams per token, joined after the last layer."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states = self.embed_input_ids(input_ids).unsqueeze(1).repeat(1, 4, 1)
@@ -318,7 +320,7 @@ class SkippingModel(PreNormModel):
 
 
 class AddingModel(PreNormModel):
-    """As of StableLM in vLLM 0.23: it adds after each layer."""
+    """Like StableLM in vLLM 0.23: it adds after each layer."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         hidden_states, residual = self.embed_input_ids(input_ids), None
@@ -390,7 +392,7 @@ class HybridModel(PreNormModel):
 
 
 class GivenLayers(PostNormModel):
-    """A subclass gives another layer than the default of the base class."""
+    """A subclass passes another layer than the default of the base class."""
 
     def __init__(self) -> None:
         super().__init__(layer_type=PreNormLayer)
@@ -398,10 +400,10 @@ class GivenLayers(PostNormModel):
 
 REFUSED = {
     Wrapped: "Wrapped.forward is wrapped",
-    Scaled: "Scaled.forward does not return the output of a decoder as it is",
-    Unnamed: "Unnamed makes its model by decoder",
-    LoopedModel: "LoopedModel.forward has no loop over its layers alone",
-    SkippingModel: "SkippingModel.forward has no loop over its layers alone",
+    Scaled: "Scaled.forward does not return the unchanged output of a decoder",
+    Unnamed: "Unnamed creates model with decoder",
+    LoopedModel: "LoopedModel.forward has no loop that only calls its layers",
+    SkippingModel: "SkippingModel.forward has no loop that only calls its layers",
     AddingModel: "the loop of AddingModel.forward does more than",
     HyperConnectionModel: "HyperConnectionModel.forward does not end with the norm",
     ForgetfulModel: "ForgetfulModel.forward does not end with the norm",
@@ -413,7 +415,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_code_that_is_not_canonical_is_refused_with_the_reason(
+def test_noncanonical_code_is_refused_with_the_reason(
     refused: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = refused
@@ -425,7 +427,7 @@ def test_code_that_is_not_canonical_is_refused_with_the_reason(
     assert REFUSED[refused] in str(error.value)
 
 
-def test_a_class_of_vllm_is_ours_to_collect_or_its_own() -> None:
+def test_collector_of_a_vllm_class_is_ours_or_the_class_itself() -> None:
     from vllm.model_executor.models.mixtral import MixtralForCausalLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Each patch concerns our method or connector alone and refuses a version without its place."""
+"""Patches affect only our method or connector, and refuse a version without the patch point."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.protocol.errors import UserError
 
 
-def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
+def test_wheel_with_another_proposer_base_class_is_refused() -> None:
     module = SimpleNamespace(AscendExtractHiddenStatesProposer=dict)
     apply(module, plugin.make_proposer)
     with pytest.raises(
-        IncompatibleVersionError, match="is not the base class.*\n.*checked against vllm"
+        IncompatibleVersionError, match="is not the base class.*\nChecked versions: vllm"
     ):
         module.AscendExtractHiddenStatesProposer()
 
@@ -30,13 +30,13 @@ def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
 @pytest.mark.parametrize(
     "point", [each for each in POINTS if each.replacement], ids=lambda point: point.name
 )
-def test_a_module_without_a_place_to_patch_stays_as_it_is_for_servers_that_extract_nothing(
+def test_module_without_the_patch_point_is_left_unchanged_with_a_warning(
     point: PatchPoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = SimpleNamespace()
     point.apply(module)
     assert vars(module) == {}
-    assert f"{point.name} is not there; extraction needs it so that: {point.why}" in caplog.text
+    assert f"{point.name} is missing; extraction needs it so that: {point.why}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,9 @@ def test_a_module_without_a_place_to_patch_stays_as_it_is_for_servers_that_extra
         (None, False),
     ],
 )
-def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disabled: bool) -> None:
+def test_preemption_stays_enabled_only_for_our_connector(
+    connector: str | None, disabled: bool
+) -> None:
     def upstream(vllm_config: Any) -> bool:
         return vllm_config.kv_transfer_config is not None
 
@@ -70,10 +72,8 @@ def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disa
         (None, True),
     ],
 )
-def test_an_int8_cache_stays_one_with_our_connector_alone(
-    connector: str | None, quantised: bool
-) -> None:
-    """As upstream decides: whether the cache is int8, and how a layer computes."""
+def test_int8_cache_is_kept_only_with_our_connector(connector: str | None, quantised: bool) -> None:
+    """Upstream decides on both: the dtype of the cache, and a layer's computation."""
 
     class Method:
         def __init__(self) -> None:
@@ -91,7 +91,7 @@ def test_an_int8_cache_stays_one_with_our_connector_alone(
     assert layer.is_int8 is quantised
     assert (layer.impl.vllm_config.kv_transfer_config is None) is quantised
     assert layer.impl.vllm_config.cache_config is config.cache_config
-    assert config.kv_transfer_config is transfer  # the server's own
+    assert config.kv_transfer_config is transfer  # unchanged
 
 
 def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
@@ -100,7 +100,7 @@ def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
 
 
 def config_module() -> Any:
-    """A VllmConfig that, as vLLM's does, checks its parts and then derives a size from them."""
+    """A VllmConfig that, like vLLM's, checks its parts and then derives a size from them."""
 
     class VllmConfig:
         def __init__(
@@ -135,7 +135,7 @@ def config_module() -> Any:
     return module
 
 
-def test_what_an_engine_derives_from_its_configuration_is_as_without_extraction() -> None:
+def test_sizes_derived_from_the_configuration_are_as_without_extraction() -> None:
     config = config_module().VllmConfig
     plain, extracting, other = (
         config(),
@@ -154,14 +154,14 @@ def test_a_copy_of_a_configuration_passes_vllms_check_again() -> None:
     assert first.speculative_config.num_speculative_tokens == 0
 
 
-def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() -> None:
+def test_sizes_can_be_derived_again_for_data_parallel_engines() -> None:
     config = config_module().VllmConfig(speculative_config=speculative())
     config.__post_init__()
     assert config.decode_query_len == 1
 
 
-def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
+def test_more_than_one_draft_token_is_refused() -> None:
+    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no effect.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
 
 
@@ -169,7 +169,7 @@ def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
     "options",
     [{"connector": "ExampleHiddenStatesConnector"}, {"connector": None}, {"offload": True}],
 )
-def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(
+def test_configuration_with_another_connector_is_refused_at_creation(
     options: dict[str, Any],
 ) -> None:
     config = config_module().VllmConfig
@@ -181,10 +181,10 @@ def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(
         config(speculative_config=speculative(), **options)
 
 
-def test_a_configuration_made_without_our_plugin_is_refused() -> None:
+def test_configuration_created_without_our_plugin_is_refused() -> None:
     drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
     with pytest.raises(
-        UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"
+        UserError, match="num_speculative_tokens=1 would schedule draft.*VLLM_PLUGINS"
     ):
         drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative()))
 
@@ -192,7 +192,7 @@ def test_a_configuration_made_without_our_plugin_is_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "inside", "after"), [("extract_hidden_states", 1, 0), ("eagle3", 2, 2)]
 )
-def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(
+def test_drafter_is_set_up_for_one_token_and_the_number_is_restored(
     method: str, inside: int, after: int
 ) -> None:
     class Proposer:
@@ -223,11 +223,11 @@ def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(
 @pytest.mark.parametrize(
     ("method", "counts"), [("extract_hidden_states", False), ("eagle3", True), (None, False)]
 )
-def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(
+def test_accepted_drafts_of_a_hybrid_target_are_counted_only_with_drafts(
     method: str | None, counts: bool
 ) -> None:
     class GPUModelRunner:
-        """Of vLLM: buffers for accepted drafts are made when there is a speculative method."""
+        """Like vLLM's: buffers for accepted drafts exist if there is a speculative method."""
 
         def _get_mamba_bufs(self) -> bool:
             return self.speculative_config is not None
@@ -251,7 +251,7 @@ def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(
 @pytest.mark.parametrize(
     ("method", "left_out"), [("extract_hidden_states", False), ("eagle3", True)]
 )
-def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(
+def test_parameters_refused_with_drafts_are_accepted_without_drafts(
     method: str, left_out: bool
 ) -> None:
     class SamplingParams:
@@ -281,7 +281,7 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
-def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(
+def test_memory_is_copied_before_a_sleeping_worker_unmaps_it(
     monkeypatch: pytest.MonkeyPatch, multi: bool
 ) -> None:
     calls: list[str] = []
@@ -312,7 +312,7 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(
     ],
     ids=str,
 )
-def test_rows_are_forgotten_before_workers_are_called(
+def test_rows_are_dropped_before_workers_are_called(
     method: Any, forgets: bool, multi: bool
 ) -> None:
     calls: list[str] = []
@@ -346,7 +346,7 @@ def test_rows_are_forgotten_before_workers_are_called(
     ],
     ids=["by name", "by position", "not here", "nowhere", "tensors"],
 )
-def test_the_checkpoint_that_was_loaded_is_told_if_it_is_known(
+def test_connector_learns_the_loaded_checkpoint_if_known(
     args: tuple[Any, ...],
     kwargs: Any,
     known: bool,
@@ -378,9 +378,7 @@ def test_the_checkpoint_that_was_loaded_is_told_if_it_is_known(
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another connector"])
 @pytest.mark.parametrize("in_engine", [False, True], ids=["call of the workers", "vLLM's own"])
-def test_weights_are_named_by_two_calls_of_which_none_changes_them(
-    in_engine: bool, ours: bool
-) -> None:
+def test_both_calls_that_name_weights_leave_them_unchanged(in_engine: bool, ours: bool) -> None:
     names: list[str] = []
     passed_on: list[Any] = []
 
@@ -414,7 +412,7 @@ def test_weights_are_named_by_two_calls_of_which_none_changes_them(
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_our_connector_is_told_of_a_reset_and_whether_it_has_succeeded(is_empty: bool) -> None:
+def test_connector_learns_of_a_reset_and_its_success(is_empty: bool) -> None:
     calls: list[str] = []
     ours = SimpleNamespace(
         reset_prefixes=lambda: calls.append("reset"),
@@ -435,9 +433,7 @@ def test_our_connector_is_told_of_a_reset_and_whether_it_has_succeeded(is_empty:
 @pytest.mark.parametrize(
     ("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)]
 )
-def test_a_runner_that_extracts_answers_that_there_are_no_drafts(
-    method: str, drafts_taken: Any
-) -> None:
+def test_extracting_runner_returns_no_drafts(method: str, drafts_taken: Any) -> None:
     """Otherwise a request with structured outputs stops the engine (vllm/v1/engine/core.py:583)."""
 
     class NPUModelRunner:

@@ -1,4 +1,4 @@
-"""Adapters: the weights are those that were loaded last; what computes them wrong is refused."""
+"""Adapters: fingerprints of the last loaded weights; settings with wrong outputs are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(
 
 
 def loaded(path: Path, **changes: Any) -> str:
-    """Load an adapter, and return the weights that files of its requests name."""
+    """Load an adapter, and return the weights named by files of its requests."""
     made = object()
     assert name_weights(lambda *_: made, None, request(path, **changes)) is made
     return adapter_of(request(path, **changes)).weights
@@ -43,7 +43,9 @@ def test_a_request_without_an_adapter_names_none() -> None:
     assert adapter_of(None) == NO_ADAPTER
 
 
-def test_weights_are_those_of_the_last_load_and_depend_on_contents_alone(tmp_path: Path) -> None:
+def test_adapter_fingerprint_is_of_the_last_load_and_depends_only_on_contents(
+    tmp_path: Path,
+) -> None:
     first = loaded(write(tmp_path / "a", "one"))
     assert len(first) == 32
     assert loaded(write(tmp_path / "copy", "one"), number=2) == first
@@ -57,14 +59,14 @@ def test_weights_are_those_of_the_last_load_and_depend_on_contents_alone(tmp_pat
     )
 
 
-def test_weights_that_cannot_be_read_are_not_named(tmp_path: Path) -> None:
+def test_unreadable_adapter_weights_are_not_named(tmp_path: Path) -> None:
     assert loaded(write(tmp_path / "a", "one"))
     (tmp_path / "a" / "adapter_config.json").unlink()
     assert loaded(tmp_path / "a") == ""
     assert adapter_of(request(tmp_path, "b", 5)) == ("b", "")
 
 
-def test_an_adapter_that_cannot_be_loaded_keeps_the_weights_of_the_former(tmp_path: Path) -> None:
+def test_failed_adapter_load_keeps_the_previous_fingerprint(tmp_path: Path) -> None:
     first = loaded(write(tmp_path / "a", "one"))
 
     def fail(*_: Any) -> Any:
@@ -99,7 +101,7 @@ def config(ranks: int, **lora: Any) -> Any:
         ),
     ],
 )
-def test_adapters_that_vllm_ascend_computes_wrong_are_refused(
+def test_adapter_settings_with_wrong_rows_are_refused(
     monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None
 ) -> None:
     for release in ("0.23.0", "0.26.0"):

@@ -26,7 +26,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
     ("extracted", "offered", "answer"),
     [(True, 5, 0), (False, 5, 5), (True, None, None), (True, 0, 0)],
 )
-def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(
+def test_no_other_connector_loads_kv_for_an_extracted_request(
     extracted: bool, offered: int | None, answer: int | None
 ) -> None:
     class MultiConnector:
@@ -51,9 +51,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(
 
 
 @pytest.mark.parametrize(("siblings", "known"), [(0, []), (1, ["others"])])
-def test_our_connector_knows_whether_others_read_the_parameters_of_requests(
-    siblings: int, known: list[str]
-) -> None:
+def test_connector_knows_if_others_read_request_parameters(siblings: int, known: list[str]) -> None:
     found: list[str] = []
 
     class MultiConnector:
@@ -67,7 +65,7 @@ def test_our_connector_knows_whether_others_read_the_parameters_of_requests(
 
 
 @pytest.mark.parametrize("in_multi_connector", [False, True])
-def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answered(
+def test_worker_report_of_a_step_is_taken_before_its_requests_are_answered(
     in_multi_connector: bool,
 ) -> None:
     known: list[str] = []
@@ -113,7 +111,7 @@ def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answ
         (None, None, None),
     ],
 )
-def test_our_answer_is_added_to_that_of_a_connector_beside_ours(
+def test_our_answer_is_merged_with_another_connectors_answer(
     ours: Any, theirs: Any, said: Any
 ) -> None:
     class Ours:
@@ -149,8 +147,8 @@ def test_our_answer_is_added_to_that_of_a_connector_beside_ours(
     [{"hidden_states_path": "/data/2"}, {"hidden_states_error": "no room"}, None],
     ids=["rows", "error", "stop string"],
 )
-def test_a_response_names_the_errors_of_all_its_samples(last: dict[str, str] | None) -> None:
-    """vLLM's own aggregation of samples, which has the answer of the sample that ends last."""
+def test_response_names_the_errors_of_all_samples(last: dict[str, str] | None) -> None:
+    """vLLM's own aggregation of samples has the answer of the sample that ends last."""
     module = SimpleNamespace(
         RequestState=type(
             "RequestState",
@@ -189,7 +187,7 @@ def test_a_response_names_the_errors_of_all_its_samples(last: dict[str, str] | N
     assert answer == {**(last or {}), "hidden_states_error": error}
 
 
-def test_a_response_names_the_errors_of_all_its_prompts() -> None:
+def test_response_names_the_errors_of_all_prompts() -> None:
     """vLLM's own response has the answer of the first prompt."""
 
     class OpenAIServingCompletion:
@@ -242,9 +240,7 @@ def transfer(connector: str | None, **options: Any) -> Any:
     ("connector", "mark"),
     [("AscendHiddenStatesConnector", BEAMS_OPT_OUT), ("MooncakeConnector", None), (None, None)],
 )
-def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(
-    connector: str | None, mark: Any
-) -> None:
+def test_beam_search_requests_opt_out_with_our_connector(connector: str | None, mark: Any) -> None:
     config = SimpleNamespace(kv_transfer_config=transfer(connector))
     offline = SimpleNamespace(SamplingParams=SimpleNamespace)
     online = SimpleNamespace(SamplingParams=SimpleNamespace)
@@ -284,7 +280,7 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(
     assert getattr(beam, "extra_args", None) == mark
     assert (
         getattr(offline.SamplingParams(max_tokens=1), "extra_args", None) is None
-    )  # of another's making
+    )  # created by another party
     (output,) = asyncio.run(search())
     assert getattr(output.sampling, "extra_args", None) == mark
     assert (output.kv_transfer_params is not None) is (mark is not None)
@@ -302,7 +298,7 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(
     ],
 )
 @pytest.mark.parametrize("name", ["ChatCompletionRequest", "CompletionRequest"])
-def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(
+def test_beam_search_names_the_reason_for_missing_rows_if_requested(
     name: str, extract: str, params: Any, told: bool
 ) -> None:
     class Request:
@@ -341,7 +337,7 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(
     assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
 
 
-# How vLLM calls ours
+# vLLM's calls of our connector
 
 
 def worker_side(steps: list[Any]) -> AscendHiddenStatesConnector:
@@ -350,7 +346,7 @@ def worker_side(steps: list[Any]) -> AscendHiddenStatesConnector:
     return connector
 
 
-def test_a_step_starts_before_the_forward_pass_and_not_when_loading_does() -> None:
+def test_step_starts_before_the_forward_pass_but_not_at_load_start() -> None:
     """Since 0.30 loading comes after it, on model runner V2 even after the drafter."""
     steps: list[Any] = []
     connector, metadata = worker_side(steps), HsxConnectorMetadata.__new__(HsxConnectorMetadata)
@@ -360,11 +356,11 @@ def test_a_step_starts_before_the_forward_pass_and_not_when_loading_does() -> No
     assert steps == [metadata]
 
 
-def test_no_kv_is_handed_on_so_that_requests_may_be_preempted() -> None:
+def test_no_kv_is_sent_so_requests_may_be_preempted() -> None:
     assert worker_side([]).requires_kv_delivery is False
 
 
-def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
+def test_prefix_cache_is_read_only_as_far_as_rows_are_reusable() -> None:
     seen: list[Any] = []
     block = 4
 

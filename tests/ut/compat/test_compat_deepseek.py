@@ -1,4 +1,4 @@
-"""DeepSeek's model returns the residual stream at both ends on request, and else stays vLLM's.
+"""DeepSeek's model returns the residual stream at both ends on request; otherwise it is vLLM's.
 
 vLLM 0.23 collects neither end, 0.26 the last state.
 """
@@ -15,13 +15,13 @@ from patching import apply
 from vllm_ascend_hsx.compat.targets import collect_both_ends, collect_embedding
 
 LAYERS = 3
-# What layer i adds to the stream, and the embedding: every state is another number.
+# Layer i's addition to the stream, and the embedding: every state is another number.
 EMBEDDED, ADDED = 1, (10, 100, 1000)
 STREAM = {0: 1, 1: 11, 2: 111, 3: 1111}
 
 
 def module(config: Any = None) -> Any:
-    """A model with vLLM's interfaces whose forward says that it was called."""
+    """A model with vLLM's interfaces whose forward records its call."""
 
     class DeepseekV2Model:
         aux_hidden_state_layers: tuple[int, ...] = ()
@@ -70,14 +70,14 @@ def test_states_are_returned_in_layer_order_with_both_ends(wanted: tuple[int, ..
     )
 
 
-def test_embeddings_that_are_given_are_not_computed() -> None:
+def test_given_embeddings_are_not_computed_again() -> None:
     model = module().DeepseekV2Model()
     model.aux_hidden_state_layers = (0, 3)
     assert model.forward(None, "positions", None, 5) == (-1115, [5, 1115])
 
 
 @pytest.mark.parametrize("wanted", [(), (1,), (2, 1)])
-def test_a_model_that_is_asked_for_neither_end_is_untouched(wanted: tuple[int, ...]) -> None:
+def test_model_without_requested_ends_is_called_unchanged(wanted: tuple[int, ...]) -> None:
     model = module().DeepseekV2Model()
     model.aux_hidden_state_layers = wanted
     assert model.forward("ids", "positions", "intermediate", inputs_embeds="given") == (
@@ -90,7 +90,7 @@ def test_a_model_that_is_asked_for_neither_end_is_untouched(wanted: tuple[int, .
     ("options", "scaling"),
     [(None, None), ({"original_max_position_embeddings": 8, "beta": 0.1}, (8, 0.1, "positions"))],
 )
-def test_the_layers_get_the_scaling_of_the_model(
+def test_layers_get_the_models_scaling(
     monkeypatch: pytest.MonkeyPatch, options: Any, scaling: Any
 ) -> None:
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_the_layers_get_the_scaling_of_the_model(
 
 
 class CollectingModel:
-    """The model of vLLM 0.26, whose layers write into the tensor that they are given."""
+    """The model of vLLM 0.26, whose layers write into their input tensor."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
 
@@ -125,9 +125,7 @@ class CollectingModel:
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (0, 3), (0, 1, 2, 3), (2, 3), (3, 0, 1), ()])
 @pytest.mark.parametrize("given", [False, True])
-def test_the_embedding_is_added_to_what_the_model_collects(
-    wanted: tuple[int, ...], given: bool
-) -> None:
+def test_embedding_is_added_to_the_collected_states(wanted: tuple[int, ...], given: bool) -> None:
     found = SimpleNamespace(DeepseekV2Model=type("DeepseekV2Model", (CollectingModel,), {}))
     apply(found, collect_embedding)
     model, ones = found.DeepseekV2Model(), torch.ones(2)

@@ -1,4 +1,4 @@
-"""How vLLM's engine core stops with our connector, and how it answers what it leaves."""
+"""Stop of vLLM's engine core with our connector, and its answers to remaining requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHUT_DOWN = f"shut down, SIGTERM {signal.SIG_IGN!r}"
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
-def test_the_connector_is_told_of_the_stop_before_requests_are_aborted_and_the_core_shuts_down_with_signals_ignored(
+def test_stop_notifies_the_connector_then_aborts_then_shuts_down_ignoring_signals(
     engine_core: Any, multi: bool
 ) -> None:
     core = engine_core(
@@ -84,11 +84,11 @@ def test_the_connector_is_told_of_the_stop_before_requests_are_aborted_and_the_c
     core.shutdown_state = STATE.REQUESTED
     assert core._handle_shutdown() is False
     assert events == ["server stops", "abort", "answer", SHUT_DOWN]
-    core.shutdown()  # as run_engine_core does in the end, v1/engine/core.py:1206
+    core.shutdown()  # as run_engine_core does at the end, v1/engine/core.py:1206
     assert events.count(SHUT_DOWN) == 1
 
 
-def test_requests_in_flight_have_the_time_that_was_given_and_are_then_aborted(
+def test_requests_in_flight_are_aborted_after_the_shutdown_timeout(
     engine_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -114,13 +114,13 @@ def test_requests_that_end_in_time_are_not_aborted(engine_core: Any) -> None:
     assert events == [SHUT_DOWN]
 
 
-def test_a_core_that_failed_ignores_signals_while_it_shuts_down(engine_core: Any) -> None:
+def test_failed_core_ignores_signals_while_it_shuts_down(engine_core: Any) -> None:
     engine_core(config()).shutdown()
     assert events == [SHUT_DOWN]
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_a_core_without_our_connector_stops_as_it_did(engine_core: Any) -> None:
+def test_core_without_our_connector_stops_as_upstream(engine_core: Any) -> None:
     core = engine_core(config(OTHER, shutdown_timeout=60))
     core.shutdown_state = STATE.REQUESTED
     assert core._handle_shutdown() is True

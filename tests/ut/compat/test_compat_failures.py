@@ -1,4 +1,4 @@
-"""The exception of a step reaches our connector, and a spoilt output does not leave the worker."""
+"""A step's exception reaches our connector, and tokens of a failed device are not sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_hsx.drafter.landing import DeviceError
 
 
 class Connector:
-    """Note the calls of the patches. `ask_device` raises if the device has failed."""
+    """Records the calls of the patches. `ask_device` raises if the device has failed."""
 
     def __init__(self, device_error: Exception | None = None) -> None:
         self.failures: list[Exception] = []
@@ -48,7 +48,7 @@ def patched_worker() -> Any:
 
 @pytest.mark.parametrize("multi", [False, True])
 @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
-def test_the_exception_of_a_step_is_given_to_our_connector_and_raised(
+def test_step_exception_reaches_our_connector_and_is_raised(
     monkeypatch: pytest.MonkeyPatch, method: str, multi: bool
 ) -> None:
     connector, error = Connector(), RuntimeError("aclnnStack")
@@ -72,7 +72,7 @@ def test_a_step_of_a_server_without_connector_raises_as_before(
 
 @pytest.mark.parametrize("name", ["AsyncGPUModelRunnerOutput", "AsyncOutput"])
 @pytest.mark.parametrize("error", [None, DeviceError("aclnnStack")], ids=["healthy", "failed"])
-def test_the_tokens_of_a_step_leave_only_if_the_device_has_no_error(
+def test_tokens_of_a_step_are_sent_only_without_device_error(
     monkeypatch: pytest.MonkeyPatch, name: str, error: Exception | None
 ) -> None:
     class Output:

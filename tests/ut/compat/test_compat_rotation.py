@@ -1,4 +1,4 @@
-"""The rotation of a target is found as vllm-ascend does; one that cannot be used is named."""
+"""The rotation of a target is found as vllm-ascend does; an unusable one is named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checkpoint(
     )
 
 
-def test_the_file_is_the_one_that_the_description_names(tmp_path: Path) -> None:
+def test_rotation_file_is_read_from_the_description(tmp_path: Path) -> None:
     assert rotation_of(checkpoint(tmp_path, QUAROT, torch.eye(SIZE)), "undo") == tmp_path / NAME
 
 
@@ -64,45 +64,45 @@ def test_the_file_is_the_one_that_the_description_names(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_target_whose_description_names_none_is_not_rotated(
+def test_target_without_rotation_in_its_description_is_not_rotated(
     tmp_path: Path, description: Any
 ) -> None:
     assert rotation_of(checkpoint(tmp_path, description), "undo") is None
 
 
-def test_a_rotation_in_its_usual_place_needs_no_name(tmp_path: Path) -> None:
+def test_rotation_file_with_the_usual_name_is_found(tmp_path: Path) -> None:
     assert (
         rotation_of(checkpoint(tmp_path, {"optional": {}}, torch.eye(SIZE)), "undo")
         == tmp_path / NAME
     )
 
 
-def test_a_target_that_says_that_it_is_rotated_needs_its_matrix(tmp_path: Path) -> None:
+def test_declared_rotation_without_matrix_is_refused(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, {"is_rot_used": True})
-    with pytest.raises(UserError, match=rf"its matrix {NAME} is not there"):
+    with pytest.raises(UserError, match=rf"its matrix {NAME} is missing"):
         rotation_of(model, "undo")
     assert rotation_of(model, "keep") is not None
     assert rotation_of(checkpoint(tmp_path / "not", {"is_rot_used": False}), "undo") is None
 
 
-def test_a_target_that_vllm_ascend_does_not_quantise_is_not_rotated(tmp_path: Path) -> None:
+def test_target_without_ascend_quantisation_is_not_rotated(tmp_path: Path) -> None:
     for quantization in (None, "fp8"):
         assert (
             rotation_of(checkpoint(tmp_path, QUAROT, torch.eye(SIZE), quantization), "undo") is None
         )
 
 
-def test_a_rotation_that_is_not_there_is_refused_unless_rows_are_kept(tmp_path: Path) -> None:
+def test_missing_rotation_file_is_refused_unless_rows_are_kept(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, QUAROT)
     with pytest.raises(
         UserError,
-        match=rf"is rotated \(QuaRot\), and its matrix {NAME} is not there.*rotation='keep'",
+        match=rf"is rotated \(QuaRot\), but its matrix {NAME} is missing.*rotation='keep'",
     ):
         rotation_of(model, "undo")
     assert rotation_of(model, "keep") is not None
 
 
-def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"has a {DESCRIPTION} that cannot be read"):
         rotation_of(checkpoint(tmp_path, "{"), "undo")
 
@@ -112,14 +112,14 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [
         (
             torch.eye(SIZE + 1),
-            rf"is a rotation of \({SIZE + 1}, {SIZE + 1}\), and rows have {SIZE} elements",
+            rf"is a rotation of shape \({SIZE + 1}, {SIZE + 1}\), but rows have {SIZE} elements",
         ),
         (torch.ones(SIZE, SIZE), "is not orthogonal: Q @ Q.T deviates by 8 from the identity"),
         (torch.full((SIZE, SIZE), torch.nan), "is not orthogonal"),
     ],
     ids=["size", "ones", "NaN"],
 )
-def test_a_matrix_that_is_no_rotation_is_refused(
+def test_matrix_that_is_not_a_rotation_is_refused(
     tmp_path: Path, matrix: torch.Tensor, problem: str
 ) -> None:
     checkpoint(tmp_path, QUAROT, matrix)
@@ -149,9 +149,9 @@ def test_a_rotation_is_read_in_float32(tmp_path: Path, dtype: torch.dtype) -> No
     assert torch.equal(found, matrix.to(dtype).float())
 
 
-# A rotation that nothing declares
+# An undeclared rotation
 
-UNDECLARED = r"does not say so: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
+UNDECLARED = r"does not declare it: all weights of its final norm are equal.*Put the rotation into optional/quarot\.safetensors .*'keep'"
 EQUAL, TRAINED = torch.ones(SIZE), torch.linspace(0.5, 1.5, SIZE)
 FILES = (
     "quant_model_weights-00001-of-00002.safetensors",
@@ -211,23 +211,21 @@ def test_a_target_whose_final_norm_was_trained_is_not_rotated(tmp_path: Path, na
     assert rotation_of(with_norms(tmp_path, final, name, of_a_layer=EQUAL), "undo") is None
 
 
-def test_equal_weights_of_a_target_that_is_not_quantised_mean_nothing(tmp_path: Path) -> None:
+def test_equal_norm_weights_without_quantisation_are_accepted(tmp_path: Path) -> None:
     config = with_norms(tmp_path, EQUAL)
     config.model_config.quantization = None
     assert rotation_of(config, "undo") is None
     refuse_undeclared_rotation(config.model_config, target(EQUAL))
 
 
-def test_what_the_description_declares_goes_before_the_norm(tmp_path: Path) -> None:
+def test_declared_rotation_takes_precedence_over_the_norm(tmp_path: Path) -> None:
     config = with_norms(tmp_path, EQUAL)
     checkpoint(tmp_path, QUAROT, torch.eye(SIZE))
     assert rotation_of(config, "undo") == tmp_path / NAME
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer"])
-def test_weights_that_are_not_there_yet_are_looked_at_when_they_are_loaded(
-    tmp_path: Path, load_format: str
-) -> None:
+def test_missing_weights_are_checked_after_loading(tmp_path: Path, load_format: str) -> None:
     config = checkpoint(tmp_path, {})
     config.load_config.load_format = load_format
     assert rotation_of(config, "undo") is None
@@ -237,14 +235,14 @@ def test_weights_that_are_not_there_yet_are_looked_at_when_they_are_loaded(
     refuse_undeclared_rotation(config.model_config, torch.nn.Module())
 
 
-def test_dummy_weights_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_dummy_weights_are_not_checked_for_rotation(tmp_path: Path) -> None:
     config = with_norms(tmp_path, EQUAL)
     config.load_config.load_format = "dummy"
     assert rotation_of(config, "undo") is None
 
 
 @pytest.mark.parametrize("damage", ["file", "index"])
-def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(
+def test_unreadable_checkpoint_is_left_to_vllm(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = with_norms(tmp_path, EQUAL)
@@ -254,11 +252,11 @@ def test_a_checkpoint_that_cannot_be_read_is_left_to_vllm(
         (tmp_path / "model.safetensors.index.json").write_text("{}")
     with caplog.at_level("WARNING", logger.name):
         assert rotation_of(config, "undo") is None
-    assert "is seen when it is loaded" in caplog.text
+    assert "so whether it is rotated is checked after loading" in caplog.text
 
 
 def target(final: torch.Tensor) -> torch.nn.Module:
-    """As much of a model as has a final norm."""
+    """A model with only a final norm."""
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.norm = torch.nn.Module()

@@ -1,4 +1,4 @@
-"""Balance scheduling is refused where vllm-ascend refuses it, in a message that names a way out."""
+"""Balance scheduling is refused where vllm-ascend refuses it, with a remedy."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ KEY, VARIABLE = "enable_balance_scheduling", "VLLM_ASCEND_BALANCE_SCHEDULING"
     ],
 )
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_it_is_refused_by_option_value_and_remedy(
+def test_balance_scheduling_is_refused_by_option_value_and_remedy(
     config: dict[str, Any], environ: dict[str, str], named: str, role: str
 ) -> None:
     with pytest.raises(UserError) as refused:
         refuse_balance_scheduling(config, role, environ)
     assert str(refused.value).startswith(
-        f"{named} is taken by vllm-ascend with kv_role='kv_both' alone, and this server has "
-        f"{role!r}."
+        f"{named} needs kv_role='kv_both' in vllm-ascend, but this server has {role!r}."
     )
-    assert "Leave it out, or make this connector a child of a MultiConnector" in str(refused.value)
+    assert "Remove it, or make this connector a child of a MultiConnector" in str(refused.value)
 
 
-def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
+def test_environment_variable_is_refused_if_vllm_ascend_reads_it() -> None:
     if installed_is(">=0.30"):
         refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
         return
-    with pytest.raises(UserError, match=f"^{VARIABLE}='1' is taken by"):
+    with pytest.raises(UserError, match=f"^{VARIABLE}='1' needs kv_role"):
         refuse_balance_scheduling({}, "kv_producer", {VARIABLE: "1"})
 
 
@@ -57,7 +56,7 @@ def test_its_variable_is_refused_where_vllm_ascend_reads_it() -> None:
         ({KEY: True}, {VARIABLE: "1"}, "kv_both"),
     ],
 )
-def test_a_server_without_it_is_not_refused(
+def test_server_without_balance_scheduling_is_accepted(
     config: dict[str, Any], environ: dict[str, str], role: str
 ) -> None:
     refuse_balance_scheduling(config, role, environ)

@@ -44,13 +44,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("kv_transfer_config", "seconds"), CONFIGS.values(), ids=CONFIGS)
-def test_there_is_a_timeout_for_our_connector_alone(
-    kv_transfer_config: Any, seconds: float
-) -> None:
+def test_only_our_connector_has_a_stop_timeout(kv_transfer_config: Any, seconds: float) -> None:
     assert stop_timeout(config(kv_transfer_config)) == seconds
 
 
-# Who started the engine cores
+# Processes that start engine cores
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def start(manager: Any, vllm_config: Any) -> Any:
 
 
 @pytest.mark.parametrize("timeout", [0, 30, None])
-def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(
+def test_engine_cores_get_stop_time_after_the_requests_time(
     manager: Any, timeout: float | None
 ) -> None:
     start(manager, config()).shutdown(timeout=timeout)
@@ -96,9 +94,7 @@ def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(
 
 
 @pytest.mark.parametrize("timeout", [0, 2**31, 10**400])
-def test_no_process_is_waited_for_longer_than_the_system_can_wait(
-    manager: Any, timeout: int
-) -> None:
+def test_shutdown_timeout_is_capped_at_the_system_limit(manager: Any, timeout: int) -> None:
     longest = {**OPTIONS, "drain_timeout_s": LONGEST_S, "storage_timeout_s": LONGEST_WAIT_S}
     start(manager, config(transfer("AscendHiddenStatesConnector", longest))).shutdown(
         timeout=timeout
@@ -114,7 +110,7 @@ def test_no_process_is_waited_for_longer_than_the_system_can_wait(
         os.close(writable)
 
 
-def test_a_manager_that_nobody_has_shut_down_gives_the_time_too_and_only_once(manager: Any) -> None:
+def test_finalizer_of_a_manager_waits_too_and_only_once(manager: Any) -> None:
     """When it is collected, or at the exit of its process."""
     for kv_transfer_config in (ALONE, OTHER):
         made = start(manager, config(kv_transfer_config))
@@ -184,7 +180,7 @@ sys.kept = (AsyncLLM(), shutdown, transfer_config)
 """
 
 
-def test_an_engine_that_outlives_our_modules_at_exit_is_shut_down_without_an_error() -> None:
+def test_shutdown_at_exit_without_our_globals_raises_nothing() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
         [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, env=environment
@@ -197,7 +193,7 @@ def test_an_engine_that_outlives_our_modules_at_exit_is_shut_down_without_an_err
     [{}, {"vllm_config": config()}],
     ids=["before its configuration", "before its client"],
 )
-def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(
+def test_api_server_with_a_failed_start_shuts_down_as_upstream(
     attributes: dict[str, Any],
 ) -> None:
     seen: list[float | None] = []
@@ -220,7 +216,7 @@ def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(
     ("kv_transfer_config", "shutting_down", "waits"),
     [(ALONE, True, True), (ALONE, False, False), (OTHER, True, False)],
 )
-def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signals(
+def test_executor_waits_for_workers_before_it_sends_signals(
     kv_transfer_config: Any, shutting_down: bool, waits: bool
 ) -> None:
     calls: list[Any] = []
@@ -249,7 +245,7 @@ def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signal
         assert sum(joined) == 0
 
 
-def test_vllms_executor_calls_it_on_itself() -> None:
+def test_vllms_executor_calls_the_termination_method_on_itself() -> None:
     """The class has a static method; ours needs the executor's configuration."""
     for method in ("shutdown", "_init_executor"):
         assert "self._ensure_worker_termination(" in inspect.getsource(
@@ -265,7 +261,7 @@ def test_vllms_executor_calls_it_on_itself() -> None:
     ("kv_transfer_config", "orphan", "ends"),
     [(ALONE, False, False), (ALONE, True, True), (OTHER, False, True)],
 )
-def test_a_worker_leaves_signals_to_the_engine_core_that_lives(
+def test_worker_ignores_signals_while_its_engine_core_lives(
     kv_transfer_config: Any, orphan: bool, ends: bool, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def vllms_handler(number: int, frame: Any) -> None:

@@ -38,10 +38,10 @@ def test_every_checked_pair_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("pair", CHECKED_PAIRS, ids=lambda pair: pair.vllm_ascend)
-def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_it_and_no_other_is(
+def test_exactly_the_functions_of_patch_points_are_recorded_per_release(
     pair: Pair,
 ) -> None:
-    """Else one that is new, or is for other releases than before, is not checked at start."""
+    """Otherwise a new function, or one for other releases than before, is not checked at start."""
     with_code = {name for sources in recorded().values() for name in sources.bodies}
     releases = {
         package: Version(release).base_version for package, release in pair._asdict().items()
@@ -54,7 +54,7 @@ def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_
     assert recorded()[pair.vllm_ascend].bodies.keys() == named & with_code
 
 
-def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(
+def test_installed_pair_matches_the_record_so_nothing_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(installed, "examined", lambda: pytest.fail("it looks closer"))
@@ -81,7 +81,7 @@ def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(
     ],
 )
 @pytest.mark.parametrize("pair", [Pair("0.31.0", "0.31.0rc1"), CHECKED_PAIRS[0]])
-def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied_on_holds(
+def test_unchecked_or_changed_pair_starts_if_all_patch_points_hold(
     pair: Pair,
     point: Examined,
     difference: str | None,
@@ -97,13 +97,13 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
         require_checked(False)
         assert (
             f"{what}: " in caplog.text
-            and "all that vllm-ascend-hsx relies on is as in a checked release" in caplog.text
+            and "every patch point of vllm-ascend-hsx is as in a checked release" in caplog.text
         )
     else:
         with pytest.raises(IncompatibleVersionError) as refused:
             require_checked(False)
         assert (
-            f"{what} differs from what was checked:\n  a.f: {difference}; called so that: rows "
+            f"{what} differs from the checked releases:\n  a.f: {difference}; called so that: rows "
             "are right"
         ) in str(refused.value)
         assert '"allow_unchecked_versions": true' in str(refused.value)
@@ -113,7 +113,7 @@ def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied
     assert len(caplog.records) == 1
 
 
-def test_a_digest_is_of_the_code_alone() -> None:
+def test_digest_covers_only_the_code() -> None:
     source = (
         '    def f(self, a, b="x"):\n        """Do it."""\n        # now\n        return a + b\n'
     )
@@ -134,7 +134,7 @@ CHANGES = [
         "vllm/v1/engine/core.py",
         "def _handle_shutdown(",
         "def _handle_end(",
-        "_handle_shutdown: it is not there",
+        "_handle_shutdown: it is missing",
     ),
     Change(
         "vllm/v1/engine/utils.py",
@@ -146,7 +146,7 @@ CHANGES = [
         "vllm_ascend/worker/worker.py",
         "def sleep(self, level",
         "def slumber(self, level",
-        "NPUWorker.sleep: it is not there",
+        "NPUWorker.sleep: it is missing",
     ),
     Change(
         STATE,
@@ -167,7 +167,7 @@ UNRELATED = [
         pytest.param(UNRELATED, False, id="something else", marks=pytest.mark.long),
     ],
 )
-def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_lost(
+def test_changes_in_a_copy_of_the_packages_are_reported_with_their_consequence(
     changes: list[Change], refused: bool, tmp_path: Path
 ) -> None:
     environ = copy_installed(tmp_path, changes)
@@ -182,10 +182,12 @@ def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_l
     printed = done.stdout + done.stderr
     assert done.returncode == refused, printed
     if refused:
-        lines = printed.partition("differs from what was checked:\n")[2].splitlines()[
+        lines = printed.partition("differs from the checked releases:\n")[2].splitlines()[
             : len(changes)
         ]
         assert all(" so that: " in line for line in lines), printed
         assert all(any(change.report in line for line in lines) for change in changes), printed
     else:
-        assert "files of it were changed, but all that vllm-ascend-hsx relies on" in printed
+        assert (
+            "files of it were changed, but every patch point of vllm-ascend-hsx is as in" in printed
+        )

@@ -34,7 +34,7 @@ NOT_DECLARING = ("__init__", "installed", "patch_points", "versions", "weights")
 
 
 def declaring_sources() -> list[str]:
-    """What reaches into vLLM or vllm-ascend."""
+    """Return the sources that access vLLM or vllm-ascend."""
     paths = [path for path in (PACKAGE / "compat").glob("*.py") if path.stem not in NOT_DECLARING]
     return [path.read_text() for path in (*paths, PACKAGE / "plugin.py")]
 
@@ -53,8 +53,8 @@ def test_every_import_from_vllm_is_declared() -> None:
     assert imported <= {(point.module, point.path[0]) for point in POINTS}
 
 
-def test_the_frame_of_a_replaced_method_has_a_local_self() -> None:
-    """vLLM's compiler looks for it (compilation/wrapper.py, bytecode_hook)."""
+def test_frame_of_a_replaced_method_has_a_local_self() -> None:
+    """vLLM's compiler reads it (compilation/wrapper.py, bytecode_hook)."""
 
     def find_self(original: Any, self: Any) -> Any:
         return sys._getframe(1).f_locals["self"]
@@ -68,7 +68,7 @@ def test_the_frame_of_a_replaced_method_has_a_local_self() -> None:
     assert made.forward() is made
 
 
-def test_every_declaration_is_used_and_there_is_one_of_each() -> None:
+def test_every_declaration_is_unique_and_used() -> None:
     sources = "\n".join(declaring_sources())
     declared = {point.path[-1] for point in POINTS if not point.replacement} - set(RUNNER_HOOKS)
     assert len(declared) >= 12
@@ -76,7 +76,7 @@ def test_every_declaration_is_used_and_there_is_one_of_each() -> None:
     assert len({(point.name, point.versions) for point in POINTS}) == len(POINTS)
 
 
-def test_what_a_patch_takes_is_read_from_its_function() -> None:
+def test_patch_parameters_are_read_from_the_function() -> None:
     by_path = {".".join(point.path): point for point in POINTS}
     whole, rest = by_path["Scheduler._connector_finished"], by_path["ServingTokens.serve_tokens"]
     assert (whole.use, whole.takes) == (Use.REPLACED, ("self", "request"))
@@ -95,11 +95,11 @@ def test_what_a_patch_takes_is_read_from_its_function() -> None:
             ">=0.26,<0.27",
             True,
         ),  # not checked: treated as the newest checked release before it
-        ("0.9.0", ">=0.23,<0.24", True),  # as the oldest
+        ("0.9.0", ">=0.23,<0.24", True),  # like the oldest
         (None, ">=0.26,<0.27", True),  # not installed, so never imported
     ],
 )
-def test_a_patch_is_for_the_releases_that_it_names(
+def test_patch_applies_only_to_the_named_releases(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, versions: str, fits: bool
 ) -> None:
     def version(package: str) -> str:
@@ -142,7 +142,7 @@ print("FOUND", len(ours) >= 28, hooked == ours, early, Scheduler._connector_fini
 
 
 def test_the_plugin_applies_every_patch_once_when_its_module_is_imported() -> None:
-    """And imports nothing that vllm-ascend patches: a general plugin is loaded before."""
+    """It imports nothing that vllm-ascend patches: a general plugin is loaded before."""
     hsx = [str(Path(sys.executable).with_name("hsx")), "emulate", "--"]
     done = subprocess.run(
         [*hsx, sys.executable, "-c", REGISTER], capture_output=True, text=True, check=False
@@ -170,7 +170,7 @@ def one_required(self: Any, timeout: Any, force: bool) -> None: ...
         (Use.NAMED, renamed, True),
     ],
 )
-def test_a_patch_point_holds_as_far_as_we_rely_on_its_signature(
+def test_patch_point_holds_if_the_used_part_of_the_signature_matches(
     use: Use, function: Callable[..., None], holds: bool
 ) -> None:
     point = PatchPoint("module", ("Class", "method"), use, ("self", "timeout"), (), "it stops", "")
@@ -178,14 +178,14 @@ def test_a_patch_point_holds_as_far_as_we_rely_on_its_signature(
     assert (problem_of(point, lambda name: module) is None) is holds
 
 
-def test_what_is_given_by_name_must_be_a_parameter() -> None:
+def test_keyword_argument_must_be_a_parameter() -> None:
     point = PatchPoint("module", ("f",), Use.CALLED, ("self",), ("timeout",), "it stops", "")
     assert problem_of(point, lambda name: SimpleNamespace(f=exact)) is None
     assert problem_of(point, lambda name: SimpleNamespace(f=renamed)) is not None
 
 
 def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = ("", "")) -> None:
-    """Modules with everything that is declared; without one of them, or with another parameter."""
+    """Create modules with every declaration; without one of them, or with another parameter."""
     sources: dict[str, dict[str, list[str]]] = {"vllm_ascend.ops": {}}
     for point in FITTING:
         classes = sources.setdefault(point.module, {})
@@ -223,16 +223,14 @@ def check_tree(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding
     return list(check_patch_points())
 
 
-def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_patch_point_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = "vllm.v1.core.sched.scheduler.Scheduler.update_from_output"
     write_tree(tmp_path, leave_out=gone)
     found = check_tree(tmp_path, monkeypatch)
     (problem,) = [each for each in found if each.verdict != "ok"]
     assert (problem.name, problem.verdict) == (gone, "problem")
-    assert "is not there" in problem.found and "names the failure of its file" in problem.found
-    assert "The version is right" in problem.what_to_do
+    assert "is missing" in problem.found and "names the failure of the file" in problem.found
+    assert "Its version is right" in problem.what_to_do
     assert len(found) == len(FITTING)
 
 
@@ -248,7 +246,7 @@ def test_a_patch_point_with_other_parameters_is_reported(
     )
 
 
-def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(
+def test_failed_import_is_one_finding_with_the_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tree(tmp_path)
@@ -262,7 +260,7 @@ def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(
     assert "libascendcl_that_is_not_there" in problems[0].found
 
 
-def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
+def test_dead_process_is_a_finding_with_the_last_line() -> None:
     code = (
         "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); "
         "sys.stderr.flush(); os._exit(9)"
@@ -289,7 +287,7 @@ IMPORTS_FAIL = [
         None,
     ]
 ]
-CHANGED = [["a.b", "called", "it works", "a.b is not there", False, None, None]]
+CHANGED = [["a.b", "called", "it works", "a.b is missing", False, None, None]]
 OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vllm/b.py"]]
 
 
@@ -311,7 +309,7 @@ OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vl
         ),
     ],
 )
-def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a_remedy_of_its_own(
+def test_failed_patch_point_has_a_remedy_unless_the_packages_explain_it(
     found: list[Any], software_is_right: bool, verdict: str, remedy: str
 ) -> None:
     code = f"print({MARK + json.dumps(found)!r})"
@@ -319,7 +317,7 @@ def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a
     assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
 
 
-def test_a_patch_point_that_fails_in_a_release_that_was_not_checked_is_told_of_the_option(
+def test_failed_patch_point_of_an_unchecked_release_names_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_pair", lambda: ("0.31.0", "0.31.0"))
@@ -329,7 +327,7 @@ def test_a_patch_point_that_fails_in_a_release_that_was_not_checked_is_told_of_t
     assert finding.verdict == "problem" and '"allow_unchecked_versions": true' in finding.what_to_do
 
 
-def test_a_process_that_hangs_is_a_finding() -> None:
+def test_hanging_process_is_a_finding() -> None:
     (found,) = check_patch_points(
         command=(sys.executable, "-c", "import signal; signal.pause()"), timeout=0.5
     )

@@ -1,4 +1,4 @@
-"""vLLM's planner counts a hidden-state layer as KV cache; ours is not there (defects 15, 18)."""
+"""vLLM's planner counts a hidden-state layer as KV cache; ours is not in it (defects 15, 18)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK, HEAD = 128, 32
 
 
 def layout() -> Any:
-    """Return the order in memory that vLLM's connector demands since 0.30."""
+    """Return the memory layout that vLLM's connector requires since 0.30."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     return KVCacheLayout.LBNHC
@@ -86,7 +86,7 @@ def ours(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
 
 
 def block_sizes(specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
-    """(tokens that the scheduler aligns to, tokens per hash of the prefix cache)."""
+    """Return tokens that the scheduler aligns to, and tokens per hash of the prefix cache."""
     groups = get_kv_cache_groups(CONFIG, specs)
     sizes: tuple[int, int] = resolve_kv_cache_block_sizes(
         SimpleNamespace(kv_cache_groups=groups), CONFIG
@@ -107,7 +107,7 @@ def test_defect_15_a_row_may_be_larger_than_a_page_of_the_kv_cache() -> None:
     assert block_sizes(ours(5, 2048)) == block_sizes(target())
 
 
-def test_defect_18_prefixes_are_cached_in_blocks_of_the_size_they_have_without_extraction() -> None:
+def test_defect_18_prefix_cache_blocks_have_the_size_without_extraction() -> None:
     aligned, hashed = block_sizes(upstream(3, 42))  # 65 rows of 252 bytes in a page
     assert (aligned, hashed) == ((BLOCK, BLOCK // 2) if installed_is(">=0.30") else (65 * BLOCK, 1))
     assert block_sizes(ours(3, 42)) == block_sizes(target()) == (BLOCK, BLOCK)

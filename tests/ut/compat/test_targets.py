@@ -1,4 +1,4 @@
-"""Which targets can be extracted, and what is added to the class of one that could not."""
+"""Targets that can be extracted, and changes to classes without the interface."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def judged() -> tuple[dict[str, Any], dict[str, list[str]]]:
     return found, verdicts
 
 
-def test_the_record_is_what_the_classes_of_the_installed_release_do(
+def test_recorded_architectures_match_the_installed_classes(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     record = Path(targets.__file__).with_name("architectures.json")
@@ -64,7 +64,7 @@ def test_the_record_is_what_the_classes_of_the_installed_release_do(
     assert len(judged[0]["collected"]["LANGUAGE_MODEL"]) >= 30
 
 
-def test_doctor_serve_and_server_agree_about_every_class(
+def test_doctor_serve_and_server_agree_on_every_class(
     judged: tuple[dict[str, Any], dict[str, list[str]]], tmp_path: Path
 ) -> None:
     config = tmp_path / "config.json"
@@ -85,7 +85,7 @@ def test_doctor_serve_and_server_agree_about_every_class(
                 build(tmp_path, layers, tmp_path / "rows", {}, (), {})
 
 
-def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configuration_names(
+def test_wrapper_is_accepted_if_its_language_model_is(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     for name in judged[0]["collected"]["LANGUAGE_MODEL"]:
@@ -93,14 +93,14 @@ def test_the_verdict_of_a_wrapper_is_that_of_the_language_model_that_its_configu
             language_model: judged[1][f"{name} {language_model}"] for language_model in NAMED
         }
         assert (
-            "BloomModel.forward has no loop over its layers alone"
+            "BloomModel.forward has no loop that only calls its layers"
             in verdicts["BloomForCausalLM"][0]
         )
         assert "never initialises vLLM's state update" in verdicts["NemotronHForCausalLM"][0]
         assert verdicts["MixtralForCausalLM"] == verdicts["Qwen3ForCausalLM"] == ["", ""], name
 
 
-def test_what_cannot_be_served_is_what_would_be_collected(
+def test_unservable_targets_would_otherwise_be_collected(
     judged: tuple[dict[str, Any], dict[str, list[str]]],
 ) -> None:
     itself = {name for release in (judged[0],) for name in release["collected"]["ITSELF"]}
@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_what_would_be_collected(
         assert {*UNSERVABLE, *targets.OF_STREAMS} <= itself
 
 
-def test_what_the_tests_have_shown_is_collected() -> None:
+def test_targets_shown_by_tests_are_collected() -> None:
     assert list(SHOWN) == sorted(SHOWN)
     records = json.loads(
         Path(targets.__file__).with_name("architectures.json").read_text()
@@ -120,7 +120,7 @@ def test_what_the_tests_have_shown_is_collected() -> None:
     }
 
 
-def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_collects(
+def test_refusal_and_doctor_name_only_targets_of_the_installed_release(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -139,7 +139,7 @@ def test_a_refusal_and_doctor_name_only_targets_that_the_installed_release_colle
 
 
 @pytest.mark.parametrize("architecture", UNSERVABLE)
-def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
+def test_unservable_target_is_refused_by_architecture(architecture: str) -> None:
     refuse_architecture("Qwen3ForCausalLM", (0, 1))
     refuse_architecture("OfAnotherPlugin", (0, 1))
     with pytest.raises(
@@ -167,7 +167,7 @@ def function(tree: ast.Module, class_name: str, name: str) -> str:
 
 
 def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
-    """Of the sources. If one fails, a version serves what we refuse: look at UNSERVABLE again."""
+    """Checks the sources. If it fails, a version serves a refused target: update UNSERVABLE."""
     runner = function(
         source("vllm_ascend", "worker", "model_runner_v1.py"),
         "NPUModelRunner",
@@ -214,7 +214,7 @@ def test_the_reasons_about_classes_of_vllm_ascend_0_30_still_hold() -> None:
     )
 
 
-def test_a_file_of_a_target_with_several_streams_says_that_a_row_is_their_mean() -> None:
+def test_file_of_a_target_with_several_streams_states_the_mean() -> None:
     assert "mean over the residual streams" in layer_id_meaning("DeepseekV4ForCausalLM")
     assert layer_id_meaning("Qwen3ForCausalLM") == RowFormat((1,), 8, "BF16").layer_id_meaning
 
@@ -233,21 +233,21 @@ def model_config(model_class: type) -> Any:
     )
 
 
-def test_a_target_that_nobody_collects_is_refused_with_the_reason() -> None:
+def test_target_without_collector_is_refused_with_the_reason() -> None:
     problem = (
         "model='OwnForCausalLM' collects no hidden states: its class lacks the interface "
         "SupportsEagle3, and "
-        "Uncollected.forward does not return the output of a decoder as it is. Targets that our "
-        "tests have served are Deep"
+        "Uncollected.forward does not return the unchanged output of a decoder. Our tests "
+        "have served these targets: Deep"
     )
     with pytest.raises(UserError, match=problem):
         require_collecting_target(model_config(Uncollected), (1,))
 
 
-def test_the_transformers_backend_is_refused_with_layer_0_alone() -> None:
+def test_transformers_backend_is_refused_only_for_layer_0() -> None:
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
     require_collecting_target(model_config(TransformersForCausalLM), (1, 2))
-    problem = r"eagle_aux_hidden_state_layer_ids=\[1, 0\] has id 0, .* the class OwnForCausalLM does not return. Leave id 0 out"
+    problem = r"eagle_aux_hidden_state_layer_ids=\[1, 0\] has id 0, .* the class OwnForCausalLM does not return it. Remove id 0"
     with pytest.raises(UserError, match=problem):
         require_collecting_target(model_config(TransformersForCausalLM), (1, 0))

@@ -1,4 +1,4 @@
-"""A class that wraps a language model collects by that, or is refused with the reason."""
+"""A class that wraps a language model collects through it, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Wrapper(nn.Module):
 
 
 class NamedInCode(Wrapper):
-    """As of Qwen2-VL."""
+    """Like Qwen2-VL."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NamedInCode(Wrapper):
 
 
 class NamedInConfig(Wrapper):
-    """As of DeepSeek-OCR."""
+    """Like DeepSeek-OCR."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class NamedInConfig(Wrapper):
 
 
 class NamedAsClass(Wrapper):
-    """As of PaddleOCR-VL: it calls the whole language model."""
+    """Like PaddleOCR-VL: it calls the whole language model."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class NamedAsClass(Wrapper):
 
 
 class MadeByMethod(Wrapper):
-    """As of MiniCPM-V."""
+    """Like MiniCPM-V."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_wrapper_returns_the_streams_of_its_language_model(served: Any) -> Non
     torch.testing.assert_close(collected, [expected[0], expected[LAYERS]])
 
 
-def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None:
+def test_unchecked_class_of_a_language_model_is_refused() -> None:
     class Given(NamedInCode):
         def __init__(self) -> None:
             super().__init__(CONFIG)
@@ -143,12 +143,12 @@ def test_a_language_model_of_another_class_than_was_checked_is_refused() -> None
 
     make_collecting(NamedInCode, resolve)
     with pytest.raises(
-        NotCanonicalError, match="Given has DeepstackForCausalLM, and TextForCausalLM was checked"
+        NotCanonicalError, match="Given has DeepstackForCausalLM, but TextForCausalLM was checked"
     ):
         Given().set_aux_hidden_state_layers((1,))  # type: ignore[operator]
 
 
-def test_a_configuration_that_names_no_language_model_is_recorded_and_not_served() -> None:
+def test_config_without_language_model_is_recorded_but_refused() -> None:
     assert collection_of(Plain, lambda names: None) is Collection.LANGUAGE_MODEL
     with pytest.raises(
         NotCanonicalError,
@@ -157,7 +157,7 @@ def test_a_configuration_that_names_no_language_model_is_recorded_and_not_served
         make_collecting(Plain, lambda names: None)
 
 
-# What is refused
+# Refused code
 
 
 class Plain(Wrapper):
@@ -205,7 +205,7 @@ class OtherConfig(Wrapper):
 
 
 class AnyConfig(Wrapper):
-    """What the constructor assigns twice may be either."""
+    """An attribute that the constructor assigns twice may be either value."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class AnyConfig(Wrapper):
 
 
 class ByType(Wrapper):
-    """As of GLM-4.1V: it has a condition."""
+    """Like GLM-4.1V: it has a condition."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class ByType(Wrapper):
 
 
 class OfDeepstack(Wrapper):
-    """As of Granite 4 Vision: features are added between the layers."""
+    """Like Granite 4 Vision: features are added between the layers."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class OfDeepstack(Wrapper):
 
 
 class Misnamed(Wrapper):
-    """As of Cosmos3-Edge."""
+    """Like Cosmos3-Edge."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
@@ -265,14 +265,14 @@ class Inner(Plain):
 
 
 class Choosing(Plain):
-    """As of MiniCPM-o: the instance is one of another class."""
+    """Like MiniCPM-o: the instance has another class."""
 
     def __new__(cls, vllm_config: Any) -> Any:
         return TextForCausalLM()
 
 
 class Diffusing(Plain):
-    """As of DiffusionGemma: several steps compute a token."""
+    """Like DiffusionGemma: several steps compute a token."""
 
     def get_model_state_cls(self) -> None:
         """Return the class of the steps' state."""
@@ -285,34 +285,34 @@ class OfNoLanguageModel(Wrapper):
 
 
 class Local(Plain):
-    """As of Ultravox."""
+    """Like Ultravox."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         model = self.language_model
         return model.model(input_ids, positions)
 
 
-NEITHER = "names the class of its language model neither in its code nor in text_config"
+NEITHER = "neither the code of {} nor text_config names the class of its language model"
 REFUSED: dict[type[nn.Module], str] = {
-    Changed: "Changed.forward does not return the output of a decoder as it is",
-    Twofold: "Twofold.forward does not return the output of a decoder as it is",
-    Handed: "Handed.forward does not return the output of a decoder as it is",
+    Changed: "Changed.forward does not return the unchanged output of a decoder",
+    Twofold: "Twofold.forward does not return the unchanged output of a decoder",
+    Handed: "Handed.forward does not return the unchanged output of a decoder",
     OtherPart: "the norm of Uncollected is not its decoder",
-    OtherConfig: f"OtherConfig {NEITHER}",
-    AnyConfig: f"AnyConfig {NEITHER}",
-    ByType: f"ByType {NEITHER}",
+    OtherConfig: NEITHER.format("OtherConfig"),
+    AnyConfig: NEITHER.format("AnyConfig"),
+    ByType: NEITHER.format("ByType"),
     OfDeepstack: "the loop of AddingModel.forward does more than",
-    Misnamed: "Misnamed gives its language_model a config that names another class than Made",
-    Nested: "the language model Inner has a language model of its own",
+    Misnamed: "Misnamed gives language_model a config that names another class than Made",
+    Nested: "the language model Inner wraps another language model",
     Choosing: "Choosing has __new__",
     Diffusing: "Diffusing has get_model_state_cls",
-    OfNoLanguageModel: "OfNoLanguageModel.forward calls a part of OneTensorModel, which is no language model",
-    Local: "Local.forward calls model, which is not made by a constructor",
+    OfNoLanguageModel: "OfNoLanguageModel.forward calls a part of OneTensorModel, which is not a language model",
+    Local: "Local.forward calls model, which no constructor creates",
 }
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda each: each.__name__)
-def test_a_wrapper_of_other_code_is_refused_with_the_reason(
+def test_unrecognised_wrapper_is_refused_with_the_reason(
     refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "TextForCausalLM", Uncollected)
@@ -322,7 +322,7 @@ def test_a_wrapper_of_other_code_is_refused_with_the_reason(
 
 
 class UncollectedModel(Decoder):
-    """A canonical decoder. No test makes this class or a base of it collect."""
+    """A canonical decoder. No test makes this class or a base class collect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,8 +345,8 @@ class Uncollected(Language):
         self.model = UncollectedModel()
 
 
-def test_the_part_of_a_class_with_the_interface_must_collect() -> None:
-    """As the thinker of Qwen3-Omni in vllm 0.23.0, whose decoder replaces one that does."""
+def test_called_part_of_a_class_with_the_interface_must_collect() -> None:
+    """Like the thinker of Qwen3-Omni in vllm 0.23.0, whose decoder replaces a collecting one."""
 
     with pytest.raises(NotCanonicalError, match="the model of Claims does not collect"):
         collection_of(Plain, lambda names: Claims)

@@ -1,4 +1,4 @@
-"""compare() passes rounding, and finds and names every known mistake of extraction."""
+"""compare() accepts rounding, and names every known mistake of extraction."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ TOKENS, LAYERS, HIDDEN = 24, 3, 64
 
 
 def states(tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
-    """[tokens, LAYERS, HIDDEN] of rows that have nothing in common."""
+    """Return [tokens, LAYERS, HIDDEN] of unrelated rows."""
     return torch.randn(tokens, LAYERS, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
@@ -75,7 +75,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.__name__)
-def test_a_mistake_is_named(mistake: Callable[[torch.Tensor], None]) -> None:
+def test_mistake_in_rows_is_named(mistake: Callable[[torch.Tensor], None]) -> None:
     result = compare(changed(mistake), states())
     assert result.verdict == "mismatch"
     assert not result.matches
@@ -90,11 +90,11 @@ def test_layers_in_the_wrong_order_are_named() -> None:
 
 
 def test_the_same_layer_twice_is_named() -> None:
-    """What upstream stores for a layer id out of range."""
+    """Upstream's result for a layer id out of range."""
     assert "[1, 1, 2]" in compare(states()[:, [1, 1, 2]].to(torch.bfloat16), states()).reason
 
 
-def test_missing_rows_are_a_shape() -> None:
+def test_missing_rows_are_reported_as_a_shape() -> None:
     assert (
         compare(states()[:-2], states()).reason
         == f"shape [{TOKENS - 2}, {LAYERS}, {HIDDEN}], expected [{TOKENS}, {LAYERS}, {HIDDEN}]"
@@ -111,13 +111,13 @@ def test_rounding_to_the_dtype_is_a_match(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_finer_dtype_has_a_finer_tolerance(dtype: torch.dtype) -> None:
-    """What is rounding in bfloat16 is a mistake in the others."""
+    """A rounding error in bfloat16 is a mistake in the other dtypes."""
     noise = states() * (1 + 0.02 * states(seed=3))
     assert compare(noise.to(torch.bfloat16), states()).matches
     assert not compare(noise.to(dtype), states()).matches
 
 
-def test_deep_layers_may_have_gathered_more_rounding() -> None:
+def test_deep_layers_have_a_wider_tolerance() -> None:
     """Six per cent is a mistake after four layers and rounding after thirty-six."""
     noise = (states() + 0.06 * states(seed=3)).to(torch.bfloat16)
     assert not compare(noise, states()).matches
@@ -125,14 +125,12 @@ def test_deep_layers_may_have_gathered_more_rounding() -> None:
     assert compare(noise, states(), [36, 48, 62]).matches
 
 
-def test_no_tokens_match_no_tokens() -> None:
+def test_empty_rows_match() -> None:
     assert compare(states(0), states(0)).matches
 
 
 @given(st.integers(1, 40), st.data())
-def test_any_rearrangement_of_rows_is_found_and_the_rows_are_named(
-    tokens: int, data: st.DataObject
-) -> None:
+def test_any_rearrangement_of_rows_is_detected_and_named(tokens: int, data: st.DataObject) -> None:
     sources = data.draw(st.lists(st.integers(0, tokens - 1), min_size=tokens, max_size=tokens))
     expected = states(tokens)
     result = compare(expected[sources].to(torch.bfloat16), expected)

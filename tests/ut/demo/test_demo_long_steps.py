@@ -79,7 +79,7 @@ def test_only_the_eager_server_is_without_graphs(
 
 @pytest.fixture
 def answer(tmp_path: Path) -> Any:
-    """Return a function that makes an answer with a file: three tokens and those generated."""
+    """Return a function that creates an answer with a file: three tokens and the generated ones."""
 
     def make(name: str, generated: list[int], change: Any = None) -> Answer:
         prompt = [1, 2, 3]
@@ -112,15 +112,15 @@ def test_a_row_that_differs_is_named(row: int, answer: Any) -> None:
 @pytest.mark.parametrize(
     ("tokens", "compared", "holds"), [([4, 9, 6], 1, True), ([9, 5, 6], 0, False)]
 )
-def test_rows_are_compared_as_far_as_texts_are_the_same_and_half_of_them_must_be(
+def test_rows_are_compared_up_to_the_first_different_token(
     tokens: list[int], compared: int, holds: bool, answer: Any
 ) -> None:
-    """The rows of other tokens differ, and that is no mistake."""
+    """The rows of other tokens differ without a mistake."""
     agreement = agree(
         [answer("a", [4, 5, 6])], [answer("b", tokens, slice(3 + compared, None))], [1, 2]
     )
     assert (agreement.generated, agreement.holds) == (compared, holds)
-    assert ("part too early" in str(agreement)) == (not holds)
+    assert ("diverge too early" in str(agreement)) == (not holds)
 
 
 def test_other_prompts_do_not_agree(answer: Any) -> None:

@@ -48,7 +48,7 @@ for name in {list(BUILDERS)}:
         assert digests(build(tmp_path / name, layers=2)) == digests(tmp_path / f"there-{name}")
 
 
-def test_a_complete_directory_is_used_again_and_another_recipe_replaces_it(tmp_path: Path) -> None:
+def test_complete_model_is_reused_unless_the_recipe_changed(tmp_path: Path) -> None:
     path = build_qwen3(tmp_path / "m", layers=1)
     before = path.stat().st_mtime_ns
     assert build_qwen3(path, layers=1).stat().st_mtime_ns == before
@@ -94,7 +94,7 @@ def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_toleranc
 
 
 def test_a_changed_first_token_changes_the_rows_of_the_last_one(model: Path) -> None:
-    """So a key or value lost at a chunk boundary is seen."""
+    """So a key or value lost at a chunk boundary is detected."""
     ids = random_ids(300)
     rows = reference_hidden_states(model, ids, [4])
     other = reference_hidden_states(model, [ids[0] ^ 1, *ids[1:]], [4])
@@ -143,7 +143,7 @@ def test_the_last_layer_is_taken_before_the_final_norm(model: Path) -> None:
         )
 
 
-def test_layers_come_in_the_order_asked_for(model: Path) -> None:
+def test_reference_layers_are_in_the_requested_order(model: Path) -> None:
     ids = random_ids(5)
     assert torch.equal(
         reference_hidden_states(model, ids, [4, 0])[:, 0],
@@ -155,7 +155,7 @@ def test_layers_come_in_the_order_asked_for(model: Path) -> None:
     ("ids", "layers", "message"),
     [([1], [5], "choose from 0 to 4"), ([1], [-1], "0 to 4"), ([], [1], "empty")],
 )
-def test_the_reference_refuses_what_it_cannot_compute(
+def test_reference_refuses_wrong_layers_and_empty_prompts(
     ids: list[int], layers: list[int], message: str, tiny_qwen3: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):

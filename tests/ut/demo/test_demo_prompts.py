@@ -1,4 +1,4 @@
-"""The sixteen prompts: what each of them is there for."""
+"""The sixteen prompts: the purpose of each."""
 
 import json
 from itertools import pairwise
@@ -13,7 +13,7 @@ BUDGET = ServeOptions._field_defaults["max_num_batched_tokens"]
 
 
 @pytest.mark.parametrize("vocab_size", [300, 640, 200_064])
-def test_token_ids_are_in_the_vocabulary_and_always_the_same(vocab_size: int) -> None:
+def test_token_ids_are_reproducible_and_in_the_vocabulary(vocab_size: int) -> None:
     prompts = demo_prompts(vocab_size)
     assert prompts == demo_prompts(vocab_size)
     assert all(
@@ -24,7 +24,7 @@ def test_token_ids_are_in_the_vocabulary_and_always_the_same(vocab_size: int) ->
     )
 
 
-def test_there_are_sixteen_of_three_to_three_hundred_tokens_of_every_kind() -> None:
+def test_sixteen_prompts_of_every_kind_have_3_to_300_tokens() -> None:
     prompts = demo_prompts(640)
     lengths = [len(prompt.content) for prompt in prompts if isinstance(prompt.content, list)]
     assert len(prompts) == 16
@@ -33,7 +33,7 @@ def test_there_are_sixteen_of_three_to_three_hundred_tokens_of_every_kind() -> N
     assert all(a.wave <= b.wave for a, b in pairwise(prompts))
 
 
-def test_some_are_much_longer_than_a_step_and_some_run_beside_them() -> None:
+def test_some_prompts_exceed_a_step_and_run_beside_others() -> None:
     prompts = demo_prompts(640)
     chunked = [
         prompt
@@ -44,7 +44,7 @@ def test_some_are_much_longer_than_a_step_and_some_run_beside_them() -> None:
     assert any(sum(other.wave == prompt.wave for other in prompts) > 4 for prompt in chunked)
 
 
-def test_nine_generate_33_tokens_or_more_alone_and_beside_prompts() -> None:
+def test_nine_prompts_generate_33_tokens_or_more() -> None:
     generating = [prompt for prompt in demo_prompts(640) if prompt.generates]
     assert len(generating) == 9
     assert min(prompt.max_tokens for prompt in generating) == 33
@@ -53,13 +53,13 @@ def test_nine_generate_33_tokens_or_more_alone_and_beside_prompts() -> None:
     assert len(set(together)) == len(together)
 
 
-def test_two_share_a_prefix_that_the_cache_could_serve() -> None:
+def test_two_prompts_share_a_cacheable_prefix() -> None:
     prompts = demo_prompts(640)
     assert prompts[1].content[:SHARED_PREFIX] == prompts[2].content[:SHARED_PREFIX]
     assert prompts[1].wave < prompts[2].wave
 
 
-def test_the_server_is_given_both_json_options_and_chunked_prefill() -> None:
+def test_server_command_has_both_json_options_and_chunked_prefill() -> None:
     command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(2, 1), port=1).command()
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])

@@ -1,4 +1,4 @@
-"""The demo's server process: waiting for it, saying why it failed, and leaving nothing behind."""
+"""The demo's server process: waiting, error reports, and clean-up."""
 
 import socket
 import sys
@@ -31,7 +31,7 @@ sys.exit(7)
 
 def make(code: str, tmp_path: Path) -> Server:
     port = free_port()
-    script = tmp_path / "server.py"  # not -c, for the log begins with the command line
+    script = tmp_path / "server.py"  # not -c, because the log begins with the command line
     script.write_text(code)
     return Server(
         [sys.executable, str(script), str(port)], port=port, log=tmp_path / "log", environment={}
@@ -51,7 +51,7 @@ def test_stop_ends_even_a_child_that_ignores_sigterm(
     server.stop()
 
 
-def test_everything_is_stopped_when_the_caller_is_interrupted(
+def test_all_processes_are_stopped_when_the_caller_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "STOP_SECONDS", 1.0)
@@ -63,7 +63,7 @@ def test_everything_is_stopped_when_the_caller_is_interrupted(
     assert group_members(server.process.pid) == []
 
 
-def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(
+def test_ended_server_is_reported_with_exit_code_and_first_error(
     tmp_path: Path,
 ) -> None:
     with (
@@ -77,7 +77,7 @@ def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(
     assert str(server.log) in str(failure.value)
 
 
-def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+def test_server_without_answer_is_abandoned_after_the_timeout(tmp_path: Path) -> None:
     elapsed: list[float] = []
     with (
         make(SILENT, tmp_path) as server,
@@ -88,13 +88,13 @@ def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path
     assert elapsed
 
 
-def test_free_ports_differ_and_are_none_that_linux_gives_to_whoever_asks_for_any() -> None:
+def test_free_ports_differ_and_are_below_the_ephemeral_range() -> None:
     ports = {free_port() for _ in range(5)}
     assert len(ports) > 1
     assert max(ports) < 32768
 
 
-def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(
+def test_used_ports_are_skipped_and_no_free_port_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as other:
@@ -102,7 +102,8 @@ def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(
         other.bind(("127.0.0.1", used))
         monkeypatch.setattr(server_module, "PORTS", range(used, used + 1))
         with pytest.raises(
-            ServerError, match=f"no free TCP port .* {used} to {used}: stop what listens there"
+            ServerError,
+            match=f"no free TCP port .* {used} to {used}: stop the programs that listen there",
         ):
             free_port()
     assert free_port() == used

@@ -101,7 +101,7 @@ Change = tuple[str, str, str]
         ),
         (
             ("vllm/base.py", "def step", "def advance"),
-            {"Patch": (3, "it is not there"), "Methods": (1, "it is not there")},
+            {"Patch": (3, "it is missing"), "Methods": (1, "it is missing")},
         ),
         (
             ("vllm/base.py", "self, batch", "self, rows"),
@@ -109,7 +109,7 @@ Change = tuple[str, str, str]
         ),
         (
             ("vllm/core.py", "Engine(Base)", "Engine"),
-            {"Patch": (3, "it is not there"), "Methods": (1, "it is not there")},
+            {"Patch": (3, "it is missing"), "Methods": (1, "it is missing")},
         ),
         (
             ("vllm_ascend/patch.py", "[batch]", "batch"),

@@ -261,7 +261,7 @@ def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_i
 @pytest.mark.parametrize(
     ("command", "script", "why"),
     [
-        ("apt-get", None, "there is no apt-get here; install what libibverbs1 of Debian are"),
+        ("apt-get", None, "apt-get is missing; install the Debian packages libibverbs1"),
         ("apt-get", "echo E: no network; exit 100", "apt-get update failed: E: no network"),
         ("dpkg-deb", "exit 0", "Debian's packages do not have them"),
         (

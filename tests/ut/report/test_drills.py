@@ -1,4 +1,4 @@
-"""Sleep levels and their rows, and judgements about a server after an error of the device."""
+"""Sleep levels and their rows, and checks of a server after a device error."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
+def test_server_end_with_the_devices_text_in_each_file_holds() -> None:
     assert judge_device_error(**GOOD) == (
         HELD,
-        "ended 4 s after it; 2 of 2 files have the device's text",
+        "ended after 4 s; 2 of 2 files have the device's text",
     )
     assert all(
         judge_device_error(**{**GOOD, "reasons": [f"... {text} ..."]}).outcome == HELD
@@ -44,9 +44,9 @@ def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"seconds": 31.0}, "more than 30 s"),
+        ({"seconds": 31.0}, "exceeds 30 s"),
         ({"seconds": 90.0, "left": 2}, "2 processes were still running"),
-        ({"answered": 1}, "1 requests got an answer or a file after it"),
+        ({"answered": 1}, "1 requests got an answer or a file afterwards"),
         (
             {"reasons": [TEXT, "the storage did not take 8 bytes"]},
             "another reason is: the storage did not take",
@@ -56,16 +56,14 @@ def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
     ],
     ids=["late", "never", "an answer", "the storage is blamed", "no reason", "undecided"],
 )
-def test_what_is_wrong_after_an_error_of_the_device_is_named(
-    wrong: dict[str, Any], words: str
-) -> None:
+def test_problems_after_a_device_error_are_named(wrong: dict[str, Any], words: str) -> None:
     judgement = judge_device_error(**{**GOOD, **wrong})
     assert judgement.outcome == BROKE
     assert words in judgement.found and judgement.found.endswith("paste this report into an issue")
 
 
 @pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "on NPUs"])
-def test_the_reasons_of_all_files_are_read_after_the_error(
+def test_reasons_of_all_files_are_read_after_a_device_error(
     emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {
@@ -109,7 +107,7 @@ def test_the_reasons_of_all_files_are_read_after_the_error(
 
 
 @pytest.mark.parametrize("experts", [0, 8], ids=["dense", "with experts"])
-def test_a_server_sleeps_at_both_levels_and_is_asked_for_rows_after_each(
+def test_rows_are_checked_after_both_sleep_levels(
     experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"num_attention_heads": 8, "num_hidden_layers": 4, "num_local_experts": experts}
@@ -148,7 +146,7 @@ def test_a_server_sleeps_at_both_levels_and_is_asked_for_rows_after_each(
 
 
 @pytest.mark.parametrize(("free", "sizes"), [(60, ONE), (2, Sizes(2, 1, False))])
-def test_the_error_costs_the_smallest_server_that_holds_the_model(
+def test_device_error_is_tested_on_the_smallest_server(
     free: int, sizes: Sizes, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')

@@ -1,4 +1,4 @@
-"""What a step makes of what it sees: memory in a log, the plan, and files after SIGTERM."""
+"""Judgements of steps: memory in a log, the plan, and files after SIGTERM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(tmp_path: Path) -> Result:
 
 
 @pytest.mark.parametrize(("log", "outcome"), [(LOG, MEASURED), ("nothing of the kind", BROKE)])
-def test_the_kv_cache_is_the_least_that_the_log_names(
+def test_kv_cache_size_is_the_minimum_in_the_log(
     log: str, outcome: str, tmp_path: Path, tell: Teller
 ) -> None:
     (tmp_path / "log").write_text(log)
@@ -68,25 +68,25 @@ def test_a_kv_cache_smaller_than_planned_does_not_hold(
     assert result.outcome == outcome
     assert result.data["staging_bytes"] == 2 * 1024 * 4 * 3072 * 2
     assert (
-        f"{tokens / 1e6:.2%} is kept" in result.found
+        f"{tokens / 1e6:.2%} remain" in result.found
         and "with vLLM's connector 50.00%" in result.found
     )
 
 
-def test_a_model_that_one_npu_does_not_hold_is_not_served_there(
-    tmp_path: Path, tell: Teller
-) -> None:
+def test_model_too_large_for_one_npu_is_not_served_on_one(tmp_path: Path, tell: Teller) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8}))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(5 * GIB)
     one_npu(Context(tmp_path, tmp_path, False, found={"npus": {"npus": [{"free": 6 * GIB}]}}), tell)
     assert told(tmp_path).outcome == NOT_RUN
-    assert told(tmp_path).found.startswith("weights of 5.0 GiB do not fit 1 NPUs with 6.0 GiB free")
+    assert told(tmp_path).found.startswith(
+        "weights of 5.0 GiB do not fit on 1 NPUs with 6.0 GiB free"
+    )
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Two whole files and a failed one."""
+    """Two complete files and a failed one."""
     directory = tmp_path / "files"
     with FileSink(directory, FORMAT) as sink:
         for name in ("a", "b"):
@@ -97,7 +97,7 @@ def storage(tmp_path: Path) -> Path:
     return directory
 
 
-def test_files_after_a_stop_are_whole_or_have_their_reason(storage: Path) -> None:
+def test_files_after_a_stop_are_complete_or_have_a_reason(storage: Path) -> None:
     assert files_after_stop(storage, [storage / f"{name}.safetensors" for name in "abc"]) == (
         2,
         1,
@@ -105,7 +105,7 @@ def test_files_after_a_stop_are_whole_or_have_their_reason(storage: Path) -> Non
     )
 
 
-def test_what_is_wrong_after_a_stop_is_named(storage: Path) -> None:
+def test_problems_after_a_stop_are_named(storage: Path) -> None:
     data = (storage / "a.safetensors").read_bytes()
     (storage / "a.safetensors").write_bytes(data[:-1])
     (storage / "d.safetensors.lock").touch()

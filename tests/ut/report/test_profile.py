@@ -1,4 +1,4 @@
-"""A profile's files: Stack kernels are counted, and copies beside kernels are measured."""
+"""A profile's files: Stack kernels are counted, and copy overlap is measured."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def write(
 STEP = [("MatMulV3", 0.0, 100.0), ("Pack", 100.0, 10.0), ("MatMulV3", 120.0, 80.0)]
 
 
-def test_stack_kernels_are_counted_and_copies_beside_kernels_measured(tmp_path: Path) -> None:
+def test_stack_kernels_and_copy_overlap_are_measured(tmp_path: Path) -> None:
     write(tmp_path, 0, STEP, [(110.0, 20.0), (190.0, 20.0)])
     write(tmp_path, 1, [*STEP, ("Pack", 300.0, 1.0)], [])
     judgement = judge(tmp_path)
     assert judgement.outcome == MEASURED
     assert judgement.found == (
-        "1 Stack kernels, 0.0 ms of copies, 50% of it beside kernels; "
+        "1 Stack kernels, 0.0 ms of copies, 50% of it overlapped with kernels; "
         "2 Stack kernels, 0.0 ms of copies, "
         "no MEMCPY_ASYNC in trace_view.json, so overlap is not measured"
     )
@@ -76,7 +76,7 @@ def test_a_profile_without_a_stack_kernel_does_not_hold(tmp_path: Path) -> None:
 def test_a_profile_without_files_does_not_hold(tmp_path: Path) -> None:
     assert judge(tmp_path) == (
         BROKE,
-        "the profiler wrote no kernel_details.csv: look into the server's log",
+        "the profiler wrote no kernel_details.csv: check the server's log",
     )
 
 
@@ -92,13 +92,13 @@ def test_a_profile_without_files_does_not_hold(tmp_path: Path) -> None:
         (Span(4.5, 7.5), 1),
     ],
 )
-def test_overlap_is_the_time_in_any_of_the_others(span: Span, seconds: float) -> None:
+def test_overlap_is_the_time_within_any_other_span(span: Span, seconds: float) -> None:
     busy = merge([Span(7, 8), Span(2, 4), Span(3, 5), Span(8, 10)])
     assert busy == [Span(2, 5), Span(7, 10)]
     assert overlap(span, busy) == pytest.approx(seconds)
 
 
-def test_an_emulated_npu_has_no_profiler_and_the_line_says_so(tmp_path: Path) -> None:
+def test_line_says_that_an_emulated_npu_has_no_profiler(tmp_path: Path) -> None:
     profile(Context(tmp_path, tmp_path, emulated=True), Teller(tmp_path / "told"))
     (result,), _ = read_told(tmp_path / "told")
     assert (result.outcome, result.found) == (

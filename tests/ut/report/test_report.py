@@ -1,4 +1,4 @@
-"""The order of steps, the sizes of servers, and what is written."""
+"""The order of steps, the sizes of servers, and the written report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(context: Context, how: Any, chosen: Sequence[str] = NAMES) -> dict[str, 
     return {result.line: result for result in results}
 
 
-def test_a_step_sees_what_earlier_ones_found(context: Context) -> None:
+def test_step_sees_findings_of_earlier_steps(context: Context) -> None:
     seen: dict[str, Sizes] = {}
 
     def note(step: Step, context: Context) -> list[Result]:
@@ -67,7 +67,7 @@ def test_a_step_sees_what_earlier_ones_found(context: Context) -> None:
     "mistake", ["sys.exit(7)", "import time; time.sleep(600)"], ids=["fails", "hangs"]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
+def test_failed_or_hanging_step_affects_only_dependent_steps(
     name: str, mistake: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(step: Step, context: Context) -> list[Result]:
@@ -75,7 +75,7 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
             return good(step, context)
         told, log = context.output / "told", context.output / "log"
         command = [sys.executable, "-c", f"import sys; {mistake}"]
-        # A busy machine may take seconds to start a process that is to fail.
+        # A busy machine may take seconds to start a failing process.
         return run_step(
             step, command, told, log, limit_s=60.0 if "exit" in mistake else 1.0, stop_s=0.5
         )
@@ -84,7 +84,7 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
     reason = (
         "the step ended with exit code 7"
         if "exit" in mistake
-        else "the step was ended at its limit of 1 s"
+        else "the step was stopped at its limit of 1 s"
     )
     by_name = {step.name: step for step in STEPS}
     lost = {line.key for line in by_name[name].lines}
@@ -101,14 +101,14 @@ def test_a_step_that_fails_or_hangs_costs_only_itself_and_what_needs_it(
             assert {found[line.key].outcome for line in step.lines} == {HELD}
 
 
-def test_steps_that_are_left_out_are_not_run_with_that_reason(context: Context) -> None:
+def test_excluded_steps_are_not_run_and_say_so(context: Context) -> None:
     found = run(context, good, ["software", "parallel"])
-    assert {found[key].found for key in ("npus", "copies", "plan")} == {"left out with --steps"}
+    assert {found[key].found for key in ("npus", "copies", "plan")} == {"excluded by --steps"}
     assert found["software"].outcome == HELD
-    assert found["parallel"].found == "needs 'sizes': left out with --steps"
+    assert found["parallel"].found == "needs 'sizes': excluded by --steps"
 
 
-def test_the_report_has_the_lines_so_far_when_the_command_is_interrupted(context: Context) -> None:
+def test_interrupted_command_reports_the_lines_so_far(context: Context) -> None:
     def interrupted(step: Step, context: Context) -> list[Result]:
         if step.name == "parallel":
             raise KeyboardInterrupt
@@ -121,7 +121,7 @@ def test_the_report_has_the_lines_so_far_when_the_command_is_interrupted(context
         for each in json.loads((context.output / "hardware-report.json").read_text())["lines"]
     }
     assert (lines["one NPU"]["outcome"], lines["stop"]["outcome"]) == (HELD, NOT_RUN)
-    assert lines["stop"]["found"] == "the command ended before it"
+    assert lines["stop"]["found"] == "the command ended before this step"
 
 
 # Sizes
@@ -153,20 +153,20 @@ MOE = {"num_attention_heads": 48, "num_local_experts": 256}
         "odd heads",
     ],
 )
-def test_the_least_tp_that_fits_is_chosen_with_two_dp_ranks_where_npus_are_left(
+def test_smallest_fitting_tp_is_chosen_with_two_dp_ranks_if_possible(
     config: dict[str, Any], weights: int, npus: int, free: int, sizes: Sizes
 ) -> None:
     assert choose_sizes(config, weights * GIB, npus, free * GIB) == sizes
 
 
-def test_sizes_of_the_user_are_taken_and_those_that_do_not_fit_are_named() -> None:
+def test_user_sizes_are_used_or_refused_by_name() -> None:
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, 8, 1) == Sizes(8, 1, False)
     assert choose_sizes(DENSE, GIB, 8, 60 * GIB, data_parallel=4) == Sizes(2, 4, False)
     with pytest.raises(
-        DoesNotFitError, match="weights of 1,000.0 GiB do not fit 8 NPUs with 60.0 GiB free each"
+        DoesNotFitError, match="weights of 1,000.0 GiB do not fit on 8 NPUs with 60.0 GiB free each"
     ):
         choose_sizes(MOE, 1000 * GIB, 8, 60 * GIB)
-    with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, and there are 8"):
+    with pytest.raises(DoesNotFitError, match=r"DP=4 x TP=4 needs 16 NPUs, but there are 8"):
         choose_sizes(DENSE, GIB, 8, 60 * GIB, 4, 4)
 
 
@@ -198,7 +198,7 @@ def test_the_markdown_has_every_line_the_servers_figures_and_the_logs(context: C
     assert "2 \\| 3 NPUs" in text and "````text\n```not yours```" in text
 
 
-def test_the_files_name_neither_this_machine_nor_its_directories(
+def test_report_names_neither_machine_nor_directories(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -218,7 +218,7 @@ def test_the_files_name_neither_this_machine_nor_its_directories(
         assert str(context.output) not in text and "somebody" not in text
 
 
-def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context) -> None:
+def test_json_figures_equal_those_of_the_lines(context: Context) -> None:
     document.write(context, every_line())
     content = json.loads((context.output / "hardware-report.json").read_text())
     assert [each["line"] for each in content["lines"]] == LINES
@@ -230,7 +230,9 @@ def test_the_figures_that_programs_read_are_those_of_the_lines(context: Context)
 
 def test_the_checklist_names_the_step_that_runs_each_row() -> None:
     table = {
-        int(row[0]): row[-1].strip("`") for row in rows(page("operations.md")) if row[0].isdecimal()
+        int(row[0]): row[-1].strip("`")
+        for row in rows(page("operations.md"))
+        if row[0].isdecimal() and len(row) == 5  # other tables of the page have other columns
     }
     assert {number: step for number, step in table.items() if step} == rows_run()
     assert len(table) == document.CHECKLIST_ROWS
@@ -244,7 +246,7 @@ def test_every_report_command_of_the_checklist_names_the_step_of_its_row() -> No
             assert steps == ("npus", row[-1].strip("`"))
 
 
-def test_the_page_opens_with_the_command_and_has_every_step() -> None:
+def test_operations_page_has_the_command_and_every_step() -> None:
     (command,) = blocks("operations.md", "report")
     words = shlex.split(command)
     assert words[:2] == ["hsx", "hardware-report"]
@@ -260,7 +262,7 @@ def test_the_page_opens_with_the_command_and_has_every_step() -> None:
 # The command
 
 
-def test_a_machine_without_npus_is_told_so_in_one_line(
+def test_machine_without_npus_gets_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -278,7 +280,7 @@ def on_npus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_npus")
-def test_input_that_cannot_be_used_is_named_before_anything_runs(
+def test_unusable_input_is_named_before_any_step_runs(
     tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "used").mkdir()
@@ -301,7 +303,7 @@ def test_input_that_cannot_be_used_is_named_before_anything_runs(
         assert message in capsys.readouterr().err
 
 
-def test_an_unknown_step_is_named_with_those_that_there_are(
+def test_unknown_step_is_refused_with_the_known_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -310,7 +312,7 @@ def test_an_unknown_step_is_named_with_those_that_there_are(
 
 
 @pytest.mark.usefixtures("on_npus")
-def test_the_exit_code_is_1_if_something_did_not_hold(
+def test_exit_code_is_1_if_a_line_did_not_hold(
     tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def all_but(broken: str) -> Any:

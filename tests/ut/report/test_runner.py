@@ -1,4 +1,4 @@
-"""A step that fails, hangs or leaves processes costs only itself, and the report has its reason."""
+"""A step that fails, hangs or leaves processes affects only itself; the report has the reason."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ BOTH = FIRST + 'tell("second", "held", "too")\n'
             "tell.failed('it is full\\nthe disk\\nthe last lines of a log:\\nmore'); sys.exit(1)",
             "it is full; the disk",
         ),
-        ("", "the step ended without a word about it"),
+        ("", "the step ended without a result for it"),
         (
             "tell._path.open('a').write('{\"line\": \"sec')",
-            "the step ended without a word about it",
+            "the step ended without a result for it",
         ),
     ],
     ids=["exit code", "signal", "reason", "silence", "half a line"],
 )
-def test_what_a_step_has_not_told_did_not_hold_and_what_it_has_told_stays(
+def test_missing_results_of_a_step_did_not_hold_and_others_are_kept(
     code: str, second: str, tmp_path: Path
 ) -> None:
     results = run(tmp_path, FIRST + code)
@@ -75,12 +75,12 @@ def test_what_a_step_has_not_told_did_not_hold_and_what_it_has_told_stays(
     assert results[0].data == {"size": 3}
 
 
-def test_the_end_of_its_output_is_kept_for_what_did_not_hold(tmp_path: Path) -> None:
+def test_failed_lines_keep_the_end_of_the_steps_output(tmp_path: Path) -> None:
     _, second = run(tmp_path, FIRST + "print('one'); raise RuntimeError('two')")
     assert second.log.startswith("one\n") and second.log.endswith("RuntimeError: two")
 
 
-def test_a_step_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
+def test_hanging_step_is_stopped_at_its_limit(tmp_path: Path) -> None:
     started = time.monotonic()
     results = run(
         tmp_path,
@@ -88,20 +88,20 @@ def test_a_step_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:
         limit_s=3.0,
     )
     assert time.monotonic() - started < 60
-    assert outcomes(results)[1] == ("second", BROKE, "the step was ended at its limit of 3 s")
+    assert outcomes(results)[1] == ("second", BROKE, "the step was stopped at its limit of 3 s")
 
 
-def test_a_step_that_hangs_can_end_its_server_itself(tmp_path: Path) -> None:
+def test_hanging_step_can_stop_its_own_server(tmp_path: Path) -> None:
     code = (
         "signal.signal(signal.SIGTERM, lambda *_: (tell.failed('stopped the server'), "
         "sys.exit(1)))\ntime.sleep(600)"
     )
     results = run(tmp_path, FIRST + code, limit_s=3.0)
-    assert results[1].found == "stopped the server; the step was ended at its limit of 3 s"
+    assert results[1].found == "stopped the server; the step was stopped at its limit of 3 s"
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["the step ends", "the step hangs"])
-def test_no_process_of_a_step_outlives_it_whatever_its_session(hangs: bool, tmp_path: Path) -> None:
+def test_no_process_of_a_step_outlives_it_in_any_session(hangs: bool, tmp_path: Path) -> None:
     before = descendants(1)
     mark = f"{tmp_path}/alive"
     child = f"{STUBBORN.replace('time.sleep', f'open({mark!r}, chr(119)); time.sleep')}"
@@ -116,7 +116,7 @@ def test_no_process_of_a_step_outlives_it_whatever_its_session(hangs: bool, tmp_
         assert outcomes(results)[1] == (
             "second",
             BROKE,
-            "too; the step left 1 processes running, which were killed",
+            "too; the step left 1 processes running; they were killed",
         )
 
 
@@ -125,7 +125,7 @@ def command_of(pid: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_step_that_tells_all_and_ends_has_no_reason(tmp_path: Path) -> None:
+def test_complete_step_has_no_reason(tmp_path: Path) -> None:
     assert outcomes(run(tmp_path, BOTH)) == [
         ("first", HELD, "as it should be"),
         ("second", HELD, "too"),

@@ -43,7 +43,7 @@ def test_copies_of_one_npu_and_of_all_are_measured(context: Context) -> None:
     assert found["copies of all"].data["npus"] == transfers.npu().device_count() > 1
 
 
-def test_a_copy_that_differs_on_any_npu_does_not_hold(
+def test_different_copy_on_any_npu_does_not_hold(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(transfers._Link):
@@ -58,10 +58,10 @@ def test_a_copy_that_differs_on_any_npu_does_not_hold(
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(1.0, HELD), (2.0, BROKE), (0.0, BROKE)])
-def test_a_ring_takes_the_pinned_memory_that_it_says(
+def test_ring_takes_exactly_the_requested_pinned_memory(
     share: float, outcome: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power of two of memory is the old behaviour: twice the ring."""
+    """The old behaviour was a power of two: twice the ring."""
     taken = 0
 
     class Counted(PinnedRing):
@@ -77,7 +77,7 @@ def test_a_ring_takes_the_pinned_memory_that_it_says(
     assert (result.outcome, result.data["got"]) == (outcome, int(share * result.data["asked"]))
 
 
-def test_pinned_memory_that_torch_npu_does_not_count_is_not_measured(
+def test_pinned_memory_is_not_measured_without_torch_npu_statistics(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(transfers.npu(), "host_memory_stats", raising=False)
@@ -141,7 +141,7 @@ def test_a_file_from_pinned_memory_is_read_and_compared(
     ],
     ids=["from pinned memory alone", "from any memory"],
 )
-def test_a_filesystem_without_direct_writes_is_told_from_memory_that_the_disk_cannot_read(
+def test_missing_direct_io_is_distinguished_from_unreadable_pinned_memory(
     refused: tuple[bool, bool],
     outcome: str,
     words: str,
@@ -169,7 +169,7 @@ def test_a_filesystem_without_direct_writes_is_told_from_memory_that_the_disk_ca
         ("HCCL_BUFFSIZE", "512", MEASURED),
     ],
 )
-def test_a_variable_is_shown_and_those_that_slow_everything_do_not_hold(
+def test_variables_are_shown_and_slow_settings_do_not_hold(
     name: str, value: str, outcome: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = results(machine.environment, _only(context, monkeypatch, {name: value}))["environment"]

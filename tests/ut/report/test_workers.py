@@ -31,7 +31,7 @@ def worker(npu: int, **changed: Any) -> Worker:
 @pytest.mark.parametrize(
     ("contexts", "outcome", "words"),
     [
-        ([1], HELD, "2 workers, each with a context on its own NPU alone"),
+        ([1], HELD, "2 workers, each with a context only on its own NPU"),
         ([0, 1], BROKE, "the worker of NPU 1 has contexts on NPUs 0, 1"),
         ([0], BROKE, "the worker of NPU 1 has contexts on NPUs 0:"),
         ([], BROKE, "the worker of NPU 1 has contexts on NPUs none"),
@@ -77,7 +77,7 @@ TWICE = TABLE.format(
     ],
     ids=["each on one", "one on two", "others only", "no npu-smi"],
 )
-def test_a_process_on_two_npus_is_named_unless_it_was_there_before(
+def test_process_on_two_npus_is_named_unless_it_ran_before(
     output: str | None, before: str, outcome: str, words: str
 ) -> None:
     judgement = workers.process_table(output, before)
@@ -86,7 +86,7 @@ def test_a_process_on_two_npus_is_named_unless_it_was_there_before(
 
 
 def test_two_chips_of_one_npu_are_two() -> None:
-    """An A3 card has two; both are NPUs of their own to torch_npu."""
+    """An A3 card has two chips; torch_npu counts each as an NPU."""
     table = ALONE.replace(
         "| 1       0                 | 4712", "| 0       1                 | 4711"
     )
@@ -108,7 +108,7 @@ def test_cpus_are_found_on_their_numa_nodes(tmp_path: Path) -> None:
     assert workers._nodes_of([3, 4], tmp_path) == [0, 1]
 
 
-def test_the_plugin_s_threads_are_measured_per_gib() -> None:
+def test_plugin_threads_are_measured_per_gib() -> None:
     after = worker(
         0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-lander": 1.5, "hsx-background": 0.1}
     )
@@ -118,7 +118,7 @@ def test_the_plugin_s_threads_are_measured_per_gib() -> None:
     assert "hsx-background 0.05, hsx-lander 0.50, hsx-writer 1.00" in judgement.found
 
 
-def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> None:
+def test_spinning_threads_do_not_hold_except_the_main_thread() -> None:
     main = worker(0, cpu_seconds={"main": 99.0, "hsx-writer": 1.0, "hsx-lander": 0.5})
     assert workers.threads([worker(0)], [main], GIB, 1.0)[0].outcome == MEASURED
     spinning = worker(0, cpu_seconds={"main": 5.0, "hsx-writer": 9.0, "hsx-lander": 0.5})
@@ -127,7 +127,7 @@ def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> N
     assert "keep 2.00 CPUs busy, more than one" in judgement.found
 
 
-def test_no_rows_say_nothing_about_threads() -> None:
+def test_threads_are_not_judged_without_rows() -> None:
     assert workers.threads([worker(0)], [worker(0)], 0.0, 1.0)[0].outcome == BROKE
 
 
@@ -167,7 +167,7 @@ def test_a_worker_describes_its_process(tmp_path: Path, monkeypatch: pytest.Monk
     (found,) = workers.ask("http://server", 1)
     assert (found.pid, found.npu, found.contexts) == (os.getpid(), 0, [0])
     assert found.cpus == sorted(os.sched_getaffinity(0))
-    with pytest.raises(ValueError, match="1 workers described themselves, and the server has 2"):
+    with pytest.raises(ValueError, match="1 workers described themselves, but the server has 2"):
         workers.ask("http://server", 2)
 
 
@@ -187,7 +187,7 @@ def test_a_worker_loads_weights_again_under_its_own_configuration() -> None:
 
 class _Answered:
     def raise_for_status(self) -> None:
-        """Nothing is wrong."""
+        """No error."""
 
 
 class _Kept:
@@ -198,4 +198,4 @@ class _Kept:
         return self._path
 
     def __exit__(self, *_: object) -> None:
-        """The test's directory stays."""
+        """Keep the test's directory."""

@@ -1,4 +1,4 @@
-"""Lets system calls of our sink fail, in the engine's process; the driver gives the rules."""
+"""Make system calls of our sink fail, in the engine's process; the driver sets the rules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SINK_MODULES = (
     *("protocol.files", "protocol.lock", "protocol.checksum"),
 )
 
-# {"call": function of os or fcntl, or "reserve"; "errno": its name; "name": regex of file names}
+# {"call": function of os or fcntl, or "reserve"; "errno": name; "name": regex of file names}
 rules: list[dict[str, str]] = []
-hits: list[str] = []  # "call name" of every error that was given
+hits: list[str] = []  # "call name" of every raised error
 
 
 class _Faulty:
-    """Stands in for a module."""
+    """Replaces a module."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -36,7 +36,7 @@ class _Faulty:
             for rule in rules:
                 if rule["call"] == name and re.search(rule["name"], about):
                     hits.append(f"{name} {about}")
-                    if name == "close":  # a close that fails closes nevertheless
+                    if name == "close":  # a close that fails still closes
                         attribute(*args, **kwargs)
                     number = getattr(errno, rule["errno"])
                     raise OSError(number, os.strerror(number))
@@ -46,7 +46,7 @@ class _Faulty:
 
 
 def _about(args: tuple[Any, ...]) -> str:
-    """Return the names of a call's files."""
+    """Return the file names of a call."""
     names = []
     for arg in args[:2]:
         if isinstance(arg, str):
@@ -55,7 +55,7 @@ def _about(args: tuple[Any, ...]) -> str:
             try:
                 names.append(os.readlink(f"/proc/self/fd/{arg}"))
             except OSError:
-                continue  # not a descriptor, but a number
+                continue  # a number that is not a descriptor
     return " ".join(names)
 
 

@@ -1,4 +1,4 @@
-"""Says when storage opens files, in the engine's process; the driver calls these functions."""
+"""Report when storage opens files, in the engine's process; the driver calls these functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _held: list[Callable[[], int]] = []
 
 
 def be_patient(worker: Any) -> None:
-    """Let files open in time, however busy the machine is. Of tests that are not about opening."""
+    """Allow slow opens on a busy machine, for tests that are not about opening."""
     from vllm_ascend_hsx.connector import storage_watch
 
     storage_watch._OPENS_S = _PATIENT_S
@@ -22,7 +22,7 @@ def hold(worker: Any, storage_timeout: float) -> None:
 
     Args:
         worker: vllm_ascend_hsx.connector.worker.ExtractionWorker.
-        storage_timeout: most seconds for which a step waits meanwhile.
+        storage_timeout: maximum seconds for which a step waits meanwhile.
     """
     from vllm_ascend_hsx.connector import storage_watch
 
@@ -53,5 +53,5 @@ def hold(worker: Any, storage_timeout: float) -> None:
 
 
 def release(worker: Any) -> int:
-    """Open files again, those due first. Return how many steps have waited for files."""
+    """Open files again, the earliest deadline first. Return the number of steps that waited."""
     return _held.pop()()

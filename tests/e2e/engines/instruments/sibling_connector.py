@@ -1,4 +1,4 @@
-"""Connectors beside ours in MultiConnector: they promise prompts they have seen, and load none."""
+"""Connectors beside ours in MultiConnector: they offer known prompts, and load nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 128
 
 
 class UnawareConnector(KVConnectorBase_V1):
-    """Without SupportsHMA, as a connector that knows one KV cache group only."""
+    """A connector without SupportsHMA: it knows only one KV cache group."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -25,7 +25,7 @@ class UnawareConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Promise the whole blocks of the longest known prefix, without the last token."""
+        """Offer the whole blocks of the longest known prefix, without the last token."""
         prompt = list(request.prompt_token_ids)
         common = max((sum(1 for _ in _while_equal(seen, prompt)) for seen in self._seen), default=0)
         return max(0, min(common, len(prompt) - 1) // BLOCK * BLOCK - num_computed_tokens), False
@@ -61,7 +61,7 @@ class UnawareConnector(KVConnectorBase_V1):
 
 
 class SiblingConnector(UnawareConnector, SupportsHMA):
-    """With SupportsHMA."""
+    """A connector with SupportsHMA."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -1,4 +1,4 @@
-"""What tests change inside the engine's processes: a vLLM plugin, found on PYTHONPATH.
+"""Changes inside the engine's processes for tests: a vLLM plugin, found on PYTHONPATH.
 
 HSX_TEST_INSTRUMENTS is a JSON object: names of functions in INSTRUMENTS, and their arguments.
 """

@@ -1,4 +1,4 @@
-"""When an instrument is applied."""
+"""The time at which an instrument is applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruments that replace a function or module by one that does something else."""
+"""Instruments that replace a function or module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsx_test_instruments.hooks import after_import
 
 
 def another_method(gate: str) -> None:
-    """Let the last rank choose ALLTOALL for its experts, in steps that begin once `gate` exists."""
+    """Make the last rank choose ALLTOALL for experts, in steps that begin once `gate` exists."""
 
     def wrap(context: Any) -> None:
         from vllm.distributed import get_ep_group
@@ -30,11 +30,11 @@ def another_method(gate: str) -> None:
 
 
 def unfixed_proposer(how: str) -> None:
-    """Restore what vllm-ascend #9689 replaced: a busy rank coordinates, an idle one does not.
+    """Undo vllm-ascend #9689: a busy rank coordinates, an idle rank does not.
 
     "coordinate": vLLM's own `_determine_batch_execution_and_padding`: no padding, and a [4, dp]
-    collective in the group of the runner's [2, dp] ones.
-    "unpadded": the runner's collective without padding for sequence parallelism.
+    collective in the group of the runner's [2, dp] collectives. "unpadded": the runner's collective
+    without padding for sequence parallelism.
     """
 
     def unpadded(self: Any, num_tokens: int, use_cudagraphs: bool = True) -> Any:
@@ -58,7 +58,7 @@ def unfixed_proposer(how: str) -> None:
 
 
 def importable_mooncake(_: Any) -> None:
-    """Let vllm-ascend's MultiConnector import mooncake's engine, which it does not use here."""
+    """Let vllm-ascend's MultiConnector import mooncake's engine; it is not used here."""
 
     class TransferEngine:
         def __init__(self, *args: Any) -> None:

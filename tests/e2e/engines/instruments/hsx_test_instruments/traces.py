@@ -1,4 +1,4 @@
-"""Instruments that record what an engine does, as JSON lines."""
+"""Instruments that record an engine's actions as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsx_test_instruments.hooks import after_import
 
 
 class Trace:
-    """Appends one JSON line per event to a file of the process that writes it, forked or not."""
+    """Appends one JSON line per event to a file of the writing process, forked or not."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -27,10 +27,11 @@ class Trace:
 
 
 def trace_collectives(directory: str) -> None:
-    """Record every all_reduce in a DP group, and which batch it belongs to.
+    """Record every all_reduce in a DP group, and the batch.
 
     Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective",
-    "shape", "dtype"} before one is issued, {"completed": true} when all ranks have issued it.
+    "shape", "dtype"} before a collective is issued, {"completed": true} when all ranks have issued
+    it.
     """
     trace = Trace(directory)
 
@@ -42,7 +43,7 @@ def trace_collectives(directory: str) -> None:
 
         @functools.wraps(original_reduce)
         def all_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            # Groups are made, and tested with a collective, before the DP group is.
+            # Groups are created, and tested with a collective, before the DP group.
             dp = parallel_state._DP
             traced = (
                 group is not None and dp is not None and group in (dp.cpu_group, dp.device_group)
@@ -90,11 +91,11 @@ def trace_collectives(directory: str) -> None:
 
 
 def trace_experts(directory: str) -> None:
-    """Record how each forward pass lets tokens travel to their experts.
+    """Record the method that moves tokens to their experts in each forward pass.
 
     Events: {"selected": method, "tokens": of each DP rank, padded, "time": of time.monotonic} for a
-    forward context, {"batch", "scheduled": tokens, "dp_rank", "tp_rank"} for a step of
-    the runner, {"dispatched": method, "received": rows} and {"combined": method} for a layer.
+    forward context, {"batch", "scheduled": tokens, "dp_rank", "tp_rank"} for a step of the runner,
+    {"dispatched": method, "received": rows} and {"combined": method} for a layer.
     """
     trace = Trace(directory)
 
@@ -178,7 +179,7 @@ def trace_experts(directory: str) -> None:
 
 
 def trace_files(directory: str) -> None:
-    """Record which process opens a file for which request, with our connector or vLLM's."""
+    """Record the process that opens a file for each request, with our connector or vLLM's."""
     trace = Trace(directory)
 
     def ours(sink_module: Any) -> None:
@@ -206,7 +207,7 @@ def trace_files(directory: str) -> None:
 
 
 def trace_contexts(directory: str) -> None:
-    """Record the contexts of each worker's process after its steps, when they have changed.
+    """Record the contexts of each worker's process after steps, when they have changed.
 
     Events: {"device": of the worker, "contexts": [{"device", "thread", "call", "python"}, ...] of
     the process, "processes": with a context on each NPU}.
@@ -244,7 +245,7 @@ def trace_contexts(directory: str) -> None:
 
 
 def trace_graph_mode(directory: str) -> None:
-    """Record the graph mode that the runner resolves, its captures, and how each pass is run.
+    """Record the graph mode that the runner resolves, captures, and the mode of each pass.
 
     Events: {"resolved", "capture_sizes", "captures": {mode: sizes}} for the runner's decision,
     {"forward": mode, "tokens"} for a forward pass, {"captured"} and {"replayed"} for a graph.
@@ -324,4 +325,4 @@ def trace_graph_mode(directory: str) -> None:
     after_import("vllm_ascend.worker.model_runner_v1", wrap)
     after_import(
         "vllm_ascend.patch.worker.patch_v2.patch_model_runner", wrap_v2
-    )  # replaces that function, too
+    )  # replaces this function, too

@@ -1,4 +1,4 @@
-"""Instruments that hold up writes of rows, or end a process within one."""
+"""Instruments that delay writes of rows, or kill a process during a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ release_writers = threading.Event()
 
 
 def held_writers(_: Any) -> None:
-    """Let the writer threads of vLLM's connector wait until the driver sets `release_writers`."""
+    """Make the writer threads of vLLM's connector wait until the driver sets `release_writers`."""
 
     def hold(connector_module: Any) -> None:
         connector = connector_module.ExampleHiddenStatesConnector
@@ -34,7 +34,7 @@ def held_writers(_: Any) -> None:
 
 
 def gated_writes(gate: str) -> None:
-    """Let our connector write rows only while nobody holds an flock on the file `gate`."""
+    """Make our connector write rows only while no process holds an flock on the file `gate`."""
 
     def wrap(module: Any) -> None:
         original = module.DataFile.write
@@ -50,7 +50,7 @@ def gated_writes(gate: str) -> None:
 
 
 def die_in_a_copy(number: int) -> None:
-    """Let a process end by SIGKILL when half of its `number`th copy of rows is made."""
+    """Kill the process when half of the `number`th copy of rows is done."""
     copies = itertools.count(1)
 
     def wrap(module: Any) -> None:
@@ -70,7 +70,7 @@ def die_in_a_copy(number: int) -> None:
 
 
 def storage_that_answers_late(how: dict[str, float]) -> None:
-    """Let writes of "bytes" or more wait until a worker has been closing for "seconds".
+    """Make writes of "bytes" or more wait until a worker has been closing for "seconds".
 
     New requests do not wait for them.
     """
