@@ -138,18 +138,17 @@ def _check_adapters(
         "weight",
         (
             f"shape {tuple(weight.shape)} must be [adapters, {matrix[0]}, {matrix[1]}] or "
-            "[adapters, "
-            f"1, {matrix[0]}, {matrix[1]}]"
+            f"[adapters, 1, {matrix[0]}, {matrix[1]}]"
         ),
     )
-    check(x.shape[0] == y.shape[0], op, "y", f"{y.shape[0]} rows for the {x.shape[0]} of x")
+    check(x.shape[0] == y.shape[0], op, "y", f"{y.shape[0]} rows for {x.shape[0]} rows of x")
     check(rank in _RANKS, op, "weight", f"rank {rank} is not one of {_RANKS}")
     width = max(matrix)
     check(
         width % _ALIGNED == 0,
         op,
         "weight",
-        f"shape {tuple(weight.shape)}: {width} is no multiple of {_ALIGNED}",
+        f"shape {tuple(weight.shape)}: {width} must be a multiple of {_ALIGNED}",
     )
 
 
@@ -185,9 +184,7 @@ def _adapter_of_rows(
             name,
             f"{indices.shape[0]} indices for {seq_len.shape[0]} runs",
         )
-        check(
-            bool((seq_len >= 0).all()), op, "seq_len", f"{seq_len.tolist()} has a negative length"
-        )
+        check(bool((seq_len >= 0).all()), op, "seq_len", f"{seq_len.tolist()} must not be negative")
         of_rows = torch.nn.functional.pad(
             indices.repeat_interleave(seq_len)[:rows],
             (0, max(0, rows - int(seq_len.sum()))),
@@ -247,7 +244,7 @@ def _expand(
         offset >= 0 and y.dim() == 2 and offset + size <= y.shape[1],
         op,
         "slice_offset",
-        f"columns {offset} to {offset + size} are not all in y {tuple(y.shape)}",
+        f"columns {offset} to {offset + size} must lie in y {tuple(y.shape)}",
     )
     check(
         offset % _ALIGNED == 0 and y.shape[-1] % _ALIGNED == 0,

@@ -343,7 +343,7 @@ def npu_moe_token_unpermute(
             probs.numel() == sorted_indices.numel(),
             op,
             "probs",
-            f"shape {tuple(probs.shape)} for {sorted_indices.numel()} indices",
+            f"shape {tuple(probs.shape)} does not fit {sorted_indices.numel()} indices",
         )
         top_k = probs.shape[1]
     outside = sorted_indices[(sorted_indices < 0) | (sorted_indices >= permuted_tokens.shape[0])]
@@ -351,7 +351,7 @@ def npu_moe_token_unpermute(
         outside.numel() == 0,
         op,
         "sorted_indices",
-        f"{outside.tolist()[:8]} name no row of {tuple(permuted_tokens.shape)}",
+        f"{outside.tolist()[:8]} lie outside the {permuted_tokens.shape[0]} rows of permuted_tokens",
     )
     rows = permuted_tokens[sorted_indices].float().view(-1, top_k, permuted_tokens.shape[1])
     if probs is not None:

@@ -39,7 +39,7 @@ def _route(
     check_rank(op, "x", x, 2)
     check_dtype(op, "x", x, FLOATS)
     experts = x.shape[1]
-    check(experts <= 2048, op, "x", f"{experts} experts are more than 2048")
+    check(experts <= 2048, op, "x", f"{experts} experts exceed 2048")
     check(
         norm_type in (_SOFTMAX, _SIGMOID),
         op,

@@ -134,8 +134,8 @@ def recordable(
             results, found = arguments.try_shapes(shape)
         except RuntimeError as error:
             raise NotImplementedError(
-                f"{qualified} cannot be captured in a graph of the emulated NPU: its shapes are "
-                f"not known before it runs ({error})"
+                f"{qualified} cannot be captured in a graph of the emulated NPU: the shapes of the "
+                f"results are unknown before it runs ({error})"
             ) from error
         written = [
             id(tensor) in declared_writes or wrote
@@ -161,9 +161,9 @@ def recordable(
                 for index, target in zip(where, targets, strict=True):
                     if made[index].shape != target.shape or made[index].dtype != target.dtype:
                         raise RuntimeError(
-                            f"{qualified}: result {index} is {made[index].dtype} "
+                            f"{qualified}: result {index} of the replay is {made[index].dtype} "
                             f"{tuple(made[index].shape)}, "
-                            f"the capture took it for {target.dtype} {tuple(target.shape)}"
+                            f"but {target.dtype} {tuple(target.shape)} in the capture"
                         )
                     target.copy_(made[index])
 

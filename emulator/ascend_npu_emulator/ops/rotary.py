@@ -132,13 +132,13 @@ def npu_mrope(
             positions.shape[0] == 3,
             op,
             "positions",
-            f"{positions.shape[0]} rows for time, height and width",
+            f"{positions.shape[0]} rows must be 3: time, height and width",
         )
         check(
             sum(section) == rotary_dim // 2,
             op,
             "mrope_section",
-            f"{section} does not divide {rotary_dim // 2} angles",
+            f"{section} must add up to {rotary_dim // 2} angles",
         )
         cos, sin = (
             torch.cat([part[axis] for axis, part in enumerate(each.split(section, -1))], -1)

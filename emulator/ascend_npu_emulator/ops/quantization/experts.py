@@ -72,9 +72,12 @@ def quantised_grouped_matmul(
         raise unsupported(op, "output_dtype", output_dtype)
     if scale is None or per_token_scale is None:
         raise unsupported(op, "x of int8 without scale or per_token_scale", None)
-    check(len(scale) == 1, op, "scale", f"{len(scale)} tensors for 1 weight")
+    check(len(scale) == 1, op, "scale", f"{len(scale)} tensors must be 1")
     check(
-        len(per_token_scale) == 1, op, "per_token_scale", f"{len(per_token_scale)} tensors for 1 x"
+        len(per_token_scale) == 1,
+        op,
+        "per_token_scale",
+        f"{len(per_token_scale)} tensors must be 1",
     )
     _check_scale(
         op, "scale", scale[0], (matrices.shape[0], matrices.shape[2]), torch.float32, torch.bfloat16

@@ -148,7 +148,7 @@ def int4_grouped_matmul(
         parts in (1, inner / _PART),
         op,
         "scale",
-        f"{parts} parts of {inner} rows; must be 1, or parts of {_PART}",
+        f"{parts} parts of {inner} rows must be 1, or parts of {_PART} rows",
     )
     _check_tensor(op, "scale", scales, torch.int64, (count, parts, outer))
     _check_tensor(op, "bias", summand, torch.float32, (count, outer))

@@ -106,7 +106,7 @@ def _sums(op: str, x: torch.Tensor, longest: int) -> torch.Tensor:
         width % _MULTIPLE == 0, op, "x", f"last dimension {width} must be a multiple of {_MULTIPLE}"
     )
     check(width <= longest, op, "x", f"last dimension {width} must not exceed {longest}")
-    check(x.numel() > 0, op, "x", f"shape {tuple(x.shape)} has no rows")
+    check(x.numel() > 0, op, "x", f"shape {tuple(x.shape)} must have rows")
     return x.reshape(-1, width)
 
 

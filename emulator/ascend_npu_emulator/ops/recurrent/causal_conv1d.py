@@ -83,9 +83,9 @@ def convolve(
     check_rank(op, "weight", weight, 2)
     check_rank(op, "conv_state", conv_state, 3)
     width, channels = weight.shape
-    check(2 <= width <= 4, op, "weight", f"width {width} is not 2, 3 or 4")
+    check(2 <= width <= 4, op, "weight", f"width {width} must be 2, 3 or 4")
     check(
-        channels % _CHANNELS == 0, op, "x", f"{channels} channels are not a multiple of {_CHANNELS}"
+        channels % _CHANNELS == 0, op, "x", f"{channels} channels must be a multiple of {_CHANNELS}"
     )
     for name, tensor in (("x", x), ("conv_state", conv_state)):
         check(
@@ -115,7 +115,7 @@ def convolve(
         not with_drafts or (run_mode == _UPDATE and width == 4),
         op,
         "num_accepted_tokens_opt",
-        "is for updates (run_mode 1) of width 4",
+        "must be given for updates (run_mode 1) of width 4 only",
     )
     rows = (
         cache_indices_opt
@@ -127,7 +127,7 @@ def convolve(
             initial_state_mode_opt is None,
             op,
             "initial_state_mode_opt",
-            "is for prefill (run_mode 0)",
+            "must be given for prefill (run_mode 0) only",
         )
         sequences = x.shape[0] if query_start_loc_opt is None else query_start_loc_opt.shape[0] - 1
         if sequences == x.shape[0] and not with_drafts:
@@ -137,7 +137,7 @@ def convolve(
         query_start_loc_opt is not None,
         op,
         "query_start_loc_opt",
-        "is needed: x has the tokens of several sequences",
+        "must be given: x has the tokens of several sequences",
     )
     assert query_start_loc_opt is not None
     bounds = (
@@ -149,7 +149,7 @@ def convolve(
         rows is None or rows.shape[0] == len(bounds) - 1,
         op,
         "cache_indices_opt",
-        f"{len(bounds) - 1} sequences need as many rows",
+        f"{rows.shape[0]} rows must be {len(bounds) - 1}, one per sequence",
     )
     places = range(len(bounds) - 1) if rows is None else rows.tolist()
     if run_mode == _UPDATE:
@@ -200,7 +200,7 @@ def _update(
         rows.shape[0] == x.shape[0],
         op,
         "cache_indices_opt",
-        f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}",
+        f"{rows.shape[0]} rows must be {x.shape[0]}, one per sequence",
     )
     written = ((rows != pad_slot_id) & (rows >= 0) & (rows < conv_state.shape[0])).view(-1, 1)
     rows = rows.clamp(0, conv_state.shape[0] - 1)

@@ -170,7 +170,7 @@ def _check_rows(op: str, name: str, states: torch.Tensor, rank: int) -> None:
         states[:1].is_contiguous(),
         op,
         name,
-        f"strides {states.stride()}: only rows may have gaps between them",
+        f"strides {states.stride()} must have gaps between rows only",
     )
 
 
@@ -192,7 +192,7 @@ def _conv1d(
         activation in _ACTIVATIONS,
         op,
         "activation",
-        f"{activation!r} is not None, 'silu' or 'swish'",
+        f"{activation!r} must be None, 'silu' or 'swish'",
     )
     if x.dim() != 2:
         raise unsupported(op, "x", x)
@@ -222,7 +222,7 @@ def _conv1d(
                 tensor.shape[0] == count,
                 op,
                 name,
-                f"{tensor.shape[0]} entries, the sequences need {count}",
+                f"{tensor.shape[0]} entries must be {count}, as the sequences",
             )
 
 
@@ -293,7 +293,7 @@ def causal_conv1d_update(
         max_query_len >= 0,
         op,
         "max_query_len",
-        f"{max_query_len} is negative, and there is query_start_loc",
+        f"{max_query_len} must not be negative with query_start_loc",
     )
     null = _NO_PAD if null_block_id is None else null_block_id
     made = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -380,7 +380,7 @@ def _chunked(
         heads % q.shape[1] == 0,
         op,
         "v",
-        f"{heads} heads are not a multiple of the keys' {q.shape[1]}",
+        f"{heads} heads must be a multiple of the {q.shape[1]} key heads",
     )
     for name, tensor in (("g", g), ("beta", beta)):
         check(
@@ -391,7 +391,7 @@ def _chunked(
         )
     bounds = [int(bound) for bound in cu_seqlens]
     fits = len(bounds) > 1 and bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, tokens)
-    check(fits, op, "cu_seqlens", f"{bounds} do not divide {tokens} tokens")
+    check(fits, op, "cu_seqlens", f"{bounds} must rise from 0 to {tokens}")
     lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
     expected = [
         part

@@ -141,7 +141,7 @@ def recur(
         ("actual_seq_lengths", actual_seq_lengths, (torch.int32,)),
         ("ssm_state_indices", ssm_state_indices, (torch.int32,)),
     ):
-        check(tensor is not None, op, name, "is needed")
+        check(tensor is not None, op, name, "must be given")
         assert tensor is not None
         check_dtype(op, name, tensor, dtypes)
     assert (
@@ -150,7 +150,7 @@ def recur(
         and actual_seq_lengths is not None
         and ssm_state_indices is not None
     )
-    check(scale is not None, op, "scale", "is needed")
+    check(scale is not None, op, "scale", "must be given")
     assert scale is not None
     check_rank(op, "state", state, 4)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -162,12 +162,14 @@ def recur(
         "key",
         f"shape {tuple(key.shape)} must equal query's {tuple(query.shape)}",
     )
-    check(value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens, query has {tokens}")
+    check(
+        value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens must be query's {tokens}"
+    )
     check(
         heads % key_heads == 0,
         op,
         "value",
-        f"{heads} heads are not a multiple of the keys' {key_heads}",
+        f"{heads} heads must be a multiple of the {key_heads} key heads",
     )
     check(
         state.shape[1:] == (heads, value_size, key_size),
@@ -227,7 +229,7 @@ def recur(
         max(lengths) <= most_tokens,
         op,
         "actual_seq_lengths",
-        f"{max(lengths)} tokens of one sequence; the kernel takes {most_tokens}",
+        f"{max(lengths)} tokens of one sequence exceed {most_tokens}",
     )
     rows, accepted = ssm_state_indices.tolist(), [1] * sequences
     if num_accepted_tokens is not None:
@@ -257,14 +259,14 @@ def _sequences(op: str, cu_seqlens: Sequence[int] | None, tokens: int) -> list[t
     """Return the tokens [first, end) of every sequence that has tokens."""
     bounds = [0, tokens] if cu_seqlens is None else list(cu_seqlens)
     fits = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= tokens
-    check(fits, op, "cu_seqlens", f"{bounds} are no bounds of {tokens} tokens")
+    check(fits, op, "cu_seqlens", f"{bounds} must rise from 0 to at most {tokens}")
     return [(first, last) for first, last in pairwise(bounds) if last > first]
 
 
 def _check_chunk_inputs(
     op: str, chunk_size: int | None, g: torch.Tensor | None, **heads_first: torch.Tensor
 ) -> None:
-    check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} is not {CHUNK}")
+    check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} must be {CHUNK}")
     if g is None:
         raise unsupported(op, "g", g)
     check_dtype(op, "g", g, (torch.float32,))
@@ -275,13 +277,13 @@ def _check_chunk_inputs(
             tensor.shape[0] == 1,
             op,
             name,
-            "sequences are given by cu_seqlens: the first dimension is 1",
+            "the first dimension must be 1: cu_seqlens divides sequences",
         )
         check(
             tensor.shape[-1] == _HEAD_SIZE,
             op,
             name,
-            f"head size {tensor.shape[-1]} is not {_HEAD_SIZE}",
+            f"head size {tensor.shape[-1]} must be {_HEAD_SIZE}",
         )
 
 

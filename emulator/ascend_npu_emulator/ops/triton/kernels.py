@@ -87,7 +87,9 @@ class Kernel:
         sizes = grid(bound) if callable(grid) else grid
         sizes = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
         if not 1 <= len(sizes) <= 3 or any(size < 0 for size in sizes):
-            raise ValueError(f"Triton kernel {self.name}: grid {sizes} must be one to three sizes")
+            raise ValueError(
+                f"Triton kernel {self.name}: grid {sizes} must have one to three sizes"
+            )
         if any(size > 65535 for size in sizes):
             raise ValueError(
                 f"Triton kernel {self.name}: grid {sizes} exceeds the 65535 programs that the "

@@ -88,8 +88,7 @@ class Pointer:
         if far.numel():
             raise IndexError(
                 f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} "
-                f"at {far.tolist()[:8]}, "
-                f"which lies outside its {size} elements"
+                f"at {far.tolist()[:8]}, outside the {size} elements"
             )
         return offsets, active, (offsets >= 0) & (offsets < size)
 

@@ -65,7 +65,7 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
             int(where.max()) < numbers.numel(),
             op,
             "positions",
-            f"request {request} points past its block table",
+            f"request {request} needs blocks past the end of block_table",
         )
         mine = (place // turn) % ranks == int(arguments["TOTAL_CP_RANK"])
         found = numbers.index_select(0, where).long() * size + local % size
@@ -90,7 +90,7 @@ def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
             pad + width // 2 <= chosen.shape[1],
             "_triton_rope",
             "rope_dim",
-            f"{width} is not a power of two: sin would be misread",
+            f"{width} must be a power of two: the kernel would misread sin",
         )
         cos, sin = chosen[:, : width // 2], chosen[:, pad : pad + width // 2]
     else:
