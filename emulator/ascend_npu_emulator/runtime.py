@@ -1,4 +1,4 @@
-"""Register the device "npu" with torch and fill the package ``torch_npu``, when it is imported."""
+"""Register the device "npu" with torch and fill ``torch_npu`` when it is imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def install(package: ModuleType) -> None:
     """Register device, c10d backend and operators with torch, and fill the package.
 
     Args:
-        package: the module ``torch_npu``, which is being imported.
+        package: the module ``torch_npu`` during import.
     """
     rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
@@ -81,7 +81,9 @@ def _fill(package: ModuleType) -> None:
     _submodule(package, "op_plugin.atb")
     # vllm-ascend calls this to load CANN's ATB operators. Here ops.register declares all operators.
     _submodule(package, "op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
-    _submodule(package, "_inductor")  # imported for its effect on torch.compile; no effect here
+    _submodule(
+        package, "_inductor"
+    )  # the real module patches torch.compile; the emulated module is empty
     _submodule(package, "multiprocessing")
     _submodule(
         package,

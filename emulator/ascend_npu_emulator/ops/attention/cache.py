@@ -290,7 +290,7 @@ def npu_format_cast(
 def npu_prefetch(
     input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0
 ) -> None:
-    """Prefetch ``max_size`` bytes of ``input`` into the cache. Check the arguments and do nothing."""
+    """Check the arguments and do nothing: a prefetch into the cache has no visible effect."""
     op = "npu_prefetch"
     check(max_size > 0, op, "max_size", f"{max_size} must be positive")
     size = input.numel() * input.element_size()

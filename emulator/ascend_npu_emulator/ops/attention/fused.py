@@ -97,7 +97,7 @@ def _check_sink(call: FusedCall, sink: torch.Tensor) -> None:
 def _check_pages(
     op: str, cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int
 ) -> bool:
-    """Return whether the paged cache is head-major. Raise if the shape does not fit the TND layout."""
+    """Check the shape of the paged cache for layout TND. Return whether it is head-major."""
     check_rank(op, "key", cache, 3, 4)
     head_major = cache.dim() == 4
     rows, width = (

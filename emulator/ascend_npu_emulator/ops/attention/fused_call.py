@@ -14,7 +14,7 @@ SCORES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class FusedCall:
-    """Arguments of ``npu_fused_infer_attention_score`` or ``npu_fused_infer_attention_score_v2``."""
+    """Arguments of ``npu_fused_infer_attention_score`` or of the second version."""
 
     op: str
     query: torch.Tensor

@@ -242,7 +242,7 @@ def npu_lightning_indexer(
 
 
 def best_keys(scores: torch.Tensor, sequence: SparseSequence, count: int) -> torch.Tensor:
-    """Return int32 [queries, count]: the keys with the highest ``scores`` [queries, keys], then -1."""
+    """Return int32 [queries, count]: keys with the highest ``scores`` [queries, keys], then -1."""
     place = torch.arange(sequence.keys, device=scores.device)
     visible = sequence.visible.unsqueeze(-1)
     order = (

@@ -62,7 +62,7 @@ class Exchange:
             self._check_values(expert_ids)
 
     def captured(self, tensor: torch.Tensor) -> bool:
-        """Return whether a graph captures the call, so that values are unknown."""
+        """Return whether a graph captures the call. Values are then unknown."""
         return tensor.is_meta or bool(core.recordings() and core.recording(tensor.device.index))
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class Exchange:
         return copies, torch.arange(self.capacity, device=own.device) < counts.sum(), counts
 
     def origins(self, copies: torch.Tensor) -> torch.Tensor:
-        """Return each copy's rank, token and index of the expert, int32 [capacity, 3]."""
+        """Return rank, token and expert position (0 to K - 1) of each copy, int32 [capacity, 3]."""
         source = copies // self.top_k
         return torch.stack(
             [source // self.tokens, source % self.tokens, copies % self.top_k], 1

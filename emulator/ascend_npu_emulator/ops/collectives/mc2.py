@@ -24,7 +24,7 @@ from ascend_npu_emulator.ops.quantization.linear import rows_to_int8
 
 _UNQUANTISED, _DYNAMIC = 0, 2  # quant_mode
 _RUNNING_TOTALS, _COUNTS = 0, 1  # expert_token_nums_type
-_INFO = 128  # int32 numbers of assist_info_for_combine per row; the emulator uses three (Exchange.origins)
+_INFO = 128  # int32 of assist_info_for_combine per row; used are three, Exchange.origins
 _MOST_ROWS = {"a2": 256, "a3": 512}  # of x
 _WIDEST = {"a2": 7168, "a3": 8192}
 _MOST_EXPERTS = {"a2": 512, "a3": 1024}
@@ -85,7 +85,7 @@ class _Call(Exchange):
                 "A2 has no TP domain: give '' and tp_world_size=0",
             )
         if global_bs not in (0, tokens * ep_world_size):
-            raise unsupported(op, "global_bs", global_bs)  # for ranks with different numbers of rows
+            raise unsupported(op, "global_bs", global_bs)  # ranks with different numbers of rows
         _check_window(
             op, chip, tokens, top_k, hidden, ep_world_size, moe_expert_num // ep_world_size
         )
