@@ -149,6 +149,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+def test_error_names_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"gmv_(shrink|expand): {message}"):
         call()

@@ -351,7 +351,7 @@ def npu_moe_token_unpermute(
         outside.numel() == 0,
         op,
         "sorted_indices",
-        f"{outside.tolist()[:8]} lie outside the {permuted_tokens.shape[0]} rows of permuted_tokens",
+        f"{outside.tolist()[:8]} lie outside {permuted_tokens.shape[0]} rows of permuted_tokens",
     )
     rows = permuted_tokens[sorted_indices].float().view(-1, top_k, permuted_tokens.shape[1])
     if probs is not None:

@@ -93,13 +93,11 @@ def find(**changes: Any) -> Callable[[], object]:
     "a run past the cache": (store(group_key_cache_idx=int32(46, 0, 0)), "store_kv_block: group_key_cache_idx: a run of 3 rows to 46"),
     "lengths in int64": (store(group_len=torch.tensor([3, 0, 0])), "store_kv_block: group_len: dtype torch.int64"),
 })  # fmt: skip
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+def test_base_calls_are_valid() -> None:
     store()()
     find()()

@@ -159,8 +159,8 @@ class PagedKeys:
             self._op,
             "block_table",
             (
-                f"sequence {sequence} has {length} keys, more than {self._table.shape[1]} blocks of "
-                f"{self.block_size} hold"
+                f"sequence {sequence} has {length} keys, more than "
+                f"{self._table.shape[1]} blocks of {self.block_size} hold"
             ),
         )
         ids = self._host_table[sequence, :count]

@@ -161,9 +161,8 @@ def _cached(call: FusedCall, key_rope: torch.Tensor, spans: Sequence[tuple[int, 
         op,
         "key",
         (
-            f"shape {tuple(key.shape)} must be [blocks, 1, {size}, {_ABSORBED}] or [blocks, "
-            f"{size}, "
-            f"{_ABSORBED}]"
+            f"shape {tuple(key.shape)} must be [blocks, 1, {size}, {_ABSORBED}] or "
+            f"[blocks, {size}, {_ABSORBED}]"
         ),
     )
     lengths = call.cached_lengths(table, spans)
