@@ -145,11 +145,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "too few lengths": (
         gather(seq_lens=lambda lengths: lengths[:1]),
-        GATHER + r"seq_lens: \(1,\) must be \(2,\)",
+        GATHER + r"seq_lens: shape \(1,\) must be \(2,\)",
     ),
     "too few totals": (
         gather(is_seq_lens_cumsum=True),
-        GATHER + r"seq_lens: \(2,\) must be \(3,\)",
+        GATHER + r"seq_lens: shape \(2,\) must be \(3,\)",
     ),
     "totals that begin late": (
         gather(is_seq_lens_cumsum=True, seq_lens=int32(1, 6, 9)),
@@ -165,7 +165,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an offset for three": (
         gather(seq_offset=int32(0, 0, 0)),
-        GATHER + r"seq_offset: \(3,\) must be \(2,\)",
+        GATHER + r"seq_offset: shape \(3,\) must be \(2,\)",
     ),
     "room for more rows": (
         gather(key=lambda key: torch.cat((key, key))),

@@ -81,7 +81,7 @@ def find(**changes: Any) -> Callable[[], object]:
     "no slots": (find(slot_mapping_npu=int32()), "store_kv_block_metadata: slot_mapping_npu: must not be empty"),
     "no block": (find(block_size=0), "store_kv_block_metadata: block_size: 0 must be positive"),
     "groups of two lengths": (find(group_key_idx=int32(0)), "store_kv_block_metadata: group_key_idx: shape"),
-    "more runs than entries": (find(**{name: int32(0, 0) for name in GROUPS}), "store_kv_block_metadata: group_len: 2 entries are less"),
+    "more runs than entries": (find(**{name: int32(0, 0) for name in GROUPS}), "store_kv_block_metadata: group_len: 2 entries are fewer"),
     "rows in float32": (store(key_in=random(3, 1, 8)), "store_kv_block: key_in: dtype torch.float32"),
     "rows of another dtype": (store(key_in=random(3, 1, 8).bfloat16()), "store_kv_block: key_in: dtype torch.bfloat16"),
     "rows of another width": (store(key_in=random(3, 1, 4).half()), "store_kv_block: key_cache_in: shape"),

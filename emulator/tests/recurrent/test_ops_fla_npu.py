@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             conv_states=torch.ones(3, CHANNELS, WIDTH - 1, dtype=BF16, device=NPU).transpose(1, 2),
         ),
         ValueError,
-        "only rows",
+        "gaps between rows only",
     ),
     "a state with too few places": (
         bad_conv(FN, conv_states=torch.ones(3, WIDTH - 2, CHANNELS, dtype=BF16)),
@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a transposed state of the rule": (
         bad_rule(state=Inputs(9, 9).memory.to(NPU).transpose(-1, -2)),
         ValueError,
-        "only rows may have gaps",
+        "gaps between rows only",
     ),
     "another layout": (bad_chunks(layout="BSND"), NotImplementedError, CHUNKS + "layout"),
     "exponents of two": (bad_chunks(use_exp2=True), NotImplementedError, CHUNKS + "use_exp2"),
