@@ -118,7 +118,7 @@ def _check_adapters(
 
     Args:
         half: x or y, whichever has the weights' dtype; the other tensor is float32 [rows, rank].
-            matrix: the shape of each adapter's weight. The kernel reads any weight in this shape.
+        matrix: the shape of each adapter's weight. The kernel reads any weight in this shape.
     """
     for name, tensor in (("x", x), ("y", y)):
         check_rank(op, name, tensor, 2)

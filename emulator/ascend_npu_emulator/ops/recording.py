@@ -95,9 +95,10 @@ def recordable(
 
     Args:
         qualified: namespace::name.overload.
-        schema: the operator's schema, which marks the written arguments. reference: the reference
-            in plain torch. shape: function that returns the results for meta tensors (shapes.py).
-            composite: whether the reference launches operators of the device, such as a collective.
+        schema: the operator's schema, which marks the written arguments.
+        reference: the reference in plain torch.
+        shape: function that returns the results for meta tensors (shapes.py).
+        composite: whether the reference launches operators of the device, such as a collective.
             These are then recorded instead.
 
     Raises:

@@ -217,8 +217,8 @@ def npu_scatter_nd_update_sk(
 ) -> None:
     """Do the same as ``npu_scatter_nd_update_``, with gaps allowed between the rows of ``var``.
 
-    (csrc/moe/scatter_nd_update_sk/op_host in 0.30.0rc2: op_api/aclnn_scatter_nd_update_sk.cpp:50
-    and scatter_nd_update_sk_tiling.cpp, HandleViewStride.)
+    Each row must be contiguous. (csrc/moe/scatter_nd_update_sk/op_host in 0.30.0rc2:
+    op_api/aclnn_scatter_nd_update_sk.cpp:50 and scatter_nd_update_sk_tiling.cpp, HandleViewStride.)
     """
     op = "npu_scatter_nd_update_sk"
     check_rank(op, "var", var, 2)

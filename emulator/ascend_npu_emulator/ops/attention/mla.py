@@ -423,9 +423,9 @@ def npu_attention_update(
     """Merge attentions over parts of the keys.
 
     The result is the sum of ``local_out[i]`` * exp(``lse[i]`` - logsumexp(``lse``)). The attention
-    kernel marks a row that saw no key in a part with an lse of +inf. Such parts do not count (CANN
-    ops-transformer, attention_update_without_lse_regbase.h). Supported: ``update_type`` 0, without
-    the merged lse.
+    kernel marks a row that saw no key in a part with an lse of +inf. Such a row does not count
+    (CANN ops-transformer, attention_update_without_lse_regbase.h). Supported: ``update_type`` 0,
+    without the merged lse.
 
     Args:
         lse: float32 [R] of each part.

@@ -115,7 +115,8 @@ def mla_preprocess(
         hiddenState: bfloat16 [T, H], at most 1024 rows.
         wdqkv, bias0, descale0: see ``_Product``; [T, H] to [T, 512 + 64 + Q].
         wuq, bias1, descale1: [T, Q] to [T, heads * (P + 64)].
-        gamma1, beta1: bfloat16 [Q]. gamma2: bfloat16 [512].
+        gamma1, beta1: bfloat16 [Q].
+        gamma2: bfloat16 [512].
         cos, sin: bfloat16 [T, ..., 64], one per row.
         wuk: bfloat16 [heads, P, 512].
         kv_cache_out0, kv_cache_out1: bfloat16 [blocks, block_size, 1, 512] and [..., 64], written.

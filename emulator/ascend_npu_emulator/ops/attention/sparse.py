@@ -39,8 +39,9 @@ class SparseSequence(NamedTuple):
     """One sequence of a batch.
 
     Attributes:
-        number: number of the sequence. first, end: rows in the query. keys: number of keys in the
-            cache.
+        number: number of the sequence.
+        first, end: rows in the query.
+        keys: number of keys in the cache.
         visible: int64 [rows], number of leading keys that each query sees, 0 or more.
     """
 

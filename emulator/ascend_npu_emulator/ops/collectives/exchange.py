@@ -22,10 +22,12 @@ class Exchange:
 
     Attributes:
         tokens, top_k, hidden: the sizes BS, K and H.
-        local: experts of each rank. capacity: rows that a rank can receive. ids: the operator's
-            name for ``expert_ids``.
-        group: the EP group. text: the arguments in which ranks must agree. active: bool [tokens],
-            True for tokens that take part.
+        local: experts of each rank.
+        capacity: rows that a rank can receive.
+        ids: the operator's name for ``expert_ids``.
+        group: the EP group.
+        text: the arguments in which ranks must agree.
+        active: bool [tokens], True for tokens that take part.
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class Exchange:
         """Return the results for this rank's copies, and the index of each row of all ranks.
 
         Args:
-            made: [capacity, H], results of this rank's experts. live: bool [capacity], True for
-                rows that belong to a copy. origins: see ``origins``.
+            made: [capacity, H], results of this rank's experts.
+            live: bool [capacity], True for rows that belong to a copy.
+            origins: see ``origins``.
 
         Returns:
             [tokens, top_k, H], undefined without a result. For every row of every rank the index

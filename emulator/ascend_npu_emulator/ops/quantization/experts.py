@@ -63,8 +63,9 @@ def quantised_grouped_matmul(
     Args:
         rows: int8 [M, k].
         matrices: int8 [groups, k, n].
-        scale: one tensor of float32 or bfloat16 [groups, n]. per_token_scale: one tensor of float32
-            [M]. groups: rows [first, end) of each group.
+        scale: one tensor of float32 or bfloat16 [groups, n].
+        per_token_scale: one tensor of float32 [M].
+        groups: rows [first, end) of each group.
     """
     _check_factors(op, rows, matrices)
     if dtype_of(output_dtype) is not torch.bfloat16:

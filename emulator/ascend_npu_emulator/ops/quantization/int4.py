@@ -130,9 +130,10 @@ def int4_grouped_matmul(
     Args:
         rows: int8 [M, K].
         matrices: int32 [groups, K, N / 8].
-        bias: one tensor of float32 [groups, N]. scale: one tensor of int64 [groups, parts, N]; a
-            part is 256 rows of a matrix, or all rows. per_token_scale: one tensor of float32 [M].
-            groups: rows [first, end) of each group.
+        bias: one tensor of float32 [groups, N].
+        scale: one tensor of int64 [groups, parts, N]; a part is 256 rows of a matrix, or all rows.
+        per_token_scale: one tensor of float32 [M].
+        groups: rows [first, end) of each group.
     """
     count, inner, outer = _check_factors(op, rows, matrices, _LONGEST_GROUPED)
     if dtype_of(output_dtype) is not torch.bfloat16:
@@ -191,8 +192,8 @@ def grouped_matmul_swiglu_quant_v2(
 
     Args:
         x: int8 [M, K].
-        weight: one tensor of int32 [groups, K, N / 8]. weight_scale: one tensor of int64 [groups,
-            N].
+        weight: one tensor of int32 [groups, K, N / 8].
+        weight_scale: one tensor of int64 [groups, N].
         x_scale: float32 [M].
         group_list: int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group
             (1).

@@ -55,8 +55,8 @@ def npu_dequant_swiglu_quant(
     Args:
         x: int32 [..., 2 H].
         weight_scale: float32 [2 H], or [groups, 2 H].
-        activation_scale: float32, one element per row. group_index: int64 [groups], number of rows
-            of each group.
+        activation_scale: float32, one element per row.
+        group_index: int64 [groups], number of rows of each group.
 
     Returns:
         int8 [..., H] and the scales, float32 [...].

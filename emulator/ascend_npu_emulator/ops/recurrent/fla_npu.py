@@ -109,11 +109,13 @@ def chunk_gated_delta_rule_fwd(
     bfloat16.
 
     Args:
-        q, k: [1, key heads, tokens, 128]; v: [1, value heads, tokens, 128], bfloat16.
+        q, k: [1, key heads, tokens, 128], bfloat16.
+        v: [1, value heads, tokens, 128], bfloat16.
         g, beta: [1, tokens, value heads]; g is float32.
         initial_state: [sequences, value heads, K, V], float32 or bfloat16. The last states have
             this shape and dtype.
-        cu_seqlens: bounds of the sequences. chunk_indices: see chunk_fwd_o.
+        cu_seqlens: bounds of the sequences.
+        chunk_indices: see chunk_fwd_o.
     """
     op = "chunk_gated_delta_rule_fwd"
     check_dtype(op, "g", g, (torch.float32,))

@@ -88,7 +88,8 @@ def npu_recurrent_gated_delta_rule(
             key heads).
         value: [tokens, value heads, V], bfloat16.
         state: [rows, value heads, V, K], float32 or bfloat16, written in place.
-        beta: [tokens, value heads], bfloat16; g: the same in float32, the decay in log space.
+        beta: [tokens, value heads], bfloat16.
+        g: the same in float32, the decay in log space.
         actual_seq_lengths: int32: the first token of the first sequence, then the number of tokens
             of each sequence, at most 16.
         ssm_state_indices: int32 [tokens], the row of each token. A sequence begins with the state
@@ -385,9 +386,10 @@ def chunk_fwd_o(
     block_epilogue_gdn_fwdo_*.hpp)
 
     Args:
-        q, k, h, g, cu_seqlens: as in chunk_gated_delta_rule_fwd_h. v: the v_new that it returns.
-            chunk_indices: for every chunk of h the number of the sequence, and the number of the
-            chunk in that sequence.
+        q, k, h, g, cu_seqlens: as in chunk_gated_delta_rule_fwd_h.
+        v: the v_new that it returns.
+        chunk_indices: for every chunk of h the number of the sequence, and the number of the chunk
+            in that sequence.
     """
     op = "chunk_fwd_o"
     refuse_options(op, g_gamma=g_gamma, transpose_state_layout=transpose_state_layout)
