@@ -117,7 +117,8 @@ def grouped_matmul_swiglu_quant_weight_nz(
         x_scale: float32 [M].
         group_list: int64 [groups], running totals of rows.
 
-    Returns: int8 [M, N / 2] and the scales, float32 [M].
+    Returns:
+        int8 [M, N / 2] and the scales, float32 [M].
     """
     op = "grouped_matmul_swiglu_quant_weight_nz"
     refuse_options(op, bias=bias, offset=offset, swiglu_limit=swiglu_limit)
