@@ -288,7 +288,7 @@ WRONG_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another dtype": ("a3", {"x": ROWS.float()}, "x: dtype torch.float32"),
     "indices of another dtype": ("a3", {"expert_ids": CHOSEN.long()}, "expert_ids: dtype torch.int64"),
     "indices of other rows": ("a3", {"expert_ids": CHOSEN[:3]}, "expert_ids: 3 rows for 4"),
-    "a TP domain": ("a2", {"tp_world_size": 1}, "group_tp: an A2 has no TP domain"),
+    "a TP domain": ("a2", {"tp_world_size": 1}, "group_tp: A2 has no TP domain"),
     "a group that does not exist": ("a3", {}, "group_ep: this process has no hccl group 'hccl'"),
 }  # fmt: skip
 

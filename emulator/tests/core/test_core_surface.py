@@ -177,7 +177,7 @@ def test_imported_module_is_patched_immediately(
     monkeypatch.setitem(sys.modules, "hooked_already", module)
     import_hooks.install({"hooked_already": lambda m: setattr(m, "patched", True)})
     assert module.patched
-    with pytest.raises(ValueError, match="two patches for module hooked_already"):
+    with pytest.raises(ValueError, match="module hooked_already already has a patch"):
         import_hooks.install({"hooked_already": lambda m: None})
     monkeypatch.delitem(import_hooks._finder.patches, "hooked_already")
 

@@ -107,7 +107,7 @@ class _Call(Exchange):
             all(active[: sum(active)]),
             self.op,
             "x_active_mask",
-            f"{active} must have all true before false",
+            f"true must precede false, got {active}",
         )
         super()._check_values(expert_ids)
 
