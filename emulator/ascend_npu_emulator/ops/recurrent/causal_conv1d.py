@@ -151,7 +151,7 @@ def convolve(
         rows is None or rows.shape[0] == len(bounds) - 1,
         op,
         "cache_indices_opt",
-        f"{rows.shape[0]} rows must be {len(bounds) - 1}, one per sequence",
+        f"one row per sequence must be given, {len(bounds) - 1} in all",
     )
     places = range(len(bounds) - 1) if rows is None else rows.tolist()
     if run_mode == _UPDATE:
