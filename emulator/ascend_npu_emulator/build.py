@@ -1,4 +1,4 @@
-"""Compile the C++ part of the emulated NPU once, into a cache."""
+"""Compile the C++ part of the emulator once, into a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from filelock import FileLock
 
 SOURCES = Path(__file__).parent / "csrc"
 MODULE = "emulated_npu_core"
-# One translation unit: most of the time is spent on torch's headers.
+# The module is one translation unit because most of the time is spent on torch's headers.
 FLAGS = (
     *(
         "-std=c++20",
@@ -32,11 +32,11 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The C++ part cannot be built. The message has the reason and the remedy."""
+    """The C++ part cannot be built. The message states the reason and the remedy."""
 
 
 def cache_directory() -> Path:
-    """Return the cache directory: NPU_EMULATOR_CACHE, else one in the user's cache directory."""
+    """Return NPU_EMULATOR_CACHE, or the default below the user's cache directory."""
     if chosen := os.environ.get("NPU_EMULATOR_CACHE"):
         return Path(chosen)
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -44,12 +44,12 @@ def cache_directory() -> Path:
 
 
 def library() -> Path:
-    """Return the compiled extension module, and build it first if it is not in the cache.
+    """Return the path of the compiled extension module, and build it if it is not in the cache.
 
-    May be called by several processes at once: one builds, the others wait.
+    Several processes may call this at once: one builds, the others wait.
 
     Raises:
-        BuildError: if there is no compiler, no Python headers or no cache directory, or the
+        BuildError: if the compiler, the Python headers or the cache directory is missing, or the
             compiler failed.
     """
     import torch

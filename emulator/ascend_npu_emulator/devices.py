@@ -1,4 +1,4 @@
-"""Number, selection and properties of the devices."""
+"""torch.npu's functions for the number, selection and properties of devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ascend_npu_emulator.settings import Settings
 
 Device: TypeAlias = "torch.device | str | int | None"
 
-# Name of the chip and CANN's number of it, by generation: of an Atlas 800I A2 card, and of a die of
-# an A3 card. Software chooses kernels by the number (vllm_ascend/utils.py:850 requires 220 to 225
-# for A2, 250 to 255 for A3). Both have 20 cube and 40 vector cores.
+# Name of the chip and CANN's number, by generation: a card of an Atlas 800I A2, and one die of an
+# A3 card. Software selects kernels by the number (vllm_ascend/utils.py:850 requires 220 to 225 for
+# A2, 250 to 255 for A3). Both have 20 cube and 40 vector cores.
 CHIPS = {"a2": ("Ascend910B3", 222), "a3": ("Ascend910_9362", 255)}
 
 
@@ -36,7 +36,7 @@ class Properties:
 
 
 def index_of(device: Device) -> int:
-    """Return the device's index, for None and "npu" that of the current device.
+    """Return the device's index. None and "npu" mean the current device.
 
     Raises ValueError for another device type.
     """
@@ -51,15 +51,15 @@ def index_of(device: Device) -> int:
 
 
 def device_count() -> int:
-    """Return the number of NPUs visible by ASCEND_RT_VISIBLE_DEVICES.
+    """Return the number of NPUs that ASCEND_RT_VISIBLE_DEVICES makes visible.
 
-    It is fixed once a device was used.
+    The number is fixed once a device has been used.
     """
     return core.device_count()
 
 
 def is_available() -> bool:
-    """Return whether there is an NPU."""
+    """Return whether an NPU is visible."""
     return device_count() > 0
 
 
@@ -69,7 +69,7 @@ def current_device() -> int:
 
 
 def set_device(device: Device) -> None:
-    """Set this thread's current device. Raises RuntimeError if there is no such device."""
+    """Set this thread's current device. Raises RuntimeError if the device does not exist."""
     core.set_device(index_of(device))
 
 

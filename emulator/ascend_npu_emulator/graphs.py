@@ -1,8 +1,8 @@
-"""torch.npu's graphs: capture, replay and updates of parameters.
+"""torch.npu's graphs: capture, replay and updates of task groups.
 
 The implementation is in csrc/graphs/.
 
-The API is that of torch_npu 2.10.0.post4 (torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp).
+The API follows torch_npu 2.10.0.post4 (torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _not_implemented(name: str) -> NoReturn:
 
 
 def _place(stream: torch.Stream | None) -> tuple[int, int]:
-    """Return (device, stream id) of the given or the current stream."""
+    """Return (device, stream id) of the given stream, by default of the current one."""
     stream = current_stream() if stream is None else stream
     return stream.device_index, stream.stream_id
 
@@ -39,15 +39,15 @@ def is_current_stream_capturing() -> bool:
 
 
 def graph_pool_handle() -> PoolId:
-    """Return the id of a new memory pool, for graphs that share memory."""
+    """Return the id of a new memory pool that several graphs can share."""
     return core.graph_pool_handle()
 
 
 class NPUGraph:
-    """Work of streams, recorded by a capture. Replays run it on the same memory.
+    """Work of one or more streams that a capture records and each replay runs on the same memory.
 
-    A stream that waits for an event of the capture is captured, too. The stream that began the
-    capture must wait for it before the end.
+    A stream that waits for an event of the capture is captured too. Before the capture ends, the
+    stream that began it must wait for all other captured streams.
 
     Not supported: random operators, copies to the host, asynchronous collectives, nested graphs,
     and ``update``.
@@ -60,22 +60,22 @@ class NPUGraph:
         """Start recording on the current stream.
 
         Args:
-            pool: from graph_pool_handle() or another graph's pool(); None for a new pool.
-            capture_error_mode: which threads may copy synchronously meanwhile: none ("global"),
-                other threads ("thread_local") or all ("relaxed").
+            pool: id from graph_pool_handle() or another graph's pool(); None for a new pool.
+            capture_error_mode: threads that may copy synchronously during the capture: none
+                ("global"), other threads ("thread_local") or all ("relaxed").
 
         Raises:
-            RuntimeError: if the current stream is the default one, another capture is active, or
-                the graph has been captured.
+            RuntimeError: if the current stream is the default stream, another capture is active, or
+                this graph was captured before.
         """
         self._graph.begin(None if pool is None else tuple(pool), capture_error_mode)
 
     def capture_end(self) -> None:
-        """Stop recording. Raises RuntimeError if the current stream is not the recording one."""
+        """Stop recording. Raises RuntimeError if the current stream is not the recording stream."""
         self._graph.end()
 
     def replay(self) -> None:
-        """Launch the captured work on the current stream. Raises RuntimeError if there is none."""
+        """Launch the captured work on the current stream. Raises RuntimeError without a capture."""
         self._graph.replay()
 
     def reset(self) -> None:
@@ -101,8 +101,8 @@ class graph:
     Args:
         npu_graph: the graph.
         pool: see NPUGraph.capture_begin.
-        stream: the stream to capture on; None for one that all captures share.
-        auto_dispatch_capture: True is not implemented.
+        stream: the stream to capture on; None for a stream that all captures share.
+        auto_dispatch_capture: must be False; True raises NotImplementedError.
         capture_error_mode: see NPUGraph.capture_begin.
     """
 
@@ -147,8 +147,8 @@ class graph:
 class ExternalEvent:
     """A flag on the device. Streams that wait for it continue once another stream has recorded it.
 
-    It stays set until a stream resets it. Wait and reset may be captured, so that a replay stops
-    until the host has launched the record.
+    The flag stays set until a stream resets it. Wait and reset may be captured: a replay then
+    blocks until the host launches the record.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class ExternalEvent:
         """Make the stream wait for the flag.
 
         Raises:
-            RuntimeError: later, if the launching thread needs work that follows the wait and
+            RuntimeError: at a later call, if the launching thread needs work after the wait and
                 nothing sets the flag.
         """
         self._event.wait(*_place(stream))
@@ -173,26 +173,26 @@ class ExternalEvent:
 
 
 def graph_task_group_begin(stream: torch.Stream) -> None:
-    """Start a task group of work that the stream captures.
+    """Start a task group in the work that the stream captures.
 
-    Raises RuntimeError if it does not capture.
+    Raises RuntimeError if the stream is not capturing.
     """
     core.task_group_begin(*_place(stream))
 
 
 def graph_task_group_end(stream: torch.Stream) -> Any:
-    """End the task group, and return the handle with which it can be updated."""
+    """End the task group. Return the handle for updating the group."""
     return core.task_group_end(*_place(stream))
 
 
 def graph_task_update_begin(stream: torch.Stream, handle: Any) -> None:
-    """Start an update: further work of the stream replaces the group's tasks."""
+    """Start an update: later work of the stream replaces the group's tasks."""
     core.task_update_begin(*_place(stream), handle)
 
 
 def graph_task_update_end(stream: torch.Stream) -> None:
     """Launch the update on the stream.
 
-    Raises RuntimeError if its operators differ from the captured ones.
+    Raises RuntimeError if the operators differ from the captured ones.
     """
     core.task_update_end(*_place(stream))

@@ -1,4 +1,4 @@
-"""The c10d backend "hccl": options, registration, and the gloo group that it uses (csrc/hccl/)."""
+"""The c10d backend "hccl" (csrc/hccl/): options, registration, and the underlying gloo group."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class Options(NativeBackend.Options):
 def transport(
     store: Store, rank: int, size: int, options: object
 ) -> tuple[NativeBackend, str, str, list[int], Store]:
-    """Return the gloo group of an hccl group, and what its ranks know it by.
+    """Return the gloo group that carries an hccl group, and the identity of that group.
 
-    Called by csrc/hccl/hccl.h. The group is known by the name of its communicator, its name, its
-    ranks and a store for waiting ranks (csrc/hccl/waits.h). The ranks are global, and the store is
-    one for all groups, if torch.distributed made the group; else both are the group's own.
+    Called by csrc/hccl/hccl.h. The identity is the communicator's name, the group's name, the ranks
+    and a store for the records of waiting ranks (csrc/hccl/waits.h). If torch.distributed made the
+    group, the ranks are global and all groups share the store. Otherwise ranks and store are local
+    to the group.
 
     Args:
-        store, rank, size: of the hccl group.
+        store, rank, size: arguments of the hccl group.
         options: Options, a timeout as timedelta, or None.
     """
     timeout = (
@@ -61,7 +62,7 @@ def transport(
 
 
 def _shared(store: Store) -> Store:
-    """Return the store of all groups, below the prefixes of one."""
+    """Return the store that all groups share, without the prefixes of one group."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -71,7 +72,7 @@ def _create(group: Any, options: Any) -> Any:
     if options is None:
         options = Options()
         options._timeout = group.timeout
-    # As in torch_npu; empty ranks are those of the default group.
+    # As in torch_npu, empty ranks mean the default group.
     options.global_ranks_in_group = group.global_ranks_in_group
     options.group_id = group.group_id
     return ProcessGroupHCCL(group.store, group.group_rank, group.group_size, options)

@@ -1,4 +1,4 @@
-"""What happens on imports: modules are patched right after theirs; torchvision is a stand-in."""
+"""Patch modules right after they are imported, and replace a missing torchvision."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ascend_npu_emulator.missing import NotEmulated
 
 Patch = Callable[[ModuleType], None]
 
-# Names that torchvision no longer has (io/__init__.py, 0.29.2). datasets tries to import them for
+# Names that torchvision has removed (io/__init__.py, 0.29.2). datasets tries to import them for
 # type comparisons.
 REMOVED = frozenset({"torchvision.io.VideoReader"})
 
 
 class _PatchingLoader(Loader):
-    """Run another loader, then a function."""
+    """A loader that runs another loader, then a patch."""
 
     def __init__(self, loader: Loader, patch: Patch) -> None:
         self._loader = loader
@@ -42,7 +42,7 @@ class _PatchingLoader(Loader):
 
 
 class PatchingFinder(MetaPathFinder):
-    """Find the modules that have a patch, using the other finders."""
+    """A finder for modules that have a patch. The other finders locate them."""
 
     def __init__(self) -> None:
         self.patches: dict[str, Patch] = {}
@@ -71,14 +71,14 @@ _finder = PatchingFinder()
 
 
 def install(patches: Mapping[str, Patch]) -> None:
-    """Run each module's patch after its import, or at once if the module is already imported.
+    """Run each patch right after its module is imported, or now if the module is already imported.
 
     Raises:
         ValueError: if a module already has a patch.
     """
     for name, patch in patches.items():
         if name in _finder.patches:
-            raise ValueError(f"emulated NPU: two patches for module {name}")
+            raise ValueError(f"emulated NPU: module {name} already has a patch")
         _finder.patches[name] = patch
         if name in sys.modules:
             patch(sys.modules[name])
@@ -111,12 +111,14 @@ def resize(
     max_size: int | None = None,
     antialias: bool = True,
 ) -> torch.Tensor:
-    """Return images [..., channels, height, width] in another height and width.
+    """Resize images [..., channels, height, width].
 
-    As torchvision 0.28.0 does with PyTorch's interpolation (transforms/v2/functional/_geometry.py).
+    The result is that of torchvision 0.28.0 with PyTorch's interpolation
+    (transforms/v2/functional/_geometry.py).
 
     Raises:
-        NotImplementedError: neither bilinear nor bicubic; or one size is given for both.
+        NotImplementedError: if the interpolation is neither bilinear nor bicubic, or ``size`` has
+            one number for both dimensions.
     """
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
     if not smooth or len(size) != 2 or max_size is not None:
@@ -173,11 +175,11 @@ class _TorchvisionFinder(MetaPathFinder, Loader):
 
 
 def stand_in_for_torchvision() -> None:
-    """Provide ``torchvision`` if it is not installed, without most of its functions.
+    """Provide a ``torchvision`` with few functions if the real package is not installed.
 
-    transformers and vLLM import it even for text-only models, and a torchvision built for another
-    torch would break those imports. What transformers' processors do with images is there; all
-    other names raise errors when they are used.
+    transformers and vLLM import torchvision even for text-only models, and a torchvision built for
+    another torch would break these imports. The functions that transformers' image processors call
+    work. All other names raise an error when they are used.
     """
     if importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_TorchvisionFinder())

@@ -22,7 +22,7 @@ from ascend_npu_emulator.settings import (
 )
 
 SITE = Path(__file__).parent / "site"
-MACHINES = (1 << 40) - 1  # numbers of machines (csrc/contexts.h)
+MACHINES = (1 << 40) - 1  # largest machine number (csrc/contexts.h)
 
 
 def environment(
@@ -32,23 +32,23 @@ def environment(
     soc: str = Settings.soc,
     queue: bool = False,
 ) -> dict[str, str]:
-    """Return the variables to set for a process that is to run on emulated NPUs.
+    """Return the environment variables that make a process run on emulated NPUs.
 
-    They extend the present environment, whose PYTHONPATH and OMP_NUM_THREADS are kept:
+    They extend the current environment and keep PYTHONPATH and OMP_NUM_THREADS:
     ``subprocess.run(command, env={**os.environ, **environment(npus=4)})``.
 
     Args:
         npus: number of NPUs, 1 to 64.
         hbm_bytes: device memory of each NPU, in bytes.
-        late: whether work on streams other than the default one runs as late as the API allows, and
-            races are errors.
+        late: run work on streams other than the default stream as late as the API allows, and raise
+            an error for a race.
         soc: generation of the NPUs, a2 or a3.
-        queue: whether a failed task ends the task queue of its NPU, as in torch_npu.
+        queue: let a failed task end the task queue of its NPU, as in torch_npu.
 
-    The processes that get one result are on one machine. Another call returns another machine.
+    Processes that share a result are on one machine. Each call describes a new machine.
 
     Raises:
-        SettingError: if an argument is none of these.
+        SettingError: if an argument is out of range.
     """
     parse_soc("soc", soc)
     parse_npus("npus", str(npus))
@@ -64,19 +64,19 @@ def environment(
         "NPU_EMULATOR_QUEUE": "1" if queue else "0",
         "NPU_EMULATOR_SOC": soc,
         "NPU_EMULATOR_MACHINE": str(1 + secrets.randbelow(MACHINES)),
-        # Forked workers need not import vLLM again. As on hardware, a parent that has used a device
-        # cannot fork: its child is refused.
+        # Forked workers need not import vLLM again. As on hardware, a forked child cannot use the
+        # devices if its parent has used one.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
-        # Each NPU is a process. More threads than cores only wait for each other.
+        # One process runs per NPU. More threads than cores would only compete.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
 def activate(npus: int = Settings.npus, late: bool = False, queue: bool = False) -> None:
-    """Let this process find the emulated torch_npu, such as in a conftest.py of pytest.
+    """Make the emulated torch_npu importable in this process, for example from a conftest.py.
 
-    Call it before torch is imported. Child processes do not inherit it; see environment().
-    Raises SettingError.
+    Call this before torch is imported. Child processes do not inherit it; see environment(). Raises
+    SettingError.
     """
     settings = environment(npus=npus, late=late, queue=queue)
     os.environ.update({k: v for k, v in settings.items() if k.startswith("NPU_EMULATOR_")})
@@ -84,12 +84,12 @@ def activate(npus: int = Settings.npus, late: bool = False, queue: bool = False)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `npu-emulate`. Defaults come from the variables that the options set."""
+    """Return the parser of `npu-emulate`. Defaults come from the environment variables."""
     environ = os.environ
     p = argparse.ArgumentParser(
         prog="npu-emulate",
-        description="Runs a command with emulated Ascend NPUs on the CPU. It prints nothing of its own: "
-        "options after -- such as --json and -q are those of the command.",
+        description="Runs a command with emulated Ascend NPUs on the CPU, and prints nothing. "
+        "Options after --, such as --json and -q, belong to the command.",
         usage="npu-emulate [--soc a2|a3] [--npus N] [--hbm SIZE] [--late] [--queue] -- COMMAND "
         "[ARGUMENT ...]",
     )
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="report a failed operator once, at a later call, and drop all later work",
     )
     p.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, after --"
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --"
     )
     return p
 
@@ -131,7 +131,7 @@ def _is_set(variable: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the command. Return an exit code only if that is impossible."""
+    """Replace this process with the command. Return an exit code only if that fails."""
     options = parser().parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -159,5 +159,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"npu-emulate: {command[0]!r} is not on PATH", file=sys.stderr)
         return 127
     sys.stdout.flush()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and inherited by the command
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; the command must not
     os.execve(program, command, {**os.environ, **added})

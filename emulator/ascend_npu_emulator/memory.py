@@ -13,8 +13,8 @@ from ascend_npu_emulator.devices import Device, index_of
 from ascend_npu_emulator.missing import NotEmulated
 from ascend_npu_emulator.native import core
 
-# torch.accelerator's own functions, bound early: vllm-ascend replaces them by torch.npu's
-# (patch_torch_accelerator.py:14).
+# torch.accelerator's original functions, bound here because vllm-ascend later replaces them with
+# torch.npu's (patch_torch_accelerator.py:14).
 _stats = torch.accelerator.memory_stats
 _reset_peak = torch.accelerator.reset_peak_memory_stats
 _reset_accumulated = torch.accelerator.reset_accumulated_memory_stats
@@ -28,14 +28,14 @@ def empty_cache() -> None:
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return (free, total) bytes of the device.
 
-    Memory is free if this process has not reserved it.
+    Memory that this process has not reserved counts as free.
     """
     core.create_context()
     return core.memory_info(index_of(device))
 
 
 def memory_stats(device: Device = None) -> OrderedDict[str, int]:
-    """Return all counters by dotted name, e.g. "allocated_bytes.all.peak"; counts and bytes."""
+    """Return all counters, in counts and bytes, by dotted name, e.g. "allocated_bytes.all.peak"."""
     core.create_context()
     return _stats(index_of(device))
 
@@ -45,12 +45,12 @@ def _stat(name: str, device: Device) -> int:
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Return the bytes in tensors."""
+    """Return the bytes that tensors occupy."""
     return _stat("allocated_bytes.all.current", device)
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """Return the most bytes in tensors since the start or the last reset."""
+    """Return the peak of the bytes that tensors occupy, since the start or the last reset."""
     return _stat("allocated_bytes.all.peak", device)
 
 
@@ -60,12 +60,12 @@ def memory_reserved(device: Device = None) -> int:
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """Return the most bytes reserved from the device since the start or the last reset."""
+    """Return the peak of the bytes reserved from the device, since the start or the last reset."""
     return _stat("reserved_bytes.all.peak", device)
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Reset peaks to the present values."""
+    """Reset all peaks to the current values."""
     core.create_context()
     _reset_peak(index_of(device))
 
@@ -84,8 +84,9 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
 def host_memory_stats() -> OrderedDict[str, int]:
     """Return the counters of pinned memory by dotted name, e.g. "allocated_bytes.current".
 
-    Bytes are those of whole blocks, whose sizes are powers of two. "allocated" counts blocks that
-    the allocator holds, "active" those of tensors (torch_npu/npu/memory.py:191, 2.10.0.post4).
+    Bytes are counted in whole blocks, with sizes that are powers of two. "allocated" counts all
+    blocks that the allocator holds, "active" the blocks of tensors (torch_npu/npu/memory.py:191,
+    2.10.0.post4).
     """
     stats = core.host_memory_stats()
     return OrderedDict(
@@ -104,15 +105,15 @@ memory_snapshot = NotEmulated("torch.npu.memory.memory_snapshot")
 
 
 class NPUPluggableAllocator:
-    """vllm-ascend's allocator for sleep mode, in csrc/memory/mapping.h; no other one is emulated.
+    """vllm-ascend's allocator for sleep mode (csrc/memory/mapping.h). No other is emulated.
 
     Args:
-        path_to_so_file: ignored. vllm-ascend looks for the library that it has loaded, and finds
-            None (device_allocator/camem.py:64 in 0.23.0).
-        alloc_fn_name, free_fn_name: names of the functions in it.
+        path_to_so_file: ignored. vllm-ascend passes the library that it has loaded, here None
+            (device_allocator/camem.py:64 in 0.23.0).
+        alloc_fn_name, free_fn_name: names of the library's functions.
 
     Raises:
-        NotImplementedError: if the functions are not those of vllm-ascend.
+        NotImplementedError: if the functions are not vllm-ascend's.
     """
 
     def __init__(self, path_to_so_file: str | None, alloc_fn_name: str, free_fn_name: str) -> None:
@@ -124,7 +125,7 @@ class NPUPluggableAllocator:
         self._allocator = alloc_fn_name
 
     def allocator(self) -> str:
-        """Return what MemPool takes."""
+        """Return the argument for MemPool."""
         return self._allocator
 
 
@@ -132,7 +133,7 @@ class MemPool:
     """A pool of device memory; see csrc/memory/pools.h.
 
     Args:
-        allocator: of an NPUPluggableAllocator. None: the device's memory.
+        allocator: result of NPUPluggableAllocator.allocator(). None: the device's memory.
     """
 
     _numbers = itertools.count(1)
@@ -149,7 +150,7 @@ def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
 
     Args:
         pool: the pool.
-        device: the NPU whose allocations are meant; default: the current one.
+        device: the NPU on which to use the pool; default: the current one.
     """
     index = index_of(device)
     core.create_context()

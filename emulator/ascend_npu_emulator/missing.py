@@ -1,4 +1,4 @@
-"""Errors for missing names: unknown ones fail on access, known ones when they are called."""
+"""Errors for missing names. Unknown names fail on access, known ones when they are called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class UnknownName(AttributeError, NotImplementedError):
-    """A name that the emulated torch_npu lacks. Also an AttributeError, so that hasattr() works."""
+    """The emulated torch_npu lacks a name. An AttributeError too, so that hasattr() works."""
 
 
 def unknown(module: str, name: str) -> NoReturn:
@@ -15,7 +15,7 @@ def unknown(module: str, name: str) -> NoReturn:
 
 
 class NotEmulated:
-    """A function or class of the hardware that is not emulated.
+    """A function or class of torch_npu that is not emulated.
 
     It can be imported but raises when used.
     """

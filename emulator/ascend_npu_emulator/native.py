@@ -1,4 +1,4 @@
-"""Load the C++ part and start the emulated devices in this process."""
+"""Load the C++ part and initialise the emulated devices in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _load() -> ModuleType:
 
 
 def set_modes(module: ModuleType, settings: Settings) -> None:
-    """Set the modes and failures of the settings, before any device is used."""
+    """Apply modes and injected failures. Call this before any device is used."""
     module.set_late(settings.late)
     module.set_queue(settings.queue)
     module.set_spin(settings.spin)
@@ -32,5 +32,5 @@ def set_modes(module: ModuleType, settings: Settings) -> None:
         module.watch_for_fault(settings.fail_file)
 
 
-# pybind module of csrc/npu.cpp, loaded once per process, by the first import of this module.
+# The pybind module of csrc/npu.cpp. The first import of this module loads it, once per process.
 core = _load()

@@ -83,11 +83,11 @@ __all__ = [
     "synchronize",
 ]  # fmt: skip
 
-# Settings that select between equivalent computations; the emulator has only one.
+# Settings that select between equivalent computations. The emulator has only one of them.
 config = SimpleNamespace(allow_internal_format=False)
 
 make_graphed_callables = NotEmulated("torch.npu.make_graphed_callables")
-# vllm-ascend 0.26 calls them to offload KV caches to the host.
+# vllm-ascend 0.26 calls these functions to offload KV caches to the host.
 _launch_host_func = NotEmulated("torch.npu._launch_host_func")
 _subscribe_report = NotEmulated("torch.npu._subscribe_report")
 
@@ -119,7 +119,7 @@ def is_bf16_supported() -> bool:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast may use."""
+    """Return the dtypes that autocast may use."""
     return [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -1,4 +1,4 @@
-"""Register the device "npu" with torch and fill the package ``torch_npu``, when it is imported."""
+"""Register the device "npu" with torch and fill ``torch_npu`` when it is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ascend_npu_emulator.missing import NotEmulated, unknown
 from ascend_npu_emulator.native import core
 
 VERSION = "2.10.0.post4"  # the version that vllm-ascend 0.23.0 to 0.30.0rc2 require
-# Numbers of the types that torch lacks, which operators take as arguments: 256 and the aclDataType.
+# Codes of dtypes that torch lacks, as operators take them: 256 plus the aclDataType.
 DTYPES = {"hifloat8": 290, "float8_e8m0fnu": 293, "float4_e2m1fn_x2": 296}
 
 
@@ -34,7 +34,7 @@ def install(package: ModuleType) -> None:
     """Register device, c10d backend and operators with torch, and fill the package.
 
     Args:
-        package: the module ``torch_npu``, which is being imported.
+        package: the module ``torch_npu`` during import.
     """
     rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
@@ -79,10 +79,11 @@ def _fill(package: ModuleType) -> None:
     _submodule(package, "_C._distributed_c10d", ProcessGroupHCCL=hccl.ProcessGroupHCCL)
     _submodule(package, "op_plugin")
     _submodule(package, "op_plugin.atb")
-    # vllm-ascend calls this to load CANN's ATB operators. Here ops.register declares them with all
-    # others.
+    # vllm-ascend calls this to load CANN's ATB operators. Here ops.register declares all operators.
     _submodule(package, "op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
-    _submodule(package, "_inductor")  # imported for its effect on torch.compile; no effect here
+    _submodule(
+        package, "_inductor"
+    )  # the real module patches torch.compile; the emulated module is empty
     _submodule(package, "multiprocessing")
     _submodule(
         package,

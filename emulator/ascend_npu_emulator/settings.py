@@ -1,4 +1,4 @@
-"""Settings of the emulated machine: generation and number of NPUs, their memory, modes."""
+"""Settings of the emulated machine: generation, number and memory of the NPUs, and modes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import re
 from dataclasses import dataclass
 
-SOCS = ("a2", "a3")  # Atlas 800I A2 and A3; devices.py has what they report
+SOCS = ("a2", "a3")  # Atlas 800I A2 and A3; devices.py has the names and numbers they report
 MAX_NPUS = 64  # csrc/config.h: kMaxDevices
-MIN_HBM = 256 << 20  # a context takes 107 MiB of it (csrc/contexts.h)
+MIN_HBM = 256 << 20  # a context takes 107 MiB (csrc/contexts.h)
 _SIZE = re.compile(r"^\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class SettingError(ValueError):
-    """An option cannot be used. The message names option, value and remedy."""
+    """The value of an option is invalid. The message names option, value and remedy."""
 
     def __init__(self, option: str, value: object, remedy: str) -> None:
         shown = repr(value[:40] + "..." if isinstance(value, str) and len(value) > 40 else value)
@@ -31,8 +31,8 @@ class Settings:
     soc: str = SOCS[0]
     queue: bool = False
     spin: bool = False
-    fail: str = ""  # a launch that fails (csrc/streams/faults.h)
-    fail_file: str = ""  # a file that will hold one
+    fail: str = ""  # the launch that fails (csrc/streams/faults.h)
+    fail_file: str = ""  # a file from which ``fail`` is read once it exists
 
     @classmethod
     def from_environment(cls) -> Settings:

@@ -1,4 +1,4 @@
-"""torch.npu.Stream and torch.npu.Event. The ordering of work is in csrc/streams/."""
+"""torch.npu.Stream and torch.npu.Event. csrc/streams/ orders the work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Stream(torch.Stream):
         event.wait(self)
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Make later work of this stream wait for all work that the other stream has been given."""
+        """Make later work of this stream wait for all work launched on the other stream."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Record the event (default: a new one) after the stream's present work."""
+        """Record the event (default: a new one) after the work launched so far."""
         if event is None:
             event = Event()
         event.record(self)
@@ -38,7 +38,7 @@ class Stream(torch.Stream):
 
     @property
     def npu_stream(self) -> int:
-        """The stream's id on its device; 0 is the default stream."""
+        """The stream's id on the device; 0 is the default stream."""
         return self.stream_id
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """A mark in a stream's work that other streams and the host can wait for."""
+    """A point in a stream's work that other streams and the host can wait for."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -63,7 +63,7 @@ class Event(torch.Event):
         )
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Record the event after the present work of the stream (default: the current one)."""
+        """Record the event after the work launched so far on the stream (default: current)."""
         super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
@@ -84,7 +84,7 @@ class Event(torch.Event):
     def elapsed_time(self, end_event: torch.Event) -> float:
         """Return the milliseconds from this event to the other.
 
-        Raises RuntimeError unless both have timing and have completed.
+        Raises RuntimeError unless both events have timing enabled and have completed.
         """
         return core.elapsed_time(self.event_id, end_event.event_id)
 
@@ -136,5 +136,5 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """Return the context in which the stream is current. None changes nothing."""
+    """Return a context manager that makes the stream current. None changes nothing."""
     return StreamContext(stream)

@@ -101,7 +101,7 @@ def grouped_product(
 
 @pytest.mark.parametrize("counts", GROUPS)
 @pytest.mark.parametrize("parts", [1, 2], ids=["a scale per column", "a scale per 256 rows"])
-def test_a_grouped_product_is_that_of_whole_numbers_but_for_roundings_of_its_halves(
+def test_int4_product_is_exact_except_for_rounding_of_its_halves(
     counts: list[int], parts: int
 ) -> None:
     inner = 256 * parts
@@ -129,7 +129,7 @@ def test_a_grouped_product_is_that_of_whole_numbers_but_for_roundings_of_its_hal
             assert abs(found - exact * token) <= slack * token + abs(exact * token) * 2**-8
 
 
-def test_both_halves_of_a_product_are_rounded_to_float16_before_they_are_added() -> None:
+def test_both_halves_are_rounded_to_float16_before_the_sum() -> None:
     """127 = 16 * 7 + 7 + 8, so with numbers of 7 each half of a row of 64 is 3136."""
     x, weight = (
         torch.full((1, 64), 127, dtype=torch.int8),
@@ -146,7 +146,7 @@ def test_both_halves_of_a_product_are_rounded_to_float16_before_they_are_added()
     assert not y.any()
 
 
-def test_the_13_lowest_bits_of_a_scale_do_not_count() -> None:
+def test_13_lowest_bits_of_a_scale_are_ignored() -> None:
     """They would add an eighth of float16's step to 64, the product of ones."""
     x, weight = (
         torch.full((1, 64), 1, dtype=torch.int8),
@@ -157,7 +157,7 @@ def test_the_13_lowest_bits_of_a_scale_do_not_count() -> None:
     assert (grouped_product(x, weight, stored, torch.full((1, 64), 7.0 * 64), **groups) == 0).all()
 
 
-def test_a_column_of_one_number_shows_the_order_of_numbers_and_halves() -> None:
+def test_int4_numbers_are_unpacked_from_the_lowest_bits() -> None:
     """Each number of a row lights one column; the summand takes the 8 out of each input."""
     weight = torch.zeros(1, 64, 8, dtype=torch.int32)
     for k in range(64):
@@ -176,7 +176,7 @@ def test_a_column_of_one_number_shows_the_order_of_numbers_and_halves() -> None:
     assert y[0].tolist() == x[0].tolist()
 
 
-def test_the_rows_of_a_grouped_product_are_undefined_afterwards() -> None:
+def test_input_rows_are_undefined_after_an_int4_product() -> None:
     x = int8(2, 64)
     groups = {"per_token_scale": [torch.ones(2)], "group_list": torch.tensor([1])}
     grouped_product(x, int4(1, 64, 8), scales_of_int4(1, 1, 64), torch.zeros(1, 64), **groups)
@@ -190,7 +190,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("counts", GROUPS)
 @pytest.mark.parametrize("totals", [False, True], ids=["rows per group", "running totals"])
 @pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_the_fused_product_quantises_each_row_of_its_swiglu(
+def test_fused_product_quantises_each_row_after_swiglu(
     counts: list[int], totals: bool, limit: float
 ) -> None:
     x, weight, scale, tokens = (
@@ -232,7 +232,7 @@ def test_the_fused_product_quantises_each_row_of_its_swiglu(
         assert ((y[row] * scales[row] - exact).abs() <= scales[row] * 0.54 + slack).all()
 
 
-def test_a_fused_row_of_zeros_stays_zero() -> None:
+def test_fused_product_of_zeros_is_zero() -> None:
     zeros = torch.zeros(1, 64, dtype=torch.int8)
     weight, scale = int4(1, 64, 8), scales_of_int4(1, 64)
     assist = compensation(weight[0], as_float(scale)).unsqueeze(0)
@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sgmv_expand(**expanding(True, lora_indices=indices(0, 3), seq_len=indices(1, 6))), "lora_indices: .* past the 3 adapters"),
     "fewer indices than rows": (lambda: bgmv_shrink(**shrinking(False, indices=indices(0))), "indices: 1 indices for 7 rows"),
     "fewer lengths than runs": (lambda: sgmv_shrink(**shrinking(True, seq_len=indices(7))), "lora_indices: 6 indices for 1 runs"),
-    "a negative length": (lambda: sgmv_shrink(**shrinking(True, seq_len=indices(1, 2, -1, 1, 1, 1))), "seq_len: .* negative length"),
+    "a negative length": (lambda: sgmv_shrink(**shrinking(True, seq_len=indices(1, 2, -1, 1, 1, 1))), "seq_len: .* must not be negative"),
     "int32 indices": (lambda: bgmv_shrink(**shrinking(False, indices=indices(*OF_ROWS).int())), "indices: dtype"),
     "int32 lengths": (lambda: sgmv_shrink(**shrinking(True, seq_len=indices(*RUNS[1]).int())), "seq_len: dtype"),
     "rows of float32": (lambda: bgmv_shrink(**shrinking(False, dtype=torch.float32)), "x: dtype"),
@@ -149,6 +149,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+def test_error_names_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"gmv_(shrink|expand): {message}"):
         call()

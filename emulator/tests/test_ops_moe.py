@@ -68,7 +68,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 @scenarios("router", ROUTERS)
-def test_a_router_chooses_by_biased_score_and_weighs_by_score(router: dict[str, Any]) -> None:
+def test_router_selects_by_biased_score_and_weights_by_score(router: dict[str, Any]) -> None:
     logits, bias = random(9, 16), random(16, seed=1) if "bias" in router else None
     (groups, best, mode), softmax = router.get("groups", (1, 1, 0)), router["norm_type"] == 0
     factor = router.get("factor", 1.0)
@@ -103,14 +103,14 @@ def test_a_router_chooses_by_biased_score_and_weighs_by_score(router: dict[str, 
         assert scores[token].tolist() == pytest.approx(scores_of(row, softmax), rel=1e-5)
 
 
-def test_of_two_experts_with_equal_scores_the_first_is_chosen() -> None:
+def test_first_expert_wins_a_tie() -> None:
     _, experts, _ = moe_gating.npu_moe_gating_top_k(
         torch.tensor([[1.0, 2.0, 2.0, 2.0]]), 2, norm_type=1
     )
     assert experts.tolist() == [[1, 2]]
 
 
-def test_the_softmax_router_numbers_its_rows_by_choice_first() -> None:
+def test_softmax_router_returns_row_numbers_by_choice() -> None:
     logits = random(3, 5)
     weights, experts, rows = moe_gating.npu_moe_gating_top_k_softmax(logits, None, 2)
     for token, row in enumerate(logits.double().tolist()):
@@ -193,7 +193,7 @@ def test_both_forms_of_the_sorting_operator_agree() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("list_type", "groups"), [(1, [2, 0, 3]), (0, [2, 2, 5]), (1, [0, 0, 0])])
-def test_each_group_of_rows_is_multiplied_by_its_own_matrix(
+def test_each_group_of_rows_is_multiplied_by_its_matrix(
     list_type: int, groups: list[int], bias: bool, dtype: torch.dtype
 ) -> None:
     x, weight, addend = (
@@ -224,7 +224,7 @@ def test_each_group_of_rows_is_multiplied_by_its_own_matrix(
     assert (y[len(owners) :] == POISON).all(), "rows past the last group are undefined, not zero"
 
 
-def test_permuting_and_bringing_back_is_a_weighted_sum_over_each_tokens_experts() -> None:
+def test_permute_and_unpermute_give_the_weighted_sum_over_experts() -> None:
     x, indices = random(5, 3), torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1], [0, 2]])
     rows, place = moe_experts.npu_moe_token_permute(x, indices)
     for row, source in enumerate(sorted(range(10), key=lambda i: indices.flatten()[i].item())):
@@ -245,7 +245,7 @@ def test_permute_keeps_the_given_number_of_rows(kept: int | None, rows: int) -> 
     assert (permuted.shape, place.shape) == ((rows, 3), (4,))
 
 
-def test_bringing_back_adds_in_float32_whatever_the_dtype() -> None:
+def test_unpermute_adds_in_float32_for_all_dtypes() -> None:
     """In bfloat16 256 + 1 is 256: only a float32 sum gives 258."""
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     # Without padding a shape to restore has no meaning.
@@ -255,7 +255,7 @@ def test_bringing_back_adds_in_float32_whatever_the_dtype() -> None:
         ).tolist() == [[258.0]]
 
 
-def test_a_whole_layer_on_two_ranks_adds_up_to_the_layer() -> None:
+def test_layer_split_over_two_ranks_adds_up_to_the_layer() -> None:
     """Each rank weighs rows of others' experts by 0, as vllm-ascend's all-gather path does."""
     x, logits, weight = random(6, 4), random(6, 8, seed=1), random(8, 4, 4, seed=2)
     weights, experts, _ = moe_gating.moe_gating_top_k(
@@ -361,7 +361,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -70,7 +70,7 @@ def test_add_rms_norm_bias_adds_beta_to_y_alone(with_bias: bool) -> None:
     assert torch.equal(total, x1 + x2)
 
 
-def test_gemma_rms_norm_weighs_by_one_plus_gamma() -> None:
+def test_gemma_rms_norm_multiplies_by_one_plus_gamma() -> None:
     x, gamma = random(4, 12), random(12, seed=1)
     close(norm.npu_gemma_rms_norm(x, gamma, 1e-6)[0], rms_norm(x, 1 + gamma.double(), 1e-6)[0])
 
@@ -100,7 +100,7 @@ def rotated_row(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary_dim", [8, 4])
 @pytest.mark.parametrize("neox", [True, False])
-def test_rotary_embedding_turns_the_first_elements_of_each_head_in_place(
+def test_rotary_embedding_rotates_the_first_elements_of_each_head_in_place(
     neox: bool, rotary_dim: int, dtype: torch.dtype
 ) -> None:
     positions, cache = torch.tensor([4, 0, 2]), random(6, rotary_dim, seed=5, dtype=dtype)
@@ -121,7 +121,7 @@ def test_rotary_embedding_turns_the_first_elements_of_each_head_in_place(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("section", [[16, 24, 24], [0, 0, 0], None])
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_mrope_turns_each_part_of_a_head_by_time_height_or_width(
+def test_mrope_rotates_each_part_of_a_head_by_time_height_or_width(
     mode: str, section: list[int] | None, dtype: torch.dtype
 ) -> None:
     head, rotary_dim = 136, 128
@@ -150,7 +150,7 @@ def test_mrope_turns_each_part_of_a_head_by_time_height_or_width(
 
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_rotary_mul_is_r1_times_x_plus_r2_times_the_turned_x(mode: str) -> None:
+def test_rotary_mul_is_r1_times_x_plus_r2_times_rotated_x(mode: str) -> None:
     x, r1, r2 = random(2, 3, 4, 6), random(1, 3, 1, 6, seed=1), random(1, 3, 1, 6, seed=2)
     exact = torch.empty(2, 3, 4, 6, dtype=torch.float64)
     for b, s, n, d in torch.cartesian_prod(*(torch.arange(size) for size in x.shape)).tolist():
@@ -167,7 +167,7 @@ def test_rotary_mul_is_r1_times_x_plus_r2_times_the_turned_x(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "lead"), [("BSND", (2, 3)), ("TND", (5,))])
-def test_apply_rotary_pos_emb_turns_query_and_key_in_place(
+def test_apply_rotary_pos_emb_rotates_query_and_key_in_place(
     layout: str, lead: tuple[int, ...]
 ) -> None:
     query, key, angles = (
@@ -260,8 +260,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", WRONG_CALLS)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

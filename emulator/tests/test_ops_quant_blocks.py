@@ -35,7 +35,7 @@ def test_the_largest_magnitude_of_each_block_becomes_127(
         assert max(abs(number) for number in made) == 127
 
 
-def test_a_block_of_zeros_has_zeros_and_scale_zero() -> None:
+def test_block_of_zeros_gives_zeros_and_scale_zero() -> None:
     x = random(2, 256, dtype=torch.bfloat16)
     x[1, :BLOCK] = 0
     y, scale = npu_dynamic_block_quant(x)
@@ -43,7 +43,7 @@ def test_a_block_of_zeros_has_zeros_and_scale_zero() -> None:
     assert scale[1, 0] == 0 and scale[1, 1] > 0
 
 
-def test_the_dtype_may_be_given_as_torch_has_it() -> None:
+def test_dst_type_may_be_a_torch_dtype() -> None:
     x = random(2, 256, dtype=torch.bfloat16)
     assert torch.equal(
         npu_dynamic_block_quant(x, dst_type=torch.int8)[0], npu_dynamic_block_quant(x)[0]
@@ -65,7 +65,7 @@ def wrong(x: torch.Tensor | None = None, **options: object) -> Callable[[], obje
     "blocks of 64": (wrong(col_block_size=64), "col_block_size: 64 must be 128"),
     "another largest number": (wrong(dst_type_max=100.0), "dst_type_max: 100.0 must be 0"),
 })  # fmt: skip
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+def test_error_names_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"npu_dynamic_block_quant: {message}"):
         call()
 
@@ -74,6 +74,6 @@ def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message
     "a smallest scale": wrong(min_scale=0.1),
     "rows of parts of a block": wrong(random(2, 200, dtype=torch.bfloat16)),
 })  # fmt: skip
-def test_an_option_without_a_reference_is_named(call: Callable[[], object]) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object]) -> None:
     with pytest.raises(NotImplementedError, match="npu_dynamic_block_quant"):
         call()

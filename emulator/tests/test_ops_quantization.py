@@ -56,7 +56,7 @@ def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
 # Quantising
 
 
-def test_halves_are_rounded_to_even_numbers() -> None:
+def test_ties_are_rounded_to_even() -> None:
     assert quantise(bfloat(0.5, 1.5, 2.5, -0.5, -1.5, -2.5), bfloat(1.0)).tolist() == [
         0,
         2,
@@ -67,7 +67,7 @@ def test_halves_are_rounded_to_even_numbers() -> None:
     ]
 
 
-def test_what_does_not_fit_is_saturated() -> None:
+def test_values_out_of_range_are_saturated() -> None:
     assert quantise(bfloat(127.5, 1e30, -128.5, -1e30), bfloat(1.0)).tolist() == [
         127,
         127,
@@ -99,7 +99,7 @@ def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(
     assert found.tolist() == [[half_even(value) for value in exact]] * 2
 
 
-def test_the_product_is_rounded_once_though_x_is_bfloat16() -> None:
+def test_product_with_bfloat16_x_is_rounded_once() -> None:
     """101.29 would be 101.5 in bfloat16, and 102 at the end; the exact sum is 101.496."""
     x, scale, zero = 1.0078125, 100.5, 0.2109375
     assert quantise(bfloat(x), bfloat(scale), bfloat(zero)).tolist() == [
@@ -109,7 +109,7 @@ def test_the_product_is_rounded_once_though_x_is_bfloat16() -> None:
 
 @pytest.mark.parametrize("dtype", [BFLOAT, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 1, 5)])
-def test_a_dynamic_quantisation_makes_the_largest_of_each_row_127(
+def test_dynamic_quantisation_maps_the_largest_of_each_row_to_127(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x = random(*shape, dtype=dtype) * 7
@@ -154,7 +154,7 @@ def test_sums_are_exact_integers_scaled_by_column_and_row(scale_dtype: torch.dty
     )
 
 
-def test_an_integer_bias_is_scaled_and_another_is_not() -> None:
+def test_only_an_integer_bias_is_scaled() -> None:
     rows, matrix, scale, bias = (
         int8(2, 8),
         int8(8, 3, seed=1),
@@ -171,7 +171,7 @@ def test_an_integer_bias_is_scaled_and_another_is_not() -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
-def test_a_result_of_int32_is_the_sums_which_no_scale_changes(scale_dtype: torch.dtype) -> None:
+def test_int32_result_is_the_unscaled_sums(scale_dtype: torch.dtype) -> None:
     rows, matrix, scale, bias = (
         int8(4, 33, seed=1),
         int8(33, 6, seed=2),
@@ -238,7 +238,7 @@ def test_a_quantised_grouped_product_scales_by_expert_and_row(ends: list[int]) -
 
 
 @pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 0], [1, 3, 6]])
-def test_the_fused_product_quantises_each_row_of_its_swiglu(ends: list[int]) -> None:
+def test_fused_product_quantises_each_row_after_swiglu(ends: list[int]) -> None:
     x, weight, scale, tokens = (
         int8(6, 9),
         int8(3, 9, 8, seed=1),
@@ -314,7 +314,7 @@ def test_without_scales_of_rows_sums_are_scaled_by_column_alone() -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 6, 0], [0, 0, 0]])
-def test_each_group_of_sums_has_scales_of_its_own(counts: list[int]) -> None:
+def test_each_group_of_sums_uses_its_scales(counts: list[int]) -> None:
     columns = random(3, 64, seed=5).abs() / 1000
     y, scale = swiglu(SUMS, columns, OF_ROWS, group_index=torch.tensor(counts))
     for row, group in enumerate(by_group(torch.tensor(counts).cumsum(0).tolist(), 6)):
@@ -328,7 +328,7 @@ def test_each_group_of_sums_has_scales_of_its_own(counts: list[int]) -> None:
         )
 
 
-def test_mode_1_limits_the_gate_from_above_the_rest_on_both_sides_and_shifts_it() -> None:
+def test_mode_1_clamps_gate_and_other_half_and_adds_glu_bias() -> None:
     scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
     gate, up = scaled[:, :32].clamp(max=2.5), scaled[:, 32:].clamp(-2.5, 2.5)
     assert ((scaled[:, :32] < -2.5).any(), (scaled[:, 32:].abs() > 2.5).any()) == (True, True)
@@ -346,7 +346,7 @@ def test_mode_1_limits_the_gate_from_above_the_rest_on_both_sides_and_shifts_it(
         assert torch.equal(found, expected)  # mode 0 ignores the three
 
 
-def test_a_row_of_sums_that_are_zero_stays_zero() -> None:
+def test_zero_sums_stay_zero() -> None:
     y, scale = swiglu(torch.zeros(1, 64, dtype=torch.int32), OF_COLUMNS, OF_ROWS[:1], swiglu_mode=1)
     assert (y == 0).all()
     assert scale.tolist() == [0]
@@ -355,7 +355,7 @@ def test_a_row_of_sums_that_are_zero_stays_zero() -> None:
 ROUTING = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
 
 
-def test_routing_quantises_what_it_copies_and_leaves_the_rest_undefined() -> None:
+def test_routing_quantises_copied_rows_and_leaves_others_undefined() -> None:
     x, chosen = random(4, 6, dtype=BFLOAT), int32(0, 3, 3, 1, 2, 0, 1, 2).view(4, 2)
     plain, places, counts, _ = moe_experts.npu_moe_init_routing_custom(
         x, chosen, active_expert_range=[1, 3], quant_mode=-1, **ROUTING
@@ -372,7 +372,7 @@ def test_routing_quantises_what_it_copies_and_leaves_the_rest_undefined() -> Non
     assert (scales[count:] == POISON).all()
 
 
-def test_routing_copies_rows_that_are_quantised_with_their_scales() -> None:
+def test_routing_copies_quantised_rows_with_their_scales() -> None:
     rows, scales = linear.npu_dynamic_quant(random(4, 6, dtype=BFLOAT))
     chosen = int32(0, 3, 3, 1, 2, 0, 1, 2).view(4, 2)
     copied, places, _, copied_scales = moe_experts.npu_moe_init_routing_custom(
@@ -494,7 +494,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sums of floats": (of_sums(SUMS.float()), ValueError, "x: dtype torch.float32"),
     "rows of bfloat16 that are not scaled": (of_sums(SUMS.bfloat16()), NotImplementedError, "x=a tensor"),
     "sums in one dimension": (of_sums(SUMS[0]), ValueError, "x: shape"),
-    "no sums": (of_sums(SUMS[:0]), ValueError, r"x: shape \(0, 64\) has no rows"),
+    "no sums": (of_sums(SUMS[:0]), ValueError, r"x: shape \(0, 64\) must have rows"),
     "sums of a width that is no multiple of 64": (of_sums(SUMS[:, :32]), ValueError, "x: last dimension 32"),
     "wider sums than a core holds": (of_sums(SUMS.repeat(1, 146)), ValueError, "x: last dimension 9344 must not exceed 9280"),
     "sums without a scale": (of_sums(weight_scale=None), ValueError, "weight_scale: must be given"),
@@ -502,7 +502,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scales of two groups for one": (of_sums(weight_scale=OF_COLUMNS.repeat(2, 1)), ValueError, r"weight_scale: shape \(2, 64\)"),
     "one scale for two groups": (of_sums(group_index=torch.tensor([2, 2])), ValueError, r"weight_scale: shape \(64,\) must be \(2, 64\)"),
     "groups in int32": (of_sums(group_index=int32(6)), ValueError, "group_list: dtype torch.int32"),
-    "groups of more rows than there are": (of_sums(group_index=torch.tensor([7])), ValueError, "7 rows are more than the 6"),
+    "groups of more rows than there are": (of_sums(group_index=torch.tensor([7])), ValueError, "7 rows exceed the 6"),
     "scales of rows in bfloat16": (of_sums(activation_scale=OF_ROWS.bfloat16()), ValueError, "activation_scale: dtype"),
     "another number of row scales": (of_sums(activation_scale=OF_ROWS[:5]), ValueError, "activation_scale: shape"),
     "a bias of sums": (of_sums(bias=OF_COLUMNS), NotImplementedError, "bias"),
@@ -529,7 +529,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

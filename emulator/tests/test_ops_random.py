@@ -16,7 +16,7 @@ def generator() -> torch.Generator:
     return torch.Generator(device=NPU).manual_seed(7)
 
 
-def test_a_draw_moves_the_offset_by_twelve_and_an_offset_set_back_repeats_it(
+def test_draw_advances_the_offset_by_twelve_and_resetting_it_repeats_the_draw(
     generator: torch.Generator,
 ) -> None:
     assert generator.get_offset() == 0
@@ -27,14 +27,14 @@ def test_a_draw_moves_the_offset_by_twelve_and_an_offset_set_back_repeats_it(
     assert [draw(generator), draw(generator)] == [second, third]
 
 
-def test_an_offset_set_back_by_four_is_legal_and_another_draw(generator: torch.Generator) -> None:
+def test_offset_reset_by_four_gives_another_draw(generator: torch.Generator) -> None:
     """vllm-ascend 0.23.0 goes back by 4 (model_runner_v1.py:2666), less than an NPU's step."""
     first = draw(generator)
     generator.set_offset(generator.get_offset() - 4)
     assert draw(generator) != first
 
 
-def test_an_offset_between_the_steps_of_four_is_refused(generator: torch.Generator) -> None:
+def test_offset_must_be_a_multiple_of_four(generator: torch.Generator) -> None:
     with pytest.raises(RuntimeError, match="multiple of 4"):
         generator.set_offset(6)
 
@@ -49,14 +49,14 @@ def test_state_and_clone_carry_seed_and_offset(generator: torch.Generator) -> No
         other.set_state(torch.Generator().get_state())
 
 
-def test_a_seed_starts_over_and_seeds_differ(generator: torch.Generator) -> None:
+def test_seed_restarts_the_sequence_and_seeds_differ(generator: torch.Generator) -> None:
     first = draw(generator)
     assert draw(generator.manual_seed(7)) == first
     assert draw(generator.manual_seed(8)) != first
 
 
 @BOTH
-def test_seeds_make_draws_repeatable_and_leave_the_cpu_s_alone() -> None:
+def test_seeds_make_draws_repeatable_without_changing_the_cpu_generator() -> None:
     torch.manual_seed(3)
     cpu = torch.rand(4)
     torch.manual_seed(3)
@@ -83,7 +83,7 @@ def test_generators_belong_to_their_device() -> None:
 
 
 @BOTH
-def test_draws_on_a_side_stream_are_those_of_the_launch_order() -> None:
+def test_draws_on_a_side_stream_follow_launch_order() -> None:
     torch.npu.manual_seed(1)
     expected = [torch.empty(3, device=NPU).exponential_().tolist() for _ in range(3)]
     torch.npu.manual_seed(1)

@@ -39,7 +39,9 @@ def test_schemas_of_each_release_can_be_parsed(release: str) -> None:
 @pytest.mark.parametrize(
     ("namespace", "name", "schema"), sorted(DECLARED), ids=lambda each: each.partition("(")[0]
 )
-def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str, schema: str) -> None:
+def test_reference_accepts_the_arguments_of_its_schema(
+    namespace: str, name: str, schema: str
+) -> None:
     """torch drops arguments that equal the schema's default, so another default would show."""
     parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
     kinds = {p.kind for p in parameters.values()}
@@ -75,14 +77,14 @@ def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str, s
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_every_schema_is_declared_once_as_it_stands_in_the_file(namespace: str) -> None:
+def test_every_schema_is_declared_once_and_unchanged(namespace: str) -> None:
     for name in schemas(namespace):
         schema = schema_of(namespace, name)
         assert schema.name == f"{namespace}::{name.partition('.')[0]}"
         assert schema.overload_name == name.partition(".")[2]
 
 
-def test_an_argument_that_the_operator_does_not_have_is_an_error_of_the_schema() -> None:
+def test_unknown_argument_is_a_schema_error() -> None:
     with pytest.raises((RuntimeError, TypeError), match="npu_swiglu"):
         torch.ops.npu.npu_swiglu(torch.ones(2, 4), axis=-1)
     with pytest.raises((RuntimeError, TypeError), match="npu_rms_norm"):
@@ -92,7 +94,7 @@ def test_an_argument_that_the_operator_does_not_have_is_an_error_of_the_schema()
 @pytest.mark.parametrize(
     ("namespace", "name"), [("npu", "npu_swiglu"), ("_C_ascend", "npu_add_rms_norm_bias")]
 )
-def test_host_tensors_are_refused_as_on_hardware(namespace: str, name: str) -> None:
+def test_host_tensors_are_refused(namespace: str, name: str) -> None:
     arguments = {
         "npu_swiglu": (torch.ones(2, 4),),
         "npu_add_rms_norm_bias": (torch.ones(2, 4),) * 3,
@@ -114,6 +116,6 @@ def test_names_of_torch_npu_are_found_in_both_of_its_namespaces(name: str, exist
     assert (ops.find(name) is not None) == exists
 
 
-def test_an_operator_of_vllm_ascend_that_does_not_exist_is_an_error_with_its_name() -> None:
+def test_unknown_operator_of_vllm_ascend_is_named() -> None:
     with pytest.raises(AttributeError, match="does_not_exist"):
         torch.ops._C_ascend.does_not_exist  # noqa: B018

@@ -66,7 +66,7 @@ inline std::string python_calls() {
 // Locks of the processes of one machine, as many per NPU as it has contexts.
 class ContextLocks {
  public:
-  // Counts a context of this process in.
+  // Adds a context of this process.
   void add(int id) {
     const int file = open_file();
     if (file < 0) return;
@@ -92,7 +92,7 @@ class ContextLocks {
   }
 
  private:
-  static constexpr off_t kProcesses = 1 << 16;  // places of an NPU
+  static constexpr off_t kProcesses = 1 << 16;  // lock offsets per NPU
 
   static off_t machine() {
     const char* text = std::getenv("NPU_EMULATOR_MACHINE");
@@ -226,7 +226,7 @@ inline void return_to_device(int device) {
   else thread_device().target = device;
 }
 
-// Makes a device current for a scope, whatever ends it.
+// Makes a device current within a scope.
 class OnDevice {
  public:
   OnDevice(int device, const char* call) : before_(current_device()) {

@@ -158,7 +158,7 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override { npu_allocator().recordStream(data, s); }
 
-  // Record and wait set the device that was current before, not only give it back
+  // Record and wait set the device that was current before; they do not only restore it
   // (NPUGuardImpl.cpp:141-187).
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     const int before = current_device();

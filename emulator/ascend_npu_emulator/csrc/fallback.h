@@ -355,7 +355,7 @@ inline void drop(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack,
     });
 }
 
-// Notes the launch, and takes what device memory the operator needs for itself.
+// Records the launch, and allocates the workspace of the operator.
 inline void prepare_launch(const OpTraits& t, const Stack& stack, size_t begin, const StreamState& s) {
   std::vector<at::Tensor> inputs;
   at::Tensor out;

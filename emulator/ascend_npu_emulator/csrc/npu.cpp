@@ -109,7 +109,7 @@ void bind_tasks(py::module_& m) {
       TaskQueue::of(d).release();
     }).detach();
   });
-  // Names of the threads inside Event.synchronize and Stream.synchronize: now, and when they were most.
+  // Names of the threads inside Event.synchronize and Stream.synchronize: now, and at the peak.
   m.def("waiters", [] {
     const Waiters::Count count = Waiters::get().count();
     return std::make_pair(count.now, count.peak);
@@ -144,7 +144,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("elapsed_time", [](int64_t first, int64_t second) {
     return NpuGuard().elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
   });
-  // torch's own ask nothing of an event whose record threw.
+  // torch's own methods do not call the backend for an event whose record threw.
   m.def("query_event", [](int64_t event) { return NpuGuard().queryEvent(reinterpret_cast<void*>(event)); });
   m.def(
       "synchronize_event", [](int64_t event) { NpuGuard().synchronizeEvent(reinterpret_cast<void*>(event)); },
@@ -164,7 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return all;
   });
   m.def("host_empty_cache", [] { pinned_allocator().empty_cache(); });
-  // Bytes that holders of pinned memory asked for. torch_npu does not tell.
+  // Bytes requested for pinned memory in use. torch_npu does not report them.
   m.def("pinned_bytes_asked", [] {
     PinnedMemory& pinned = pinned_memory();
     std::lock_guard<std::mutex> lock(pinned.mutex);

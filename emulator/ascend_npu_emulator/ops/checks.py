@@ -1,6 +1,6 @@
-"""The errors with which references refuse calls: for wrong arguments and missing options.
+"""Errors of references for invalid arguments and unsupported options.
 
-All operators use the same words, so the message alone names the operator and the argument.
+All operators use the same format: each message names the operator and the argument.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def check(condition: bool, op: str, argument: str, why: str) -> None:
     """Raise ``ValueError`` naming operator and argument unless ``condition`` holds.
 
-    A check is one that the hardware's kernel, or its host-side tiling, makes before it starts.
+    The checks are those that the kernel or the host-side tiling makes before the kernel starts.
     """
     if not condition:
         raise ValueError(f"{op}: {argument}: {why}")
@@ -47,10 +47,10 @@ def check_rank(op: str, argument: str, tensor: torch.Tensor, *ranks: int) -> Non
 
 
 def check_blocks(op: str, argument: str, cache: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a paged cache is contiguous, or of contiguous blocks with gaps.
+    """Raise ``ValueError`` unless a paged cache is contiguous, or has gaps only between blocks.
 
-    Gaps need CANN 9.2: vllm-ascend 0.30 lays K and V of a block side by side (its developer guide,
-    "Non-Contiguous KV Cache").
+    Gaps require CANN 9.2: vllm-ascend 0.30 stores K and V of a block side by side (vllm-ascend's
+    developer guide, "Non-Contiguous KV Cache").
     """
     whole = cache[:1] if is_at_least("0.30") else cache
     check(whole.is_contiguous(), op, argument, f"strides {cache.stride()} must be contiguous")
@@ -59,10 +59,10 @@ def check_blocks(op: str, argument: str, cache: torch.Tensor) -> None:
 def row_groups(
     op: str, group_list: torch.Tensor, groups: int, rows: int, cumulative: bool
 ) -> list[tuple[int, int]]:
-    """Return first row and end of each group.
+    """Return the rows [first, end) of each group.
 
     ``group_list`` int64 [groups] has running totals of rows (``cumulative``) or rows per group.
-    Raises ``ValueError`` if it does not fit.
+    Raises ``ValueError`` if it does not fit ``groups`` and ``rows``.
     """
     check_dtype(op, "group_list", group_list, (torch.int64,))
     check(
@@ -78,14 +78,14 @@ def row_groups(
         all(start <= end for start, end in found),
         op,
         "group_list",
-        f"{entries} names a negative number of rows",
+        f"{entries} must not give a group a negative number of rows",
     )
-    check(ends[-1] <= rows, op, "group_list", f"{ends[-1]} rows are more than the {rows} of x")
+    check(ends[-1] <= rows, op, "group_list", f"{ends[-1]} rows exceed the {rows} of x")
     return found
 
 
 def unsupported(op: str, option: str, value: object) -> NotImplementedError:
-    """Return the error for an option that the hardware has and the emulator lacks."""
+    """Return the error for an option that the emulator lacks."""
     shown = (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, torch.Tensor)
@@ -97,8 +97,7 @@ def unsupported(op: str, option: str, value: object) -> NotImplementedError:
 def refuse_options(op: str, **options: object) -> None:
     """Raise ``NotImplementedError`` for the first option that is set.
 
-    ``None``, ``False``, ``0``, ``""`` and an empty sequence count as not set: they are the options'
-    defaults.
+    ``None``, ``False``, ``0``, ``""`` and an empty sequence are defaults and count as not set.
     """
     for option, value in options.items():
         if isinstance(value, torch.Tensor) or value:

@@ -1,4 +1,4 @@
-"""Changes to other packages' modules: Triton, and stand-ins for CANN's libraries."""
+"""Patches of other packages' modules: Triton, and stand-ins for CANN's libraries."""
 
 import sys
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from ascend_npu_emulator.ops.triton.kernels import make_triton
 
 
 def put_triton(module: ModuleType) -> None:
-    """Make ``vllm.triton_utils`` look as on a machine with Triton-Ascend; see triton/kernels.py."""
+    """Make ``vllm.triton_utils`` the same as with Triton-Ascend; see triton/kernels.py."""
     triton = make_triton()
-    # vllm 0.30 imports it past vllm.triton_utils (v1/worker/gpu/sample/watermark.py:31). Its parent
-    # is not added: with it torch would take the host for one that has Triton.
+    # vllm 0.30 also imports triton.language directly (v1/worker/gpu/sample/watermark.py:31). The
+    # parent package is not added, because torch would then assume that Triton is installed.
     language = ModuleType("triton.language", "Part of the emulated NPU.")
     language.math = triton.language  # type: ignore[attr-defined]
     sys.modules.setdefault(language.__name__, language)
@@ -27,10 +27,10 @@ def put_triton(module: ModuleType) -> None:
 
 
 def put_libraries() -> None:
-    """Add an extension module in place of vllm-ascend's, which does not load without CANN.
+    """Replace vllm-ascend's extension module, because the real one does not load without CANN.
 
-    ``enable_custom_op()`` is true if it can be imported (vllm_ascend/utils.py:435). registration.py
-    declares the operators that the real one would. Its functions are those of sleep mode
+    ``enable_custom_op()`` is true if the module can be imported (vllm_ascend/utils.py:435).
+    registration.py declares the operators. The module has the functions of sleep mode
     (csrc/camem_allocator.cpp:325 in 0.23.0).
     """
     name = "vllm_ascend.vllm_ascend_C"
@@ -45,10 +45,10 @@ def put_libraries() -> None:
 
 
 def put_linear_attention() -> None:
-    """Add the package ``fla_npu``, whose kernels vllm-ascend 0.30 uses for linear attention.
+    """Add the package ``fla_npu``. vllm-ascend 0.30 uses its kernels for linear attention.
 
-    It is installed in the official images only (their Dockerfile). A function that has no reference
-    here raises when it is called.
+    Only vllm-ascend's images have the real package (Dockerfile). A function without a reference
+    raises when it is called.
     """
     if not is_at_least("0.30"):
         return
@@ -66,10 +66,11 @@ def put_linear_attention() -> None:
 
 
 def build_for_soc(module: ModuleType) -> None:
-    """Let ``vllm_ascend._build_info`` be that of the wheel for this generation of NPUs.
+    """Set ``vllm_ascend._build_info`` to the values of the wheel for this generation of NPUs.
 
-    Its SOC_VERSION is given when vllm-ascend is built, and it refuses to run on another one
-    (vllm_ascend/utils.py:862). Nothing else in Python differs: setup_emulated.py builds for A2.
+    SOC_VERSION is fixed when vllm-ascend is built, and vllm-ascend refuses to run on another
+    generation (vllm_ascend/utils.py:862). Nothing else in Python differs: setup_emulated.py builds
+    for A2.
     """
     if soc() != "a2":
         vars(module)["__device_type__"] = soc().upper()

@@ -39,8 +39,8 @@ def batch_matmul_transpose(
 ) -> None:
     """Write a product per batch to ``tensor_c`` [M, B, N]: [M, K] of ``tensor_a`` by [K, N].
 
-    Summed in float32, rounded once. The kernel takes addresses alone, so a tensor that is not
-    contiguous would be misread. Supported is the format ND without quantisation.
+    Products are summed in float32 and rounded once. Tensors must be contiguous, because the kernel
+    takes addresses alone. Supported: the format ND without quantisation.
     (csrc/batch_matmul_transpose/op_host/batch_matmul_transpose.h:47 in vllm-ascend 0.23.0.)
 
     Args:
@@ -94,15 +94,15 @@ def batch_matmul_transpose(
 
 
 # Adapters (LoRA): vllm-ascend's own kernels, csrc/kernels/{b,s}gmv_{shrink,expand}.cpp in 0.23.0.
-# bgmv names the adapter of each row, sgmv that of each run of rows.
+# bgmv takes one adapter per row, sgmv one per run of rows.
 
 _RANKS = (
     8,
     16,
     32,
     64,
-)  # that the expanding kernels compute; with others they leave sums undefined
-_ALIGNED = 16  # elements of two bytes in 32 bytes, in which the kernels copy
+)  # ranks that the expanding kernels compute; for others the sums are undefined
+_ALIGNED = 16  # elements of two bytes in 32 bytes, the unit in which the kernels copy
 
 
 def _check_adapters(
@@ -114,11 +114,11 @@ def _check_adapters(
     rank: int,
     matrix: Sequence[int],
 ) -> None:
-    """Check what the four kernels have in common.
+    """Check the arguments that the four kernels share.
 
     Args:
-        half: of x and y, the one with the weights' dtype; the other one is float32 [rows, rank].
-        matrix: the shape of each adapter's weight, to which the kernel takes whatever it is given.
+        half: x or y, whichever has the weights' dtype; the other tensor is float32 [rows, rank].
+        matrix: the shape of each adapter's weight. The kernel reads any weight in this shape.
     """
     for name, tensor in (("x", x), ("y", y)):
         check_rank(op, name, tensor, 2)
@@ -138,18 +138,17 @@ def _check_adapters(
         "weight",
         (
             f"shape {tuple(weight.shape)} must be [adapters, {matrix[0]}, {matrix[1]}] or "
-            "[adapters, "
-            f"1, {matrix[0]}, {matrix[1]}]"
+            f"[adapters, 1, {matrix[0]}, {matrix[1]}]"
         ),
     )
-    check(x.shape[0] == y.shape[0], op, "y", f"{y.shape[0]} rows for the {x.shape[0]} of x")
+    check(x.shape[0] == y.shape[0], op, "y", f"{y.shape[0]} rows for {x.shape[0]} rows of x")
     check(rank in _RANKS, op, "weight", f"rank {rank} is not one of {_RANKS}")
     width = max(matrix)
     check(
         width % _ALIGNED == 0,
         op,
         "weight",
-        f"shape {tuple(weight.shape)}: {width} is no multiple of {_ALIGNED}",
+        f"shape {tuple(weight.shape)}: {width} must be a multiple of {_ALIGNED}",
     )
 
 
@@ -158,11 +157,11 @@ def _adapter_of_rows(
 ) -> torch.Tensor:
     """Return the adapter of each row, negative for none.
 
-    Without ``seq_len``, ``indices`` int64 [rows] has them. Else it has that of each run of rows,
-    and ``seq_len`` int64 the lengths of the runs; rows after the last run have none.
+    Without ``seq_len``, ``indices`` is int64 [rows], one adapter per row. With ``seq_len``, int64
+    lengths of runs of rows, ``indices`` has one adapter per run; rows after the last run have none.
 
     Raises:
-        ValueError: for an index without an adapter. Hardware reads what lies after the weights.
+        ValueError: for an index without an adapter. Hardware would read past the weights.
     """
     name = "indices" if seq_len is None else "lora_indices"
     for argument, tensor in ((name, indices), ("seq_len", seq_len)):
@@ -185,9 +184,7 @@ def _adapter_of_rows(
             name,
             f"{indices.shape[0]} indices for {seq_len.shape[0]} runs",
         )
-        check(
-            bool((seq_len >= 0).all()), op, "seq_len", f"{seq_len.tolist()} has a negative length"
-        )
+        check(bool((seq_len >= 0).all()), op, "seq_len", f"{seq_len.tolist()} must not be negative")
         of_rows = torch.nn.functional.pad(
             indices.repeat_interleave(seq_len)[:rows],
             (0, max(0, rows - int(seq_len.sum()))),
@@ -212,7 +209,7 @@ def _shrink(
     y: torch.Tensor,
     scale: float,
 ) -> None:
-    """Do what ``bgmv_shrink`` does, and with ``seq_len`` what ``sgmv_shrink`` does."""
+    """Compute ``bgmv_shrink``, or with ``seq_len`` ``sgmv_shrink``."""
     check(
         x.dim() == y.dim() == 2 and x.shape[1] > y.shape[1],
         op,
@@ -236,7 +233,7 @@ def _expand(
     offset: int,
     size: int,
 ) -> torch.Tensor:
-    """Do what ``bgmv_expand`` does, and with ``seq_len`` what ``sgmv_expand`` does."""
+    """Compute ``bgmv_expand``, or with ``seq_len`` ``sgmv_expand``."""
     check(
         x.dim() == 2 and x.shape[1] <= size,
         op,
@@ -247,7 +244,7 @@ def _expand(
         offset >= 0 and y.dim() == 2 and offset + size <= y.shape[1],
         op,
         "slice_offset",
-        f"columns {offset} to {offset + size} are not all in y {tuple(y.shape)}",
+        f"columns {offset} to {offset + size} must lie in y {tuple(y.shape)}",
     )
     check(
         offset % _ALIGNED == 0 and y.shape[-1] % _ALIGNED == 0,
@@ -269,9 +266,9 @@ def _expand(
 def bgmv_shrink(
     x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, scale: float
 ) -> None:
-    """Write scale * weight[i] x to each row of ``y``, i being the adapter of the row.
+    """Write scale * weight[i] x to each row of ``y``, where i is the adapter of the row.
 
-    In float32. What was in the row is not added. A row with a negative index stays as it is.
+    Computed in float32. The row is overwritten. A row with a negative index is unchanged.
 
     Args:
         x: float16 or bfloat16 [rows, inner].
@@ -292,7 +289,7 @@ def sgmv_shrink(
 ) -> None:
     """Do the same as ``bgmv_shrink``, with the adapter ``lora_indices`` int64 [runs] of each run.
 
-    Run j has the next ``seq_len[j]`` rows. Rows after the last run stay as they are.
+    Run j has the next ``seq_len[j]`` rows. Rows after the last run are unchanged.
     """
     _shrink("sgmv_shrink", x, weight, lora_indices, seq_len, y, scale)
 
@@ -307,8 +304,8 @@ def bgmv_expand(
 ) -> torch.Tensor:
     """Add weight[i] x to columns of each row of ``y``; i is the adapter of the row. Return ``y``.
 
-    The columns are the ``slice_size`` from ``slice_offset`` on. Summed in float32, rounded once. A
-    row with a negative index stays as it is.
+    The columns are the ``slice_size`` from ``slice_offset`` on. Sums are float32, rounded once. A
+    row with a negative index is unchanged.
 
     Args:
         x: float32 [rows, rank].

@@ -1,4 +1,4 @@
-"""References for the way of tokens through their experts: sort, grouped products, and restore."""
+"""References for experts (MoE): sort tokens by expert, multiply by group, restore the order."""
 
 from collections.abc import Sequence
 
@@ -77,7 +77,7 @@ def _init_routing(
         raise unsupported(op, "active_num", active_num)
     experts = expert_idx.flatten()
     active = (experts >= first) & (experts < last)
-    # Other ranks' experts come after all of ours; within an expert tokens keep their order.
+    # Tokens for other ranks' experts are last. Within an expert tokens keep their order.
     order = torch.sort(torch.where(active, experts, expert_num), stable=True).indices
     count = int(active.sum())
     source = order[:count]
@@ -117,12 +117,12 @@ def npu_moe_init_routing_custom(
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy each token once per expert, sorted by expert: vllm-ascend's own form of the v2 operator.
+    """Copy each token once per expert, sorted by expert: vllm-ascend's form of the v2 operator.
 
     Rows and scales after the active ones are undefined (see poison.py). Supported: quant_mode -1,
-    and 1, which quantises each row by its own scale (see ``rows_to_int8``); counts
-    (expert_tokens_num_type 1), gather indices (row_idx_type 0). ``expert_capacity`` has a meaning
-    in drop-pad mode only.
+    and 1 to quantise each row with a scale per row (see ``rows_to_int8``); counts
+    (expert_tokens_num_type 1), gather indices (row_idx_type 0). ``expert_capacity`` matters in
+    drop-pad mode only.
 
     Args:
         x: [T, H]; int8 for quant_mode -1 only.
@@ -207,8 +207,8 @@ def npu_grouped_matmul(
     """Multiply the rows of each group g of ``x[0]`` [M, k] by ``weight[0][g]`` [groups, k, n].
 
     ``bias[0][g]`` [groups, n] is added if given. Products are summed in float32 and rounded to x's
-    dtype. Rows after the last group are undefined (see poison.py). Of int8 factors see
-    ``quantised_grouped_matmul``, and of int4 ones ``int4_grouped_matmul``. Supported: one x, one
+    dtype. Rows after the last group are undefined (see poison.py). For int8 weights see
+    ``quantised_grouped_matmul``, for int4 weights ``int4_grouped_matmul``. Supported: one x, one
     weight, ``split_item`` 2 or 3, ``group_type`` 0, no other quantisation, no activation.
 
     Args:
@@ -238,7 +238,7 @@ def npu_grouped_matmul(
         op, group_list, matrices.shape[0], rows.shape[0], group_list_type == _CUMULATIVE
     )
     if rows.dtype == torch.int8 and matrices.dtype == torch.int32:
-        # The kernel takes running totals for rows per group, and checks nothing.
+        # The kernel reads running totals as rows per group, without a check.
         check(
             group_list_type == _COUNT,
             op,
@@ -292,8 +292,8 @@ def npu_moe_token_permute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeat ``tokens`` [T, H] once per expert in ``indices`` [T, K], sorted by expert.
 
-    Returns the rows and their places, int32 [T*K]. ``num_out_tokens`` is the number of rows to
-    keep; None or 0 keeps all, a negative number all but that many of the last.
+    Returns the rows, and their positions as int32 [T*K]. ``num_out_tokens`` is the number of rows
+    to keep; None or 0 keeps all, -n drops the last n.
     """
     op = "npu_moe_token_permute"
     refuse_options(op, padded_mode=padded_mode)
@@ -326,8 +326,8 @@ def npu_moe_token_unpermute(
     """Return the sum over k of ``probs[t, k] * permuted_tokens[sorted_indices[t*K + k]]``, [T, H].
 
     Computed in float32 and returned in the dtype of ``permuted_tokens``. ``sorted_indices`` is
-    int32 [T*K]; ``probs`` is [T, K], or None for K = 1 and weight 1. ``restore_shape`` has a
-    meaning in padded mode only.
+    int32 [T*K]; ``probs`` is [T, K], or None for K = 1 and weight 1. ``restore_shape`` matters in
+    padded mode only.
     """
     op = "npu_moe_token_unpermute"
     refuse_options(op, padded_mode=padded_mode)
@@ -343,7 +343,7 @@ def npu_moe_token_unpermute(
             probs.numel() == sorted_indices.numel(),
             op,
             "probs",
-            f"shape {tuple(probs.shape)} for {sorted_indices.numel()} indices",
+            f"shape {tuple(probs.shape)} does not fit {sorted_indices.numel()} indices",
         )
         top_k = probs.shape[1]
     outside = sorted_indices[(sorted_indices < 0) | (sorted_indices >= permuted_tokens.shape[0])]
@@ -351,7 +351,7 @@ def npu_moe_token_unpermute(
         outside.numel() == 0,
         op,
         "sorted_indices",
-        f"{outside.tolist()[:8]} name no row of {tuple(permuted_tokens.shape)}",
+        f"{outside.tolist()[:8]} lie outside {permuted_tokens.shape[0]} rows of permuted_tokens",
     )
     rows = permuted_tokens[sorted_indices].float().view(-1, top_k, permuted_tokens.shape[1])
     if probs is not None:

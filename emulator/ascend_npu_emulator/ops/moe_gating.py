@@ -1,4 +1,4 @@
-"""References for the routers: the experts of each token, and their weights."""
+"""References for routers: select the experts of each token, and compute the weights."""
 
 import torch
 
@@ -8,7 +8,7 @@ _SOFTMAX, _SIGMOID = 0, 1
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of each row's ``count`` largest, in that order, equal ones by index."""
+    """Return the indices of each row's ``count`` largest values, descending; ties by index."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -39,7 +39,7 @@ def _route(
     check_rank(op, "x", x, 2)
     check_dtype(op, "x", x, FLOATS)
     experts = x.shape[1]
-    check(experts <= 2048, op, "x", f"{experts} experts are more than 2048")
+    check(experts <= 2048, op, "x", f"{experts} experts exceed 2048")
     check(
         norm_type in (_SOFTMAX, _SIGMOID),
         op,

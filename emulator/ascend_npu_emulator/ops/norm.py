@@ -1,4 +1,4 @@
-"""References for normalisations and the gated activation: RMSNorm in its variants, SwiGLU."""
+"""References for the variants of RMSNorm, and for SwiGLU."""
 
 import torch
 
@@ -15,9 +15,9 @@ def _normalise(
     """Compute RMSNorm over the trailing dimensions that ``gamma`` covers.
 
     As in the kernel (CANN ops-nn rms_norm and add_rms_norm, op_kernel), statistics and the product
-    with the reciprocal root are float32, rounded to the input's dtype once before gamma is applied
-    and once after it. For bfloat16 the product with gamma is a float32 product of bfloat16 values
-    and has one rounding, as in transformers.
+    with the reciprocal root are float32. The result is rounded to the input's dtype once before and
+    once after the product with gamma. For bfloat16 the product with gamma is a float32 product of
+    bfloat16 values and has one rounding, as in transformers.
     """
     check_dtype(op, "x", x, FLOATS)
     check_dtype(op, "gamma", gamma, (x.dtype, torch.float32))

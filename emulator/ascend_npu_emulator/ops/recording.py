@@ -1,8 +1,8 @@
-"""Record calls of references and launches of Triton kernels on a stream that captures.
+"""Record calls of references and launches of Triton kernels on a capturing stream.
 
-On an NPU whose task queue has ended, they do nothing (csrc/streams/tasks.h). The graphs are in
-csrc/graphs/. A recorded reference does not run. A replay runs it on CPU tensors
-over the same bytes, as one operator of its stream; its reads on the host are no synchronization.
+A recorded reference does not run. A replay (csrc/graphs/) runs it on CPU tensors over the same
+bytes, as one operator of the stream. Reads on the host during a replay do not synchronize. After
+the task queue of an NPU has ended, calls for this NPU do nothing (csrc/streams/tasks.h).
 """
 
 import functools
@@ -29,7 +29,7 @@ def _device_of(arguments: object) -> int:
 
 
 def _recording_device(arguments: object) -> int | None:
-    """Return the device whose current stream would record the call; None if the call would run."""
+    """Return the device on which the current stream records the call; None if the call runs."""
     if not core.recordings():
         return None
     device = _device_of(arguments)
@@ -37,7 +37,7 @@ def _recording_device(arguments: object) -> int | None:
 
 
 def _dropping_device(arguments: object) -> int | None:
-    """Return the device that would drop the call; None if the call would run."""
+    """Return the device that drops the call; None if the call runs."""
     if not core.queues_ended():
         return None
     device = _device_of(arguments)
@@ -62,11 +62,11 @@ class _Arguments:
         return [self._host[id(tensor)] for tensor in self.tensors]
 
     def try_shapes(self, shape: Reference) -> tuple[Any, list[bool]]:
-        """Return the results of ``shape`` for meta tensors, and which of the tensors it writes.
+        """Return the results of ``shape`` for meta tensors, and whether each tensor is written.
 
         Arguments among the results are returned as given.
         """
-        with torch.inference_mode(False), torch.no_grad():  # so that versions count the writes
+        with torch.inference_mode(False), torch.no_grad():  # tensor versions then count the writes
             metas = [
                 torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
                 for t in self.tensors
@@ -89,21 +89,20 @@ def _copied(value: Any) -> Any:
 def recordable(
     qualified: str, schema: str, reference: Reference, shape: Reference, composite: bool = False
 ) -> Reference:
-    """Return the kernel of an operator, which is recorded where the current stream records.
+    """Return the kernel of an operator.
 
-    Elsewhere it runs the reference.
+    The kernel is recorded if the current stream records. Otherwise it runs the reference.
 
     Args:
         qualified: namespace::name.overload.
-        schema: the operator's schema, which says what it writes.
-        reference: in plain torch.
-        shape: returns the results for meta tensors (shapes.py).
-        composite: whether the reference launches operators of the device itself (a collective),
-            which are then recorded instead.
+        schema: the operator's schema, which marks the written arguments.
+        reference: the reference in plain torch.
+        shape: function that returns the results for meta tensors (shapes.py).
+        composite: whether the reference launches operators of the device, such as a collective.
+            These are then recorded instead.
 
     Raises:
-        NotImplementedError: at a call that would be recorded, if the shapes of the results are
-            unknown.
+        NotImplementedError: at a recorded call, if the shapes of the results are unknown.
     """
     declared = torch._C.parse_schema(f"{qualified.partition('::')[0]}::{schema}")
     marks = [
@@ -134,8 +133,8 @@ def recordable(
             results, found = arguments.try_shapes(shape)
         except RuntimeError as error:
             raise NotImplementedError(
-                f"{qualified} cannot be captured in a graph of the emulated NPU: its shapes are "
-                f"not known before it runs ({error})"
+                f"{qualified} cannot be captured in a graph of the emulated NPU: the shapes of the "
+                f"results are unknown before it runs ({error})"
             ) from error
         written = [
             id(tensor) in declared_writes or wrote
@@ -161,9 +160,9 @@ def recordable(
                 for index, target in zip(where, targets, strict=True):
                     if made[index].shape != target.shape or made[index].dtype != target.dtype:
                         raise RuntimeError(
-                            f"{qualified}: result {index} is {made[index].dtype} "
+                            f"{qualified}: result {index} of the replay is {made[index].dtype} "
                             f"{tuple(made[index].shape)}, "
-                            f"the capture took it for {target.dtype} {tuple(target.shape)}"
+                            f"but {target.dtype} {tuple(target.shape)} in the capture"
                         )
                     target.copy_(made[index])
 
@@ -195,10 +194,10 @@ def record_launch(
 ) -> bool:
     """Record the launch of Triton kernel ``name`` if the current stream records.
 
-    The first run shows what the kernel writes, by the versions of its tensors.
+    The first run determines the tensors that the kernel writes, by their versions.
 
     Returns:
-        Whether the launch must not run: it was recorded, or the device drops it.
+        True if the launch must not run, because it was recorded or the device drops it.
     """
     if _dropping_device(dict(arguments)) is not None:
         return True

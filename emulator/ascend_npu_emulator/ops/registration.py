@@ -1,4 +1,4 @@
-"""Declare every operator with its real schema, its reference, or an error that names it."""
+"""Declare every operator with the real schema, and with a reference or an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +83,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
     },
     "fla_npu": _by_name(fla_npu.causal_conv1d, fla_npu.chunk_gated_delta_rule_fwd, fla_npu.recurrent_gated_delta_rule),
 }  # fmt: skip
-# References that launch a collective of their own.
+# References that launch a collective.
 COMPOSITES = frozenset(
     {
         "npu::npu_mm_reduce_scatter_base",
@@ -94,7 +94,7 @@ COMPOSITES = frozenset(
 )
 _libraries: list[
     torch.library.Library
-] = []  # an operator lives as long as the Library object that declared it
+] = []  # keeps the Library objects alive, and with them the operators
 
 
 def _missing(qualified: str) -> Reference:
@@ -124,15 +124,15 @@ def declare() -> None:
                 recordable(qualified, schema, reference, shape, qualified in COMPOSITES),
                 "PrivateUse1",
             )
-            library.impl(name, shape, "Meta")  # for torch.compile, as torch_npu has them
+            library.impl(name, shape, "Meta")  # for torch.compile, as in torch_npu
         _libraries.append(library)
 
 
 def find(name: str) -> Reference | None:
-    """Return the operator ``torch_npu.<name>``, or None if vllm-ascend names no such operator.
+    """Return the operator ``torch_npu.<name>``, or None if it is not declared.
 
-    torch_npu 2.10.0.post4 takes its functions from two namespaces: npu, and atb for the names of
-    the ATB library (op_plugin/atb/_atb_ops.py).
+    torch_npu 2.10.0.post4 takes functions from two namespaces: npu, and atb for the ATB library
+    (op_plugin/atb/_atb_ops.py).
     """
     for namespace in ("npu", "atb"):
         if any(declared.partition(".")[0] == name for declared in schemas(namespace)):

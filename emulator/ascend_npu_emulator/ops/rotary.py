@@ -12,8 +12,8 @@ _HALF_OR_PAIRS = ("half", "interleave")
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
     """Rotate the last dimension of ``x`` [..., R] by one angle per pair; return float32.
 
-    ``cos`` and ``sin`` are float32 [..., R/2]. With ``neox`` element i is paired with i + R/2, else
-    with its neighbour.
+    ``cos`` and ``sin`` are float32 [..., R/2]. With ``neox`` element i is paired with i + R/2,
+    otherwise neighbours are paired.
     """
     exact = x.float()
     half = exact.shape[-1] // 2
@@ -96,9 +96,10 @@ def npu_mrope(
     """Return ``query`` [T, heads * head_size] and ``key`` [T, kv_heads * head_size], rotated.
 
     The first R elements of each head are rotated, as by ``_npu_rotary_embedding``. With sections,
-    ``positions`` [3, T] are those of a token in time, height and width, and of a head's R/2 angles
-    the first mrope_section[0] follow the first, the next ones the second, the last ones the third.
-    Without sections, or with zeros, ``positions`` is [T]. Hardware has no sections but 16, 24, 24.
+    ``positions`` [3, T] has a token's position in time, height and width. Of a head's R/2 angles,
+    the first mrope_section[0] use the first position, the next mrope_section[1] the second, and the
+    rest the third. Without sections, or with zeros, ``positions`` is [T]. Hardware supports only
+    the sections 16, 24, 24.
     """
     op = "npu_mrope"
     section = list(mrope_section or (0, 0, 0))
@@ -132,13 +133,13 @@ def npu_mrope(
             positions.shape[0] == 3,
             op,
             "positions",
-            f"{positions.shape[0]} rows for time, height and width",
+            f"{positions.shape[0]} rows must be 3: time, height and width",
         )
         check(
             sum(section) == rotary_dim // 2,
             op,
             "mrope_section",
-            f"{section} does not divide {rotary_dim // 2} angles",
+            f"{section} must add up to {rotary_dim // 2} angles",
         )
         cos, sin = (
             torch.cat([part[axis] for axis, part in enumerate(each.split(section, -1))], -1)
@@ -180,9 +181,9 @@ def npu_rotary_mul(
 ) -> torch.Tensor:
     """Return r1 * input + r2 * turned(input).
 
-    The mode "half" turns (x1, x2) into (-x2, x1), "interleave" does so pair by pair. All are
-    4-dimensional; ``r1`` (cos) and ``r2`` (sin) have the last dimension of ``input``, and the
-    others equal or 1.
+    The mode "half" turns the halves (x1, x2) into (-x2, x1); "interleave" turns each pair. All
+    tensors are 4-dimensional. ``r1`` (cos) and ``r2`` (sin) have the last dimension of ``input``;
+    each other dimension is equal to that of ``input`` or 1.
     """
     op = "npu_rotary_mul"
     check(
@@ -223,8 +224,8 @@ def npu_apply_rotary_pos_emb(
     """Rotate ``query`` and ``key`` in place by ``cos`` and ``sin``, and return them.
 
     ``cos`` and ``sin`` are one head wide. In layout "BSND" they are [B, S, N, D] with cos [B, S, 1,
-    D]; in "TND" [T, N, D] with cos [T, 1, D]. A2 hardware has no other layout, and no mode but
-    "half".
+    D]; in "TND" [T, N, D] with cos [T, 1, D]. A2 hardware supports these layouts and the mode
+    "half" only.
     """
     op = "npu_apply_rotary_pos_emb"
     check(

@@ -10,9 +10,9 @@ def npu_top_k_top_p(
 ) -> torch.Tensor:
     """Set ``logits`` [B, V] to -inf outside top-k and then top-p.
 
-    ``k`` is int32 [B], ``p`` [B] in logits' dtype. A value equal to the k-th largest stays. Of the
-    rest, in ascending order, values are removed while the running sum of their probabilities is at
-    most 1 - p; the largest always stays. (torch_npu 2.10.0.post4, docs of npu_top_k_top_p.)
+    ``k`` is int32 [B], ``p`` [B] in logits' dtype. A value equal to the k-th largest stays. The
+    remaining values are removed in ascending order while the running sum of probabilities is at
+    most 1 - p; the largest value always stays. (torch_npu 2.10.0.post4, docs of npu_top_k_top_p.)
     """
     op = "npu_top_k_top_p"
     check_rank(op, "logits", logits, 2)

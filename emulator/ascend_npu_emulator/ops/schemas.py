@@ -1,8 +1,8 @@
-"""The operator schemas of torch_npu and of vllm-ascend's own library, copied from these libraries.
+"""Schemas of the operators of torch_npu and vllm-ascend, copied from these libraries.
 
-They are text files, one schema per line: schemas/<namespace>.txt, and for vllm-ascend's own
-namespace one for each release that has changed it. With the real schema declared, a wrong argument
-in vllm-ascend's call fails here with the same error as on hardware, before any reference runs.
+They are text files with one schema per line: schemas/<namespace>.txt, and for vllm-ascend's
+namespace one file for each release that changed it. With the real schemas, an argument of the wrong
+name or type raises the same error as on hardware, before any reference runs.
 """
 
 import re
@@ -18,7 +18,7 @@ RELEASES = (
     "0.23.0",
     "0.26.0",
     "0.30.0",
-)  # of vllm-ascend, those with a file; a later one has the last
+)  # releases of vllm-ascend with a file; a release between two uses the earlier file
 _QUALIFIED_NAME = re.compile(r"(\w+(?:\.\w+)?)\(")
 
 
@@ -28,7 +28,7 @@ def schemas(namespace: str, release: str | None = None) -> dict[str, str]:
 
     Args:
         namespace: one of NAMESPACES.
-        release: one of RELEASES; by default that of the installed vllm-ascend.
+        release: one of RELEASES; by default the release of the installed vllm-ascend.
     """
     name = (
         f"{namespace}-{release or _installed_release()}"
@@ -48,12 +48,12 @@ def schemas(namespace: str, release: str | None = None) -> dict[str, str]:
 
 @cache
 def is_at_least(release: str) -> bool:
-    """Return whether the installed vllm-ascend is this release, or a later one."""
+    """Return whether the installed vllm-ascend is this release or later."""
     return Version(_installed_release()) >= Version(release)
 
 
 def _installed_release() -> str:
-    """Return the one of RELEASES that the installed vllm-ascend is, or the last before it."""
+    """Return the latest of RELEASES that is not later than the installed vllm-ascend."""
     installed = Version(Version(version("vllm_ascend")).base_version)
     return max(
         (each for each in RELEASES if Version(each) <= installed), key=Version, default=RELEASES[0]

@@ -1,9 +1,9 @@
-"""Shapes of the results of operators whose references branch on the content of a tensor.
+"""Shapes of the results of operators with references that branch on the content of a tensor.
 
 A graph's capture runs nothing, so it must know the shapes of results in advance. Most references
-return them when they run on meta tensors; those of the operators below cannot. Each function takes
-the operator's arguments as meta tensors, writes anything to the arguments that the operator writes,
-and returns meta tensors.
+return them when they run on meta tensors; the references of the operators below cannot. Each
+function takes the operator's arguments as meta tensors, writes to the same arguments as the
+operator, and returns meta tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ INT8_ATTENTION = (
 _HEADS_FIRST = {
     "TND_NTD": (1, 0, 2),
     "BNSD_NBSD": (1, 0, 2, 3),
-}  # how the output's dimensions follow from query's
+}  # order of query's dimensions in the output
 
 
 def _attention(
@@ -60,7 +60,7 @@ def _attention_out(
     out: list[torch.Tensor],
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write and return ``out``, which the schema does not mark as written."""
+    """Write and return ``out``. The schema does not mark it as written."""
     for tensor in out:
         tensor.zero_()
     return out[0], out[1]
@@ -78,7 +78,7 @@ def _latent_cache(
     is_output_kv: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Write both caches, which the schema does not mark; return them and the rows, if any."""
+    """Write both caches, unmarked in the schema. Return them and the rows, if any."""
     k_cache.zero_()
     ckv_cache.zero_()
     if not is_output_kv:
@@ -117,12 +117,12 @@ def _sparse_attention(
 def _int8_sparse_attention(
     query: torch.Tensor, *_: object, rope_head_dim: int = 64, **__: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output, which has no rope, and two empty tensors."""
+    """Return the output, without a rope, and two empty tensors."""
     return _sparse_attention(query[..., rope_head_dim:])
 
 
 def _preprocessed(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return the last five arguments, which the schema marks as written."""
+    """Return the last five arguments. The schema marks them as written."""
     return arguments[-5:]
 
 
@@ -153,9 +153,9 @@ def _grouped_matmul(
     output_dtype: int | None = None,
     **_: object,
 ) -> list[torch.Tensor]:
-    """Return [M, n] for x [M, k] and weight [groups, k, n], of which an int32 holds eight of int4.
+    """Return [M, n] for x [M, k] and weight [groups, k, n], where an int32 holds eight int4.
 
-    A product of int8 and int4 writes x, which the schema does not mark.
+    A product of int8 and int4 writes x. The schema does not mark it.
     """
     int4 = x[0].dtype == torch.int8 and weight[0].dtype == torch.int32
     if int4:
@@ -172,7 +172,7 @@ def _grouped_matmul(
 def _grouped_swiglu(
     x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int8 [M, N / 2], its scales and a number for x [M, K] and weight [groups, K, N]."""
+    """Return int8 [M, N / 2], scales and a number for x [M, K] and weight [groups, K, N]."""
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
     return (
         x.new_empty(x.shape[0], weight.shape[-1] // 2),
@@ -188,14 +188,14 @@ def _grouped_swiglu_of_int4(
     *_: object,
     **__: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 [M, N / 2] and its scales for x [M, K] and weight_scale [groups, N]."""
+    """Return int8 [M, N / 2] and scales for x [M, K] and weight_scale [groups, N]."""
     return x.new_empty(x.shape[0], weight_scale[0].shape[-1] // 2), x.new_empty(
         x.shape[0], dtype=torch.float32
     )
 
 
 def _dequant_swiglu(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 [..., H] and its scales for x [..., 2 H]."""
+    """Return int8 [..., H] and scales for x [..., 2 H]."""
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.int8), x.new_empty(
         x.shape[:-1], dtype=torch.float32
     )
@@ -214,14 +214,14 @@ def _unpermute(
 
 
 def _scattered(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-    """Return ``input``, which the schema marks as written."""
+    """Return ``input``. The schema marks it as written."""
     return input
 
 
 def _adapted(
     x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, *_: object
 ) -> torch.Tensor:
-    """Return ``y``, which the schema marks as written."""
+    """Return ``y``. The schema marks it as written."""
     return y
 
 
@@ -233,12 +233,12 @@ def _adapted_runs(
     y: torch.Tensor,
     *_: object,
 ) -> torch.Tensor:
-    """Return ``y``, which the schema marks as written."""
+    """Return ``y``. The schema marks it as written."""
     return y
 
 
 def _experts_out(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out`` and ``expert_token_nums``, which the schema marks as written."""
+    """Return ``out`` and ``expert_token_nums``. The schema marks them as written."""
     given = dict(zip(("out", "expert_token_nums"), arguments[11:13], strict=False)) | named
     return given["out"], given["expert_token_nums"]
 
@@ -275,10 +275,10 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_of(qualified: str, schema: str, reference: Shape) -> Shape:
-    """Return the function for the shapes of operator ``namespace::name.overload``.
+    """Return the shape function of operator ``namespace::name.overload``.
 
-    It is the entry in SHAPES, or else the reference itself. An operator without results needs none:
-    its schema says what it writes.
+    It is the entry in SHAPES, or by default the reference. An operator without results needs none,
+    because the schema marks the written arguments.
     """
     if qualified in SHAPES:
         return SHAPES[qualified]

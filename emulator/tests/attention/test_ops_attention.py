@@ -139,7 +139,7 @@ def test_a_window_bounds_the_keys_before_and_after(window: tuple[int, int]) -> N
     close(batch.call(4, pre_tokens=window[0], next_tokens=window[1]), batch.exact(4, window=window))
 
 
-def test_pre_and_next_tokens_count_in_the_window_mode_alone() -> None:
+def test_pre_and_next_tokens_matter_in_window_mode_only() -> None:
     batch = Batch([(5, 12)])
     close(batch.call(3, pre_tokens=1, next_tokens=1), batch.exact(3))
 
@@ -147,7 +147,7 @@ def test_pre_and_next_tokens_count_in_the_window_mode_alone() -> None:
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("mode", [0, 3, 4])
 @scenarios("lengths", BATCHES)
-def test_a_sink_takes_its_share_in_each_head_and_brings_no_value(
+def test_sink_takes_softmax_weight_without_a_value(
     lengths: Lengths, mode: int, paged: bool
 ) -> None:
     batch = Batch(lengths)
@@ -163,7 +163,7 @@ def test_a_sink_of_minus_infinity_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_bfloat16_differs_from_the_definition_by_its_own_rounding_only(with_sink: bool) -> None:
+def test_bfloat16_differs_by_one_rounding_only(with_sink: bool) -> None:
     batch = Batch([(4, 40), (30, 30)], dtype=torch.bfloat16)
     sink = batch.sink if with_sink else None
     close(batch.call_v2(3, learnable_sink=sink), batch.exact(3, sink=sink))
@@ -176,7 +176,7 @@ def test_bfloat16_differs_from_the_definition_by_its_own_rounding_only(with_sink
     heads=st.sampled_from([(4, 4), (4, 1), (6, 3)]),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_batch_is_attended_sequence_by_sequence(
+def test_any_batch_equals_attention_per_sequence(
     lengths: Lengths, mode: int, heads_first: bool, heads: tuple[int, int]
 ) -> None:
     batch = Batch(lengths, *heads, width=4)
@@ -186,7 +186,7 @@ def test_any_batch_is_attended_sequence_by_sequence(
 @pytest.mark.parametrize("mode", [0, 2, 3, 4])
 @pytest.mark.parametrize("scores", [1, 100, 1000])
 @scenarios("lengths", BATCHES)
-def test_memory_for_scores_is_bounded_and_results_do_not_depend_on_the_bound(
+def test_memory_for_scores_is_bounded_without_changing_results(
     monkeypatch: pytest.MonkeyPatch, lengths: Lengths, scores: int, mode: int
 ) -> None:
     taken: list[int] = []
@@ -208,7 +208,7 @@ def test_memory_for_scores_is_bounded_and_results_do_not_depend_on_the_bound(
     assert taken
 
 
-def test_log_sum_exp_is_that_of_the_scaled_scores() -> None:
+def test_log_sum_exp_is_taken_of_scaled_scores() -> None:
     query, key, value = random(2, 4, 8), random(5, 2, 8, seed=1), random(5, 2, 8, seed=2)
     close(
         attend(query, key, value, SCALE, None)[1],
@@ -248,7 +248,7 @@ def wrong_sink(sink: torch.Tensor, **batch: Any) -> Callable[[], object]:
     return lambda: Batch([(1, 9), (4, 20)], **batch).call_v2(3, learnable_sink=sink)
 
 
-def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+def test_base_calls_are_valid() -> None:
     wrong()()
     wrong_sink(torch.zeros(4))()
     decode(Batch([(1, 9)]), int32(9))
@@ -265,7 +265,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "running totals that fall": (
         wrong(actual_seq_lengths=[3, 1, 5]),
-        OP + "actual_seq_lengths: running totals .* fall at index 1",
+        OP + "actual_seq_lengths: running totals .* decrease at index 1",
     ),
     "no running totals": (wrong(actual_seq_lengths=None), OP + "actual_seq_lengths: must be given"),
     "too few key lengths": (
@@ -279,11 +279,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "int64 table": (wrong(block_table=torch.Tensor.long), OP + "block_table: dtype torch.int64"),
     "a block that does not exist": (
         wrong(block_table=lambda t: t + 100),
-        OP + "block_table: sequence 0 names blocks",
+        OP + "block_table: sequence 0 uses blocks",
     ),
     "block -1": (
         wrong(block_table=lambda t: torch.full_like(t, -1)),
-        OP + r"block_table: sequence 0 names blocks \[-1",
+        OP + r"block_table: sequence 0 uses blocks \[-1",
     ),
     "more keys than blocks": (
         wrong(actual_seq_lengths_kv=[9, 33]),
@@ -291,7 +291,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a block size that is not the cache's": (
         wrong(block_size=32),
-        OP + "block_size: 32 is not the block size 16",
+        OP + "block_size: 32 must be 16, the block size",
     ),
     "a block size that hardware lacks": (
         wrong(block_size=20),
@@ -332,7 +332,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sink and heads wider than 128": (
         wrong_sink(torch.zeros(4), width=144),
-        V2_SINK + "a head of value has 144 elements",
+        V2_SINK + "head size 144 of value must be",
     ),
     "int64 lengths of decode attention": (
         lambda: decode(Batch([(1, 9)]), torch.tensor([9])),
@@ -353,14 +353,12 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()

@@ -41,7 +41,9 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]),
 )
 @settings(max_examples=40, deadline=None)
-def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer: Writer) -> None:
+def test_each_row_is_stored_in_its_slot_and_nothing_else_changes(
+    slots: list[int], writer: Writer
+) -> None:
     (keys, values), (key, value) = caches(), rows(len(slots))
     writer(key, value, keys, values, int32(*slots))
     for slot in range(12):
@@ -55,7 +57,7 @@ def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer
 
 
 @pytest.mark.parametrize("writer", [cache._npu_reshape_and_cache, scatter])
-def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block(writer: Writer) -> None:
+def test_negative_slot_is_skipped_and_does_not_wrap_to_the_last_block(writer: Writer) -> None:
     (keys, values), (key, value) = caches(), rows(3)
     writer(key, value, keys, values, int32(-1, 5, -1))
     assert torch.equal(keys[1, 1], key[1])
@@ -63,7 +65,7 @@ def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block(writer: Wri
     assert (values[2] == -8).all()
 
 
-def test_keys_and_values_of_a_block_may_lie_side_by_side_since_vllm_ascend_0_30(
+def test_vllm_ascend_0_30_allows_gaps_between_cache_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both, key = torch.zeros(3, 2, 4, 2, 3), rows(2)[0]
@@ -80,7 +82,7 @@ def test_keys_and_values_of_a_block_may_lie_side_by_side_since_vllm_ascend_0_30(
         scatter(key, value, both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2), int32(1, 2))
 
 
-def test_a_format_cast_is_a_copy_with_the_same_elements() -> None:
+def test_format_cast_copies_all_elements() -> None:
     weight = torch.arange(6.0).view(2, 3).t()
     cast = cache.npu_format_cast(weight, 29)
     assert torch.equal(cast, weight)
@@ -134,13 +136,13 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+def test_error_names_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
@@ -169,7 +171,7 @@ def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
     p=st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.83, 0.999])),
 )
 @settings(max_examples=depth(100), deadline=None)
-def test_top_k_and_top_p_leave_what_the_definition_leaves(
+def test_top_k_and_top_p_equal_their_definition(
     logits: list[int], k: int | None, p: float | None
 ) -> None:
     k = min(k or 1, len(logits)) if k or p is None else None

@@ -63,7 +63,7 @@ CALLS: list[tuple[list[int], list[int] | None]] = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("running_totals", [False, True])
 @pytest.mark.parametrize(("lengths", "offsets"), CALLS)
-def test_rows_of_all_sequences_lie_end_to_end(
+def test_rows_are_loaded_end_to_end(
     lengths: list[int], offsets: list[int] | None, running_totals: bool, dtype: torch.dtype
 ) -> None:
     given = arguments(lengths, offsets, dtype=dtype)
@@ -74,7 +74,7 @@ def test_rows_of_all_sequences_lie_end_to_end(
     assert all(torch.equal(given[name], exact[name]) for name in WIDTHS)
 
 
-def test_the_operator_of_the_device_writes_its_targets() -> None:
+def test_device_operator_writes_its_targets() -> None:
     given = arguments([6, 3], [4, 0])
     on_device = {
         name: value.to(NPU) if isinstance(value, torch.Tensor) else value
@@ -145,11 +145,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "too few lengths": (
         gather(seq_lens=lambda lengths: lengths[:1]),
-        GATHER + r"seq_lens: \(1,\) must be \(2,\)",
+        GATHER + r"seq_lens: shape \(1,\) must be \(2,\)",
     ),
     "too few totals": (
         gather(is_seq_lens_cumsum=True),
-        GATHER + r"seq_lens: \(2,\) must be \(3,\)",
+        GATHER + r"seq_lens: shape \(2,\) must be \(3,\)",
     ),
     "totals that begin late": (
         gather(is_seq_lens_cumsum=True, seq_lens=int32(1, 6, 9)),
@@ -165,7 +165,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an offset for three": (
         gather(seq_offset=int32(0, 0, 0)),
-        GATHER + r"seq_offset: \(3,\) must be \(2,\)",
+        GATHER + r"seq_offset: shape \(3,\) must be \(2,\)",
     ),
     "room for more rows": (
         gather(key=lambda key: torch.cat((key, key))),
@@ -178,18 +178,16 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "more rows than blocks": (gather((13, 1)), GATHER + "block_table: sequence 0 has 13 keys"),
     "a block that does not exist": (
         gather((1, 9)),
-        GATHER + r"block_table: sequence 1 names blocks \[10000\]",
+        GATHER + r"block_table: sequence 1 uses blocks \[10000\]",
     ),
 }
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_call_that_the_wrong_ones_start_from_is_right() -> None:
+def test_base_call_is_valid() -> None:
     gather()()

@@ -28,7 +28,7 @@ def storing(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
-def test_a_row_is_stored_in_parts_of_32_bytes(dtype: torch.dtype) -> None:
+def test_rows_are_stored_in_parts_of_32_bytes(dtype: torch.dtype) -> None:
     part = 32 // dtype.itemsize
     given = storing(
         **{
@@ -63,7 +63,7 @@ def attending(heads: int = 4, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("heads", [2, 4])
-def test_a_query_sees_the_scaled_keys_and_values_of_its_blocks(heads: int) -> None:
+def test_int8_keys_and_values_are_scaled_before_attention(heads: int) -> None:
     given = attending(heads)
     out, _ = npu_fused_infer_attention_score(**given)
     assert out.shape == given["query"].shape
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: store(key_cache=torch.zeros(5, 2, 4, 32, 16, dtype=torch.int8)), ValueError, "key_cache: shape"),
     "a cache of another dtype": (
         lambda: store(value_cache=torch.zeros(5, 2, 2, 32, 32)), ValueError, "value: dtype"),
-    "heads that are no whole parts": (lambda: store(key=int8(4, 2, 40)), ValueError, "key: heads of 40"),
+    "heads that are no whole parts": (lambda: store(key=int8(4, 2, 40)), ValueError, "key: head size 40"),
     "fewer slots than rows": (lambda: store(slot_mapping=int32(0)), ValueError, "key: 4 rows for 1 slots"),
     "another layout": (lambda: attend(input_layout="TND"), NEVER, "input_layout"),
     "several queries": (
@@ -117,13 +117,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: attend(key_antiquant_scale=random(2, 1, WIDTH)), ValueError, "key_antiquant_scale: dtype"),
     "another quantisation": (lambda: attend(antiquant_mode=1), NEVER, "antiquant_mode=1"),
     "a block that is not there": (
-        lambda: attend(block_table=int32(5, 0, 0, 0, 0, 0).view(3, 2)), ValueError, "names blocks .5."),
+        lambda: attend(block_table=int32(5, 0, 0, 0, 0, 0).view(3, 2)), ValueError, "uses blocks .5."),
     "blocks of 16": (lambda: attend(block_size=16), ValueError, "block_size: 16"),
 }  # fmt: skip
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -47,7 +47,9 @@ def rotated(row: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", [1, 3])
-def test_interleave_rope_turns_neighbours_and_parts_them(length: int, dtype: torch.dtype) -> None:
+def test_interleave_rope_rotates_neighbours_and_separates_them(
+    length: int, dtype: torch.dtype
+) -> None:
     x, turn = half(5, 4, length, ROPE, dtype=dtype), angles(5, 1, length, dtype=dtype)
     exact = torch.empty(x.shape, dtype=torch.float64)
     for b, n, s in torch.cartesian_prod(*(torch.arange(size) for size in x.shape[:3])).tolist():
@@ -55,7 +57,7 @@ def test_interleave_rope_turns_neighbours_and_parts_them(length: int, dtype: tor
     close(mla.npu_interleave_rope(x, **turn), exact)
 
 
-def test_one_angle_serves_all_positions_of_a_batch() -> None:
+def test_single_angle_is_used_for_all_positions() -> None:
     x, turn = half(2, 4, 3, ROPE), angles(2, 1, 1)
     everywhere = {name: part.expand(2, 1, 3, ROPE) for name, part in turn.items()}
     assert torch.equal(mla.npu_interleave_rope(x, **turn), mla.npu_interleave_rope(x, **everywhere))
@@ -83,7 +85,7 @@ def cache_arguments(slots: list[int], dtype: torch.dtype = torch.bfloat16) -> di
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_each_row_is_normed_rotated_and_put_into_its_slot(dtype: torch.dtype) -> None:
+def test_each_row_is_normed_rotated_and_stored(dtype: torch.dtype) -> None:
     slots = [40, 3, -1, 4, 63]
     given = cache_arguments(slots, dtype)
     *caches, rotated_rows, normed_rows = mla.npu_kv_rmsnorm_rope_cache(
@@ -108,9 +110,7 @@ def test_each_row_is_normed_rotated_and_put_into_its_slot(dtype: torch.dtype) ->
     assert all(cache[untouched].isnan().all() for cache in flat)
 
 
-def test_a_slot_that_two_rows_want_holds_neither_and_rows_are_given_back_only_if_asked_for() -> (
-    None
-):
+def test_duplicate_slot_holds_neither_row_and_rows_are_returned_on_request() -> None:
     given = cache_arguments([5, 9, 5, -1, -1])
     assert [rows.numel() for rows in mla.npu_kv_rmsnorm_rope_cache(**given)[2:]] == [0, 0]
     keys, latents = given["k_cache"].view(64, -1), given["ckv_cache"].view(64, -1)
@@ -120,7 +120,7 @@ def test_a_slot_that_two_rows_want_holds_neither_and_rows_are_given_back_only_if
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_products_of_all_batches_lie_side_by_side(swapped: bool, dtype: torch.dtype) -> None:
+def test_transpose_batchmatmul_equals_its_definition(swapped: bool, dtype: torch.dtype) -> None:
     x, weight = random(3, 5, 128, dtype=dtype), random(3, 128, 256, seed=1, dtype=dtype)
     exact = torch.stack([x[b].double() @ weight[b].double() for b in range(3)], 1)
     given = x.transpose(0, 1).contiguous() if swapped else x
@@ -165,7 +165,7 @@ LOADED = [
 
 @pytest.mark.parametrize("given", [False, True], ids=["new tensors", "given tensors"])
 @pytest.mark.parametrize(("lengths", "starts", "rows"), LOADED)
-def test_rows_of_sequences_are_loaded_end_to_end(
+def test_paged_rows_are_loaded_end_to_end(
     lengths: list[int], starts: list[int] | None, rows: list[int], given: bool
 ) -> None:
     targets = (
@@ -247,7 +247,7 @@ def test_queries_attend_to_cached_latents_head_by_head(lengths: Lengths) -> None
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_decodes_of_equal_length_come_in_a_layout_of_their_own(each: int) -> None:
+def test_bnsd_nbsd_layout_serves_decodes_of_equal_length(each: int) -> None:
     batch = Cached([(each, 9), (each, 16), (each, 33)])
     out, _ = batch.call(
         query=lambda q: q.view(3, each, 2, LATENT).transpose(1, 2),
@@ -261,7 +261,7 @@ def test_decodes_of_equal_length_come_in_a_layout_of_their_own(each: int) -> Non
     close(out.flatten(1, 2), batch.exact(0))
 
 
-def test_a_cache_without_a_dimension_for_its_one_head_is_the_same() -> None:
+def test_cache_may_omit_the_head_dimension() -> None:
     batch = Cached([(2, 20)])
     flat = {name: (lambda cache: cache.squeeze(1)) for name in ("key", "value", "key_rope")}
     assert torch.equal(batch.call(**flat)[0], batch.call()[0])
@@ -332,9 +332,7 @@ EXPANDED += [(lengths, 0) for lengths, _ in EXPANDED] + [
 
 
 @pytest.mark.parametrize(("lengths", "mode"), EXPANDED, ids=str)
-def test_heads_with_keys_of_their_own_are_attended_in_two_parts(
-    lengths: Lengths, mode: int
-) -> None:
+def test_heads_with_separate_keys_equal_the_definition(lengths: Lengths, mode: int) -> None:
     batch = Expanded(lengths)
     (out, lse), (exact, exact_lse) = batch.call(mode), batch.exact(mode)
     close(out, exact)
@@ -342,7 +340,7 @@ def test_heads_with_keys_of_their_own_are_attended_in_two_parts(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_attention_are_merged_into_the_whole(dtype: torch.dtype) -> None:
+def test_partial_attentions_merge_into_full_attention(dtype: torch.dtype) -> None:
     # Three parts of 5 keys each; row 0 sees no key of part 0, row 3 sees part 2 alone.
     scores, values = (
         4 * random(4, 3, 5, dtype=torch.float64),
@@ -456,7 +454,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a block that does not exist": (
         loaded(lengths=[0, 5]),
-        r"npu_paged_cache_load: block_table: sequence 1 names blocks \[10000\]",
+        r"npu_paged_cache_load: block_table: sequence 1 uses blocks \[10000\]",
     ),
     "too few lengths": (loaded(lengths=[1]), "npu_paged_cache_load: context_lens: 1 numbers for 2"),
     "a target of another dtype": (
@@ -477,7 +475,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "heads of another width": (
         latent(query=lambda q: q[..., :256]),
-        SCORE_V2 + "query: a head has 256 elements",
+        SCORE_V2 + "query: head size 256 must be",
     ),
     "three heads": (
         latent(query=thrice, query_rope=thrice, num_query_heads=3),
@@ -531,21 +529,19 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
 
 @pytest.mark.parametrize("make", [rope, cache, product, merge, loaded, latent, expanded])
-def test_the_calls_that_the_wrong_ones_start_from_are_right(
+def test_base_calls_are_valid(
     make: Callable[[], Callable[[], object]],
 ) -> None:
     make()()

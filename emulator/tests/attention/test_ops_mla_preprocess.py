@@ -122,7 +122,7 @@ class Layer:
         return values.double() / rms * self.given[gamma].double()
 
 
-def test_queries_and_cached_rows_are_those_of_the_definition() -> None:
+def test_queries_and_cached_rows_equal_the_definition() -> None:
     layer = Layer()
     results = layer.call()
     for result, name in zip(
@@ -140,7 +140,7 @@ def test_queries_and_cached_rows_are_those_of_the_definition() -> None:
     assert written == sorted(slot for slot in SLOTS if slot >= 0)
 
 
-def test_a_number_is_rounded_to_float16_before_it_becomes_whole() -> None:
+def test_quantisation_rounds_to_float16_first() -> None:
     """101.492 is 101.5 in float16, and becomes 102."""
     layer = Layer()
     layer.given["quant_scale0"], layer.given["quant_offset0"] = (
@@ -160,7 +160,7 @@ def test_a_number_is_rounded_to_float16_before_it_becomes_whole() -> None:
     assert layer.ropes.view(-1, ROPE)[SLOTS[0], :2].tolist() == [100.0, 102.0]
 
 
-def test_a_slot_that_two_rows_want_holds_neither() -> None:
+def test_duplicate_slot_holds_neither_row() -> None:
     layer = Layer()
     layer.call(slotmapping=int32(5, 5, 2, -1))
     for cache in (layer.latents, layer.ropes):
@@ -217,14 +217,12 @@ NO_REFERENCE: dict[str, Callable[[], object]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object]) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object]) -> None:
     with pytest.raises(NotImplementedError, match=OP):
         call()

@@ -102,7 +102,7 @@ BATCHES: list[Lengths] = [
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_each_query_chooses_the_keys_of_the_highest_scores(
+def test_each_query_selects_the_keys_with_the_highest_scores(
     lengths: Lengths, mode: int, dtype: torch.dtype
 ) -> None:
     batch = Indexed(lengths, dtype=dtype)
@@ -129,12 +129,12 @@ def test_weights_may_be_negative_and_in_float32() -> None:
     assert batch.call()[0][:, 0].tolist() == batch.exact(3, 7)
 
 
-def test_the_first_of_equal_scores_is_chosen_first() -> None:
+def test_equal_scores_are_ordered_by_key() -> None:
     batch = Indexed([(1, 20)])
     assert batch.call(weights=torch.zeros_like)[0].flatten().tolist() == list(range(7))
 
 
-def test_rows_after_the_last_sequence_name_no_key() -> None:
+def test_rows_after_the_last_sequence_have_no_keys() -> None:
     batch = Indexed([(2, 20), (3, 5)])
     indices, _ = batch.call(actual_seq_lengths_query=int32(2, 4))
     assert (indices[4] > 1 << 30).all()
@@ -217,14 +217,14 @@ class Sparse:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_queries_attend_to_their_chosen_keys_alone(lengths: Lengths, dtype: torch.dtype) -> None:
+def test_queries_attend_to_selected_keys_only(lengths: Lengths, dtype: torch.dtype) -> None:
     batch = Sparse(lengths, dtype=dtype)
     out, *sums = batch.call()
     close(out, batch.exact())
     assert [(each.numel(), each.dtype) for each in sums] == [(0, torch.float32)] * 2
 
 
-def test_without_a_mask_every_key_may_be_chosen() -> None:
+def test_without_a_mask_all_keys_are_candidates() -> None:
     batch = Sparse([(3, 20)])
     batch.indices = torch.tensor([[19, 3], [4, 19], [0, 18]], dtype=torch.int32).unsqueeze(1)
     close(batch.call(sparse_mode=0)[0], batch.exact(0))
@@ -237,13 +237,13 @@ def test_without_a_mask_every_key_may_be_chosen() -> None:
     "none": [-1, -1, -1, -1],
     "none that it sees": [18, 19, -1, -1],
 })  # fmt: skip
-def test_entries_of_the_row_of_indices_count_as_in_the_kernel(chosen: list[int]) -> None:
+def test_indices_are_read_as_in_the_kernel(chosen: list[int]) -> None:
     batch = Sparse([(4, 20)])  # the first query sees 17 keys
     batch.indices = torch.tensor([chosen] * 4, dtype=torch.int32).unsqueeze(1)
     close(batch.call()[0], batch.exact())
 
 
-def test_as_many_entries_are_read_as_there_are_visible_keys() -> None:
+def test_number_of_visible_keys_limits_the_indices_read() -> None:
     batch = Sparse([(4, 4)])
     batch.indices = int32(0, 1, 0, 0).expand(
         4, 1, 4
@@ -274,14 +274,14 @@ def test_rows_are_scattered_to_their_indices(
     assert not var[[1, 2, 4, 5, 6, 8]].any()
 
 
-def test_rows_that_lie_apart_are_scattered_in_place() -> None:
+def test_rows_with_gaps_are_scattered_in_place() -> None:
     whole = torch.zeros(6, 10)
     npu_scatter_nd_update_sk(whole[:, :4], torch.tensor([[2]]), torch.ones(1, 4))
     assert whole.sum() == whole[2, :4].sum() == 4
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_products_of_all_heads_lie_side_by_side(dtype: torch.dtype) -> None:
+def test_batch_matmul_transpose_equals_its_definition(dtype: torch.dtype) -> None:
     x, weight = half(5, 3, 64, dtype=dtype), half(3, 64, 32, seed=1, dtype=dtype)
     out = torch.empty(5, 3, 32, dtype=dtype)
     batch_matmul_transpose(x, weight, out)
@@ -323,7 +323,7 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "running totals that fall": (
         {"actual_seq_lengths_query": int32(2, 1)},
-        r"actual_seq_lengths_query: running totals \[2, 1\] fall",
+        r"actual_seq_lengths_query: running totals \[2, 1\] decrease",
     ),
     "running totals past the rows": (
         {"actual_seq_lengths_query": int32(1, 4)},
@@ -357,7 +357,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     **{f"attention: {name}": (sparse(**{k: v for k, v in changes.items() if k != "weights"}), SPARSE + message)
        for name, (changes, message) in BOTH.items()},
     "more keys than the table has": (index(actual_seq_lengths_key=int32(20, 99)), INDEXER + "block_table: sequence 1 has 99 keys"),
-    "a block that does not exist": (index(actual_seq_lengths_key=int32(20, 20)), INDEXER + "block_table: sequence 1 names blocks"),
+    "a block that does not exist": (index(actual_seq_lengths_key=int32(20, 20)), INDEXER + "block_table: sequence 1 uses blocks"),
     "keys of two sequences of three": (index(actual_seq_lengths_key=int32(20)), INDEXER + "actual_seq_lengths_key: 1 sequences"),
     "negative lengths": (sparse(actual_seq_lengths_kv=int32(20, -1)), SPARSE + "actual_seq_lengths_kv: -1 of sequence 1"),
     "another layout of keys": (sparse(layout_kv="BSND"), SPARSE + "layout_kv: 'BSND' is neither"),
@@ -367,10 +367,10 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "9216 keys": (index(sparse_count=9216), INDEXER + "sparse_count: 9216 must be"),
     "weights of another half": (index(weights=torch.Tensor.half), INDEXER + "weights: dtype torch.float16"),
     "weights of other heads": (index(weights=widened), INDEXER + "weights: shape"),
-    "queries of 256": (index(query=widened, key=widened), INDEXER + "query: heads of 256"),
-    "small blocks of the indexer": (index(key=blocks_of(8)), INDEXER + "key: blocks of 8"),
-    "large blocks of the indexer": (index(key=blocks_of(1040)), INDEXER + "key: blocks of 1040"),
-    "small blocks": (sparse(key=blocks_of(8), value=blocks_of(8), key_rope=blocks_of(8)), SPARSE + "key: blocks of 8"),
+    "queries of 256": (index(query=widened, key=widened), INDEXER + "query: head size 256"),
+    "small blocks of the indexer": (index(key=blocks_of(8)), INDEXER + "key: block size 8 "),
+    "large blocks of the indexer": (index(key=blocks_of(1040)), INDEXER + "key: block size 1040"),
+    "small blocks": (sparse(key=blocks_of(8), value=blocks_of(8), key_rope=blocks_of(8)), SPARSE + "key: block size 8 "),
     "100 heads": (sparse(query=more_heads(100), query_rope=more_heads(100)), SPARSE + "query: 100 heads"),
     "a rope of another width": (sparse(query_rope=widened), SPARSE + "query_rope: shape"),
     "values of another shape": (sparse(value=widened), SPARSE + "value: shape"),
@@ -417,28 +417,26 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
 
 @pytest.mark.parametrize("make", [index, sparse, scatter, scatter_sk, product])
-def test_the_calls_that_the_wrong_ones_start_from_are_right(
+def test_base_calls_are_valid(
     make: Callable[[], Callable[[], object]],
 ) -> None:
     make()()
 
 
 @pytest.mark.parametrize("count", [1, 2048, 3072, 8192])
-def test_the_largest_counts_are_accepted(count: int) -> None:
+def test_largest_sparse_counts_are_accepted(count: int) -> None:
     assert Indexed([(1, 20)]).call(sparse_count=count)[0].shape == (1, 1, count)
 
 

@@ -122,7 +122,7 @@ class Indexed:
 
 @pytest.mark.parametrize("mode", [0, 3])
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_each_query_chooses_the_keys_of_the_highest_scores(lengths: Lengths, mode: int) -> None:
+def test_each_query_selects_the_keys_with_the_highest_scores(lengths: Lengths, mode: int) -> None:
     batch = Indexed(lengths)
     indices = batch.call(sparse_mode=mode)
     assert (indices.dtype, indices.shape) == (torch.int32, (len(batch.query), 1, 7))
@@ -142,7 +142,7 @@ def one_key_after_another(keys: int, heads: int, first: int) -> Indexed:
     return batch
 
 
-def test_products_are_rounded_to_float16_once_they_are_divided_by_1024() -> None:
+def test_products_are_divided_by_1024_then_rounded_to_float16() -> None:
     """From 8128 on these are multiples of 4, and the first of equal scores comes first."""
     batch = one_key_after_another(20, 1, first=64)
     chosen = batch.call(
@@ -174,14 +174,14 @@ def test_weights_times_scales_of_queries_are_rounded_to_float16() -> None:
     assert batch.call(**shares).flatten().tolist() == list(range(7))
 
 
-def test_scales_of_queries_and_of_keys_count() -> None:
+def test_query_and_key_scales_change_the_selection() -> None:
     batch = Indexed([(3, 40)])
     right = batch.call()
     assert not torch.equal(right, batch.call(key_dequant_scale=torch.ones_like))
     assert not torch.equal(right, batch.call(query_dequant_scale=torch.ones_like))
 
 
-def test_rows_after_the_last_sequence_name_no_key() -> None:
+def test_rows_after_the_last_sequence_have_no_keys() -> None:
     batch = Indexed([(2, 20), (3, 5)])
     indices = batch.call(actual_seq_lengths_query=int32(2, 4))
     assert (indices[4] > 1 << 30).all()
@@ -278,7 +278,7 @@ class Sparse:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_queries_attend_to_their_chosen_keys_alone(lengths: Lengths, dtype: torch.dtype) -> None:
+def test_queries_attend_to_selected_keys_only(lengths: Lengths, dtype: torch.dtype) -> None:
     batch = Sparse(lengths, dtype=dtype)
     out, *sums = batch.call()
     close(out, batch.exact())
@@ -291,7 +291,7 @@ def test_queries_attend_to_their_chosen_keys_alone(lengths: Lengths, dtype: torc
     "a key that is named twice": [3, 9, 3, 1],
     "none": [-1, -1, -1, -1],
 })  # fmt: skip
-def test_entries_of_the_row_of_indices_count_as_over_caches_of_halves(chosen: list[int]) -> None:
+def test_indices_are_read_as_by_the_unquantised_kernel(chosen: list[int]) -> None:
     batch = Sparse([(4, 20)])  # the first query sees 17 keys
     batch.indices = torch.tensor([chosen] * 4, dtype=torch.int32).unsqueeze(1)
     close(batch.call()[0], batch.exact())
@@ -320,11 +320,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "scales of keys in float32": (index(key_dequant_scale=torch.Tensor.float), INDEXER + "key_dequant_scale: dtype torch.float32"),
     "scales of keys with one more dimension": (index(key_dequant_scale=lambda s: s.unsqueeze(-1)), INDEXER + "key_dequant_scale: shape"),
     "shares past float16": (index(weights=lambda w: torch.full_like(w, 6e4), query_dequant_scale=lambda s: torch.full_like(s, 2)),
-                            INDEXER + "weights: are not finite"),
-    "queries of 256": (index(query=widened, key=widened), INDEXER + "query: heads of 256"),
+                            INDEXER + "weights: products .* must be finite"),
+    "queries of 256": (index(query=widened, key=widened), INDEXER + "query: head size 256"),
     "keys of another width": (index(key=widened), INDEXER + "key: shape"),
     "65 heads": (index(query=more_heads(65), weights=more_heads(65), query_dequant_scale=more_heads(65)), INDEXER + "query: 65 heads"),
-    "blocks of 8 keys": (index(key=blocks_of(8), key_dequant_scale=blocks_of(8)), INDEXER + "key: blocks of 8"),
+    "blocks of 8 keys": (index(key=blocks_of(8), key_dequant_scale=blocks_of(8)), INDEXER + "key: block size 8 "),
     "2049 keys": (index(sparse_count=2049), INDEXER + "sparse_count: 2049 must be"),
     "3072 keys": (index(sparse_count=3072), INDEXER + "sparse_count: 3072 must be"),
     "another mode of queries": (index(query_quant_mode=1), INDEXER + "query_quant_mode: 1 must be 0"),
@@ -332,13 +332,13 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "another mask": (index(sparse_mode=4), INDEXER + "sparse_mode: 4 is not one of"),
     "no table": (index(block_table=None), INDEXER + "block_table: must be given"),
     "queries in float32": (sparse(query=torch.Tensor.float), SPARSE + "query: dtype torch.float32"),
-    "queries without a rope": (sparse(query=lambda q: q[..., :512]), SPARSE + "query: heads of 512"),
+    "queries without a rope": (sparse(query=lambda q: q[..., :512]), SPARSE + "query: head size 512"),
     "3 heads": (sparse(query=more_heads(3)), SPARSE + "query: 3 heads"),
     "cached halves": (sparse(key=torch.Tensor.bfloat16), SPARSE + "key: dtype torch.bfloat16"),
     "keys without scales": (sparse(key=lambda k: k[..., :640].contiguous(), value=lambda v: v[..., :640].contiguous()),
                             SPARSE + "key: shape"),
     "values of another shape": (sparse(value=widened), SPARSE + "value: shape"),
-    "blocks of 1040 keys": (sparse(key=blocks_of(1040), value=blocks_of(1040)), SPARSE + "key: blocks of 1040"),
+    "blocks of 1040 keys": (sparse(key=blocks_of(1040), value=blocks_of(1040)), SPARSE + "key: block size 1040"),
     "indices in int64": (sparse(sparse_indices=torch.Tensor.long), SPARSE + "sparse_indices: dtype torch.int64"),
     "indices of other rows": (sparse(sparse_indices=lambda i: i[:2]), SPARSE + "sparse_indices: shape"),
     "scales of their own": (sparse(key_dequant_scale=torch.ones(1)), SPARSE + "key_dequant_scale: must not be given"),
@@ -359,21 +359,19 @@ NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", BAD_VALUES)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+def test_unsupported_option_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
 
 @pytest.mark.parametrize("make", [index, sparse])
-def test_the_calls_that_the_wrong_ones_start_from_are_right(
+def test_base_calls_are_valid(
     make: Callable[[], Callable[[], object]],
 ) -> None:
     make()()

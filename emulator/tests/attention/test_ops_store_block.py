@@ -81,7 +81,7 @@ def find(**changes: Any) -> Callable[[], object]:
     "no slots": (find(slot_mapping_npu=int32()), "store_kv_block_metadata: slot_mapping_npu: must not be empty"),
     "no block": (find(block_size=0), "store_kv_block_metadata: block_size: 0 must be positive"),
     "groups of two lengths": (find(group_key_idx=int32(0)), "store_kv_block_metadata: group_key_idx: shape"),
-    "more runs than entries": (find(**{name: int32(0, 0) for name in GROUPS}), "store_kv_block_metadata: group_len: 2 entries are less"),
+    "more runs than entries": (find(**{name: int32(0, 0) for name in GROUPS}), "store_kv_block_metadata: group_len: 2 entries are fewer"),
     "rows in float32": (store(key_in=random(3, 1, 8)), "store_kv_block: key_in: dtype torch.float32"),
     "rows of another dtype": (store(key_in=random(3, 1, 8).bfloat16()), "store_kv_block: key_in: dtype torch.bfloat16"),
     "rows of another width": (store(key_in=random(3, 1, 4).half()), "store_kv_block: key_cache_in: shape"),
@@ -93,13 +93,11 @@ def find(**changes: Any) -> Callable[[], object]:
     "a run past the cache": (store(group_key_cache_idx=int32(46, 0, 0)), "store_kv_block: group_key_cache_idx: a run of 3 rows to 46"),
     "lengths in int64": (store(group_len=torch.tensor([3, 0, 0])), "store_kv_block: group_len: dtype torch.int64"),
 })  # fmt: skip
-def test_a_wrong_argument_is_refused_by_operator_and_name(
-    call: Callable[[], object], message: str
-) -> None:
+def test_error_names_operator_and_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+def test_base_calls_are_valid() -> None:
     store()()
     find()()

@@ -24,17 +24,18 @@ def fused(rank: int, size: int, hcom: str | None = None) -> torch.Tensor:
     ).cpu()
 
 
-def test_each_rank_gets_its_rows_of_the_sum_of_all_products(ranks: Ranks, late_ranks: bool) -> None:
+def test_each_rank_gets_its_share_of_the_summed_products(ranks: Ranks, late_ranks: bool) -> None:
     exact = sum(x.double() @ weight.double() for x, weight in map(factors, range(ranks.size)))
     for share, rows in zip(ranks.run(fused, late_ranks), exact.chunk(ranks.size), strict=True):
         close(share, rows)
 
 
-def test_a_communicator_that_does_not_exist_is_named(ranks: Ranks) -> None:
+def test_unknown_communicator_is_named(ranks: Ranks) -> None:
     for state, text in ranks.outcomes(partial(fused, hcom="hccl_nowhere")):
         assert state == "error"
         assert (
-            "npu_mm_reduce_scatter_base: hcom: there is no hccl group called 'hccl_nowhere'" in text
+            "npu_mm_reduce_scatter_base: hcom: this process has no hccl group 'hccl_nowhere'"
+            in text
         )
 
 
@@ -58,7 +59,7 @@ WRONG_CALLS = {
 
 
 @scenarios("x, weight, options, message", WRONG_CALLS)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     x: torch.Tensor, weight: torch.Tensor, options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -135,7 +135,7 @@ def check_rows(mine: Given, result: torch.Tensor, limit: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.25])
-def test_a_token_gets_the_sum_of_what_its_experts_make_of_it(
+def test_token_gets_the_weighted_sum_of_expert_results(
     ranks: Ranks, late_ranks: bool, limit: float
 ) -> None:
     received = torch.zeros(EXPERTS, dtype=torch.int64)
@@ -164,12 +164,12 @@ def replayed(rank: int, size: int) -> torch.Tensor:
     return named["out"].cpu()
 
 
-def test_a_graph_has_the_operator(ranks: Ranks, late_ranks: bool) -> None:
+def test_fused_mc2_is_captured_and_replayed(ranks: Ranks, late_ranks: bool) -> None:
     for rank, result in enumerate(ranks.run(replayed, late_ranks)):
         check_rows(given(rank, seed=1), result)
 
 
-def test_rows_beyond_the_largest_output_are_undefined(ranks: Ranks) -> None:
+def test_rows_beyond_max_output_size_are_undefined(ranks: Ranks) -> None:
     """A rank computes its first row only, of the first expert that has one."""
     defined = 0
     for rank, (result, _, _) in enumerate(ranks.run(partial(fused, max_output_size=1))):
@@ -189,7 +189,7 @@ def unread_bits(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return fused(rank, size, scale2=[low])[0], fused(rank, size, scale2=[with_more])[0]
 
 
-def test_only_the_upper_19_bits_of_a_scale_count(ranks: Ranks) -> None:
+def test_only_the_upper_19_bits_of_a_scale_are_used(ranks: Ranks) -> None:
     for one, other in ranks.run(unread_bits):
         assert torch.equal(one, other)
 
@@ -198,7 +198,7 @@ def one_differs(rank: int, size: int, changes: dict[str, Any]) -> Any:
     return fused(rank, size, **(changes if rank == 1 else {}))
 
 
-def test_ranks_that_disagree_are_named_by_all(ranks: Ranks, late_ranks: bool) -> None:
+def test_all_ranks_name_the_ranks_that_disagree(ranks: Ranks, late_ranks: bool) -> None:
     for state, text in ranks.outcomes(
         partial(one_differs, changes={"max_output_size": 9}), late_ranks
     ):
@@ -209,7 +209,7 @@ def test_ranks_that_disagree_are_named_by_all(ranks: Ranks, late_ranks: bool) ->
         ) in text
 
 
-def test_an_expert_that_does_not_exist_is_refused_by_name(ranks: Ranks) -> None:
+def test_error_names_unknown_expert(ranks: Ranks) -> None:
     wrong = given(1).chosen.clone()
     wrong[0, 1] = EXPERTS
     state, text = ranks.outcomes(partial(only_rank_1, changes={"expert_idx": wrong}))[1]
@@ -238,12 +238,12 @@ WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "more bytes than the buffer": (
         {"x": torch.ones(1 << 19, 64).bfloat16(), "expert_idx": int32(0, 1).repeat(1 << 19, 1), "probs": torch.ones(1 << 19, 2),
          "out": torch.ones(1 << 19, 64).bfloat16()}, "x: 211812352 bytes exceed HCCL_BUFFSIZE, 200 MB: set 202"),
-    "a group that does not exist": ({}, "group: there is no hccl group called 'hccl'"),
+    "a group that does not exist": ({}, "group: this process has no hccl group 'hccl'"),
 }  # fmt: skip
 
 
 @scenarios("changes, message", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_error_names_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"dispatch_ffn_combine: {message}"):
         dispatch_ffn_combine(**DEFAULTS | changes)
 
@@ -256,6 +256,6 @@ LACKING = {
 
 
 @pytest.mark.parametrize("changes", LACKING.values(), ids=list(LACKING))
-def test_what_the_emulator_lacks_is_named(changes: dict[str, Any]) -> None:
+def test_unsupported_option_is_named(changes: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=f"dispatch_ffn_combine: .*{next(iter(changes))}"):
         dispatch_ffn_combine(**DEFAULTS | changes)

@@ -88,7 +88,7 @@ def arrivals(rank: int, size: int, expert: int) -> list[tuple[int, int, int]]:
 
 @SOCS
 @pytest.mark.parametrize("quant_mode", [0, 2], ids=["bfloat16", "int8"])
-def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(
+def test_rank_receives_rows_of_its_experts_without_padding(
     ranks: Ranks, late_ranks: bool, soc: str, quant_mode: int
 ) -> None:
     size, local = ranks.size, EXPERTS // ranks.size
@@ -123,7 +123,7 @@ def test_a_rank_receives_the_rows_for_its_experts_and_no_padding(
         assert (undefined == (POISON if quant_mode == 0 else 127)).all()
 
 
-def test_running_totals_of_experts(ranks: Ranks) -> None:
+def test_expert_counts_may_be_running_totals(ranks: Ranks) -> None:
     counts = ranks.run(dispatch)
     totals = ranks.run(partial(dispatch, expert_token_nums_type=0))
     assert [total[3].tolist() for total in totals] == [
@@ -171,7 +171,7 @@ def check_sums(mine: Given, result: torch.Tensor) -> None:
 
 
 @SOCS
-def test_a_token_gets_the_sum_of_what_its_experts_made_of_it(
+def test_token_gets_the_weighted_sum_of_expert_results(
     ranks: Ranks, late_ranks: bool, soc: str
 ) -> None:
     for rank, result in enumerate(ranks.run(partial(round_trip, soc=soc), late_ranks)):
@@ -189,15 +189,15 @@ def replayed(rank: int, size: int) -> torch.Tensor:
     return results[0].cpu()
 
 
-def test_a_graph_has_both_operators(ranks: Ranks, late_ranks: bool) -> None:
+def test_dispatch_and_combine_are_captured_and_replayed(ranks: Ranks, late_ranks: bool) -> None:
     for rank, result in enumerate(ranks.run(replayed, late_ranks)):
         check_sums(given(rank, seed=1)._replace(active=given(rank).active), result)
 
 
-def test_rows_that_do_not_come_back_are_named(ranks: Ranks) -> None:
+def test_error_names_rows_without_a_result(ranks: Ranks) -> None:
     for state, text in ranks.outcomes(partial(round_trip, lost=True)):
         assert state == "error"
-        assert "combine_v2: assist_info_for_combine: of the rows of each token came back" in text
+        assert "combine_v2: assist_info_for_combine: must return each row once" in text
 
 
 # ---- ranks that disagree ----
@@ -239,7 +239,7 @@ DISAGREEING = {
 
 
 @scenarios("on_rank_1, message", DISAGREEING)
-def test_ranks_that_disagree_are_named_by_all(
+def test_all_ranks_name_the_ranks_that_disagree(
     ranks: Ranks, late_ranks: bool, on_rank_1: Any, message: str
 ) -> None:
     for state, text in ranks.outcomes(partial(with_another, on_rank_1=on_rank_1), late_ranks):
@@ -254,7 +254,7 @@ WRONG_VALUES = {
     "padding before a token": ({"x_active_mask": torch.tensor([True, False, True, True, True])}, "x_active_mask: true must precede false"),
     "an expert that does not exist": ({"expert_ids": int32(0, 1, 2, 3, 8, 0, 1, 2, 3, 4).view(5, 2)}, "expert_ids: [8, 0] of token 2"),
     "an expert twice": ({"expert_ids": int32(0, 1, 2, 3, 4, 4, 1, 2, 3, 4).view(5, 2)}, "expert_ids: [4, 4] of token 2"),
-    "the rank of another": ({"ep_rank_id": 0}, "ep_rank_id: 0 is rank 1"),
+    "the rank of another": ({"ep_rank_id": 0}, "ep_rank_id: 0 must be 1"),
 }  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def with_values(rank: int, size: int, changes: dict[str, Any]) -> Any:
 
 
 @scenarios("changes, message", WRONG_VALUES)
-def test_a_wrong_value_is_refused_by_name(
+def test_error_names_argument_with_wrong_value(
     ranks: Ranks, changes: dict[str, Any], message: str
 ) -> None:
     outcomes = ranks.outcomes(partial(with_values, changes=changes))
@@ -283,18 +283,18 @@ WRONG_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more bytes than the buffer": (
         "a3", {"x": ROWS.repeat(128, 256), "expert_ids": CHOSEN.repeat(128, 1), "moe_expert_num": 16},
         "x: 310378496 bytes exceed HCCL_BUFFSIZE, 200 MB: set 296"),
-    "a size of group": ("a2", {"ep_world_size": 9, "moe_expert_num": 9}, "ep_world_size: 9 is no size that an A2 has"),
+    "a size of group": ("a2", {"ep_world_size": 9, "moe_expert_num": 9}, "ep_world_size: 9 is not supported on A2"),
     "experts that ranks cannot share": ("a3", {"moe_expert_num": 6}, "moe_expert_num: 6 must be a multiple"),
     "another dtype": ("a3", {"x": ROWS.float()}, "x: dtype torch.float32"),
     "indices of another dtype": ("a3", {"expert_ids": CHOSEN.long()}, "expert_ids: dtype torch.int64"),
     "indices of other rows": ("a3", {"expert_ids": CHOSEN[:3]}, "expert_ids: 3 rows for 4"),
-    "a TP domain": ("a2", {"tp_world_size": 1}, "group_tp: an A2 has no TP domain"),
-    "a group that does not exist": ("a3", {}, "group_ep: there is no hccl group called 'hccl'"),
+    "a TP domain": ("a2", {"tp_world_size": 1}, "group_tp: A2 has no TP domain"),
+    "a group that does not exist": ("a3", {}, "group_ep: this process has no hccl group 'hccl'"),
 }  # fmt: skip
 
 
 @scenarios("soc, changes, message", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     soc: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPU_EMULATOR_SOC", soc)
@@ -309,7 +309,7 @@ def test_a_wrong_argument_is_refused_by_name(
     "options",
     [{"quant_mode": 4}, {"tp_world_size": 2}, {"global_bs": 64}, {"comm_alg": "hierarchy"}],
 )
-def test_what_the_emulator_lacks_is_named(
+def test_unsupported_option_is_named(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPU_EMULATOR_SOC", "a3")

@@ -53,7 +53,7 @@ OPERATIONS: dict[
 
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @scenarios("operation, given, runs_in", OPERATIONS)
-def test_an_operation_runs_in_the_type_of_its_list(
+def test_operation_runs_in_the_dtype_of_its_autocast_list(
     operation: Callable[..., torch.Tensor],
     given: tuple[torch.dtype, torch.dtype],
     runs_in: torch.dtype | None,
@@ -67,7 +67,7 @@ def test_an_operation_runs_in_the_type_of_its_list(
     torch.testing.assert_close(found.cpu(), expected)
 
 
-def test_what_is_unsafe_is_refused() -> None:
+def test_unsafe_operation_is_refused_under_autocast() -> None:
     with (
         torch.autocast("npu", dtype=torch.bfloat16),
         pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"),
@@ -75,7 +75,7 @@ def test_what_is_unsafe_is_refused() -> None:
         F.binary_cross_entropy(matrix(1).npu(), matrix(2).npu())
 
 
-def test_other_operations_and_other_places_are_left_alone() -> None:
+def test_autocast_leaves_other_operations_and_devices_alone() -> None:
     with torch.autocast("npu", dtype=torch.bfloat16):
         assert (matrix(1).npu() + matrix(2).npu()).dtype == torch.float32
         assert (matrix(1) @ matrix(2)).dtype == torch.float32  # on the CPU
@@ -84,7 +84,7 @@ def test_other_operations_and_other_places_are_left_alone() -> None:
     assert (matrix(1).npu() @ matrix(2).npu()).dtype == torch.float32
 
 
-def test_a_step_of_training_is_the_cpu_s() -> None:
+def test_training_step_equals_the_cpu() -> None:
     def step(device: str) -> list[torch.Tensor]:
         torch.manual_seed(5)
         model: Any = torch.nn.Sequential(

@@ -122,7 +122,7 @@ def test_a_thread_without_a_device_gets_no_context_by(name: str, found: dict[str
     assert found[name] == {"contexts": [1], "created": []}
 
 
-def test_a_context_tells_the_python_calls_that_created_it() -> None:
+def test_context_records_the_python_calls_that_created_it() -> None:
     program = """
 import torch, torch_npu
 from ascend_npu_emulator.native import core
@@ -138,7 +138,7 @@ assert "in first_use" in calls, calls
     )
 
 
-def test_pinned_memory_takes_npu_0_in_a_process_that_has_set_none() -> None:
+def test_pinned_memory_creates_a_context_on_npu_0_without_a_set_device() -> None:
     """CachingHostAllocator.cpp:206, npu_sys_ctrl.cpp:394."""
     program = """
 import torch, torch_npu
@@ -150,7 +150,7 @@ assert [torch_npu._C._npu_hasPrimaryContext(index) for index in range(2)] == [Tr
     )
 
 
-def test_has_primary_context_refuses_an_npu_that_is_not_there() -> None:
+def test_has_primary_context_refuses_unknown_npu() -> None:
     import torch_npu
 
     with pytest.raises(RuntimeError, match="Invalid NPU device id 8"):
@@ -223,7 +223,7 @@ def test_processes_of_a_machine_see_each_others_contexts_until_they_are_killed()
             assert third.free_at_start == size - 2 * CONTEXT
 
 
-def test_a_context_is_on_the_npu_of_the_machine_and_not_of_the_process() -> None:
+def test_context_counts_on_the_machines_npu_number() -> None:
     size = 1 << 30
     environ = environment(npus=2, hbm_bytes=size)
     with users(
@@ -236,7 +236,7 @@ def test_a_context_is_on_the_npu_of_the_machine_and_not_of_the_process() -> None
         ]
 
 
-def test_machines_do_not_see_each_other() -> None:
+def test_machines_do_not_see_each_others_contexts() -> None:
     size = 1 << 30
     with (
         users(environment(npus=1, hbm_bytes=size), {}),

@@ -97,7 +97,7 @@ def same(got: Any, expected: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 @scenarios("operator, inputs", OPERATORS)
-def test_operators_give_what_the_cpu_gives(
+def test_operators_equal_the_cpu(
     operator: Callable[..., Any], inputs: tuple[Any, ...], side: bool
 ) -> None:
     on_device = [x.to(NPU) for x in inputs]
@@ -122,7 +122,7 @@ FACTORIES: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 @scenarios("make", FACTORIES)
-def test_factories_make_tensors_on_the_device_asked_for(
+def test_factories_create_tensors_on_the_given_device(
     make: Callable[[Any], torch.Tensor],
 ) -> None:
     same(make("npu:1"), make("cpu"), torch.device("npu:1"))
@@ -160,7 +160,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_share_their_base_s_bytes(name: str) -> None:
+def test_views_share_the_bytes_of_their_base(name: str) -> None:
     cpu, npu = a.clone(), a.to(NPU)
     on_cpu, on_npu = VIEWS[name](cpu), VIEWS[name](npu)
     assert on_npu.untyped_storage().data_ptr() == npu.untyped_storage().data_ptr()
@@ -189,7 +189,7 @@ STEPS: dict[str, tuple[int, int, Callable[[torch.Tensor], object]]] = {
 
 
 @given(st.lists(st.sampled_from(list(STEPS)), max_size=8))
-def test_chains_of_views_and_writes_equal_the_cpu_s(names: list[str]) -> None:
+def test_chains_of_views_and_writes_equal_the_cpu(names: list[str]) -> None:
     cpu, npu = a.clone(), a.to(NPU)
     x, y = cpu, npu
     for dimensions, length, step in map(STEPS.__getitem__, names):
@@ -232,7 +232,7 @@ def test_resize_and_set_keep_bytes_and_storage() -> None:
     assert z.tolist() == [1, 1]
 
 
-def test_integers_are_counted_as_whole_numbers() -> None:
+def test_histc_counts_integers() -> None:
     """torch's CPU kernel counts floats only; an integer is in one of the bins [0, 1), [1, 2)."""
     counts = torch.histc(int32(0, 3, 1, 3, 3, 7).npu(), bins=8, min=0, max=8)
     assert (counts.dtype, counts.tolist()) == (torch.int32, [1, 1, 0, 3, 0, 0, 0, 1])
@@ -281,14 +281,14 @@ def test_tensors_of_two_devices_in_one_operator_are_refused(call: Callable[[], o
         call()
 
 
-def test_a_device_that_does_not_exist_is_refused() -> None:
+def test_unknown_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Invalid NPU device id 63.*NPU_EMULATOR_NPUS"):
         torch.empty(1, device="npu:63")
     with pytest.raises(RuntimeError, match="Invalid NPU device id"):
         torch.npu.set_device(63)
 
 
-def test_the_numpy_of_a_device_tensor_is_refused() -> None:
+def test_numpy_of_a_device_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="npu"):
         torch.ones(1, device=NPU).numpy()
 
@@ -327,7 +327,7 @@ def test_tensors_survive_files_and_pickles() -> None:
     assert str(x).startswith("tensor([0., 1., 2.")
 
 
-def test_modules_move_and_learn() -> None:
+def test_modules_move_to_the_device_and_train() -> None:
     torch.manual_seed(0)
     cpu = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SiLU(), torch.nn.Linear(4, 1))
     npu = copy.deepcopy(cpu).npu()
@@ -340,7 +340,7 @@ def test_modules_move_and_learn() -> None:
         assert torch.allclose(ours.grad.cpu(), theirs.grad, atol=1e-6)
 
 
-def test_results_are_those_of_inference_mode_too() -> None:
+def test_inference_mode_gives_the_same_results() -> None:
     with torch.inference_mode():
         x = full(1.0, 3)
         x[1] = 5

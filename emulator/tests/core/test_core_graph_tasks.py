@@ -46,7 +46,7 @@ def scaled(any_mode: None) -> Scaled:
     return Scaled()
 
 
-def test_a_replay_takes_the_parameters_that_the_host_gives_it_while_it_runs(scaled: Scaled) -> None:
+def test_replay_uses_parameters_that_the_host_updates_during_it(scaled: Scaled) -> None:
     for x, factor in ((1, 3), (2, 5), (0, 5)):
         scaled.x.fill_(x)
         torch.npu.current_stream().synchronize()
@@ -74,7 +74,9 @@ UPDATES: dict[str, Callable[[Scaled], object]] = {
 
 
 @scenarios("update", UPDATES)
-def test_a_replay_can_be_updated(scaled: Scaled, update: Callable[[Scaled], object]) -> None:
+def test_task_group_update_changes_the_replay(
+    scaled: Scaled, update: Callable[[Scaled], object]
+) -> None:
     update(scaled)
     assert scaled.y.tolist() == [6] * 4
 
@@ -134,7 +136,7 @@ NEEDS: dict[str, Callable[[Scaled], object]] = {
 
 
 @scenarios("need", NEEDS)
-def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(
+def test_hanging_device_is_an_error_when_the_host_waits(
     scaled: Scaled, need: Callable[[Scaled], object]
 ) -> None:
     scaled.graph.replay()
@@ -142,7 +144,7 @@ def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(
         need(scaled)
 
 
-def test_a_thread_that_waits_for_a_replay_gets_it_when_another_records_the_event(
+def test_waiting_thread_continues_when_another_records_the_event(
     scaled: Scaled,
 ) -> None:
     seen, started = [], threading.Event()
@@ -178,7 +180,7 @@ def test_an_event_stays_set_until_a_stream_resets_it() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_an_update_is_as_late_as_its_stream() -> None:
+def test_update_runs_as_late_as_its_stream() -> None:
     scaled = Scaled()
     scaled.update(3, record=False)  # queued on the update stream
     scaled.event.record()  # and nothing orders the replay after it
@@ -191,7 +193,7 @@ def test_an_update_is_as_late_as_its_stream() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_a_record_orders_the_work_after_the_wait_after_the_work_before_the_record() -> None:
+def test_external_event_orders_work_of_two_streams() -> None:
     scaled, x = Scaled(), full(1.0)
     scaled.update_stream.wait_stream(torch.npu.current_stream())
     scaled.graph.replay()
@@ -201,7 +203,7 @@ def test_a_record_orders_the_work_after_the_wait_after_the_work_before_the_recor
     assert (x + scaled.y).tolist() == [8] * 4
 
 
-def test_an_update_must_have_the_operators_of_its_group() -> None:
+def test_update_with_other_operators_is_an_error() -> None:
     scaled = Scaled()
     for body in (
         lambda: None,
@@ -217,7 +219,7 @@ def test_an_update_must_have_the_operators_of_its_group() -> None:
             torch.npu.graph_task_update_end(torch.npu.current_stream())
 
 
-def test_an_update_does_not_run_and_is_not_a_capture() -> None:
+def test_update_neither_runs_nor_captures_its_work() -> None:
     scaled = Scaled()
     torch.npu.graph_task_update_begin(torch.npu.current_stream(), scaled.handle)
     assert not torch.npu.is_current_stream_capturing()
@@ -226,7 +228,7 @@ def test_an_update_does_not_run_and_is_not_a_capture() -> None:
     assert scaled.y.tolist() == [0] * 4
 
 
-def test_task_groups_belong_to_captures_and_updates_do_not() -> None:
+def test_task_groups_need_a_capture_and_updates_must_be_outside() -> None:
     scaled, begin, end = Scaled(), torch.npu.graph_task_group_begin, torch.npu.graph_task_group_end
     with side_stream() as stream:
         for call, message in (

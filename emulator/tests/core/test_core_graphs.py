@@ -45,7 +45,7 @@ def test_a_capture_runs_nothing_before_the_replay(write: Callable[[torch.Tensor]
 
 
 @both_modes
-def test_each_replay_reads_what_the_inputs_hold_by_then_and_writes_the_same_outputs() -> None:
+def test_each_replay_reads_current_inputs_and_writes_the_same_outputs() -> None:
     x, total = full(1.0), full(0.0)
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -62,7 +62,7 @@ def test_each_replay_reads_what_the_inputs_hold_by_then_and_writes_the_same_outp
 
 
 @both_modes
-def test_what_the_host_holds_is_read_at_the_capture_and_pinned_memory_at_the_replay() -> None:
+def test_host_memory_is_read_at_capture_and_pinned_memory_at_replay() -> None:
     scalar, host = torch.tensor(3.0), pinned(1, 1, 1, 1)
     x, y = full(0.0), full(0.0)
 
@@ -79,7 +79,7 @@ def test_what_the_host_holds_is_read_at_the_capture_and_pinned_memory_at_the_rep
     assert y.tolist() == [7, 7, 7, 7]
 
 
-def test_metadata_changes_at_once_in_a_capture() -> None:
+def test_metadata_changes_immediately_in_a_capture() -> None:
     x = full(0.0, 2, 6)
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 
 @both_modes
 @scenarios("call, message", REFUSED)
-def test_a_host_that_waits_for_what_is_only_recorded_is_refused(
+def test_host_cannot_wait_for_captured_work(
     call: Callable[[torch.Tensor], object], message: str
 ) -> None:
     x = full(1.0)
@@ -163,7 +163,7 @@ MISSING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 
 
 @scenarios("call, message", MISSING)
-def test_what_graphs_do_not_have_yet_is_named(
+def test_unsupported_graph_feature_is_named(
     call: Callable[[torch.Tensor], object], message: str
 ) -> None:
     x = full(1.0)
@@ -174,7 +174,7 @@ def test_what_graphs_do_not_have_yet_is_named(
 @pytest.mark.parametrize(
     ("mode", "allowed"), [("global", False), ("thread_local", True), ("relaxed", True)]
 )
-def test_the_error_mode_decides_if_other_threads_may_copy_synchronously(
+def test_capture_error_mode_controls_synchronous_copies_of_threads(
     mode: str, allowed: bool
 ) -> None:
     x, errors, copied = full(1.0), [], []
@@ -208,7 +208,7 @@ def test_work_of_other_streams_goes_on_during_a_capture() -> None:
     assert x.tolist() == [2, 2, 2, 2]
 
 
-def test_graphs_are_used_in_the_right_order() -> None:
+def test_graph_calls_in_the_wrong_order_are_errors() -> None:
     graph, own, other = torch.npu.NPUGraph(), torch.npu.Stream(), torch.npu.Stream()
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
@@ -241,7 +241,7 @@ def test_graphs_are_used_in_the_right_order() -> None:
         graph.replay()
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
+def test_failed_capture_leaves_the_stream_usable() -> None:
     x = full(1.0)
     with pytest.raises(RuntimeError, match=CAPTURED):
         capture(lambda: x.sum().item())
@@ -251,7 +251,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
     assert x.tolist() == [2, 2, 2, 2]
 
 
-def test_events_within_a_capture_order_its_stream_and_mean_nothing_outside() -> None:
+def test_captured_events_have_no_effect_outside_the_capture() -> None:
     x, event = full(1.0), torch.npu.Event()
 
     def body() -> None:
@@ -286,7 +286,7 @@ def beside(
 
 
 @both_modes
-def test_a_stream_that_waits_for_a_capture_is_captured_too() -> None:
+def test_stream_that_waits_for_a_capture_is_captured() -> None:
     x, y, z, side = full(1.0), full(0.0), full(0.0), torch.npu.Stream()
     total = full(0.0)
     run = beside(side, lambda: y.copy_(x * 2), lambda: z.copy_(x * 3))
@@ -309,7 +309,7 @@ def test_a_stream_that_waits_for_a_capture_is_captured_too() -> None:
     assert z.tolist() == [7] * 4
 
 
-def test_a_stream_that_the_capture_does_not_wait_for_is_an_error_at_the_end() -> None:
+def test_capture_end_requires_waits_for_all_captured_streams() -> None:
     side, x = torch.npu.Stream(), full(1.0)
 
     def body() -> None:

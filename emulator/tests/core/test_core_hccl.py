@@ -141,7 +141,7 @@ def captured(name: str, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("run", [defined, captured])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_called_or_captured_follows_its_definition(
+def test_collective_equals_its_definition_called_and_captured(
     ranks: Ranks, name: str, run: Scenario, late_ranks: bool
 ) -> None:
     ranks.run(partial(run, name), late_ranks)
@@ -164,7 +164,7 @@ def replayed_beside_an_idle_host(mode: str, rank: int, size: int) -> None:
     store.set(f"{mode} {rank} has seen it", "")
 
 
-def test_a_replay_meets_other_ranks_while_its_host_waits_for_theirs(
+def test_replayed_collective_runs_while_the_host_waits_for_other_ranks(
     ranks: Ranks, late_ranks: bool
 ) -> None:
     ranks.run(partial(replayed_beside_an_idle_host, f"late={late_ranks}"), late_ranks)
@@ -334,7 +334,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_ranks_that_disagree_all_get_the_error_and_can_go_on(
+def test_ranks_that_disagree_all_get_the_error_and_can_continue(
     ranks: Ranks, kind: str, late_ranks: bool
 ) -> None:
     for rank, (state, text) in enumerate(ranks.outcomes(partial(mismatched, kind), late_ranks)):
@@ -350,7 +350,7 @@ def received_wrongly(rank: int, size: int) -> None:
         dist.recv(zeros(3, 2), 0)
 
 
-def test_a_receiver_of_another_shape_gets_an_error(ranks: Ranks) -> None:
+def test_receiver_with_another_shape_gets_an_error(ranks: Ranks) -> None:
     state, text = ranks.outcomes(received_wrongly)[1]
     assert state == "error"
     assert "rank 1 calls send of [3, 2] Float, rank 0 calls send of [2, 3] Float" in text
@@ -387,7 +387,7 @@ def wrong_call(name: str, rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_calls_that_hardware_refuses_are_refused_at_the_caller(ranks: Ranks, name: str) -> None:
+def test_invalid_collective_calls_raise_at_the_caller(ranks: Ranks, name: str) -> None:
     for state, text in ranks.outcomes(partial(wrong_call, name)):
         assert state == "error"
         assert WRONG_CALLS[name][1] in text
@@ -410,9 +410,7 @@ def unordered_result(rank: int, size: int) -> None:
 
 
 @scenarios("scenario", {"input": unordered_input, "result": unordered_result})
-def test_a_collective_without_the_wait_it_needs_is_an_error(
-    ranks: Ranks, scenario: Scenario
-) -> None:
+def test_collective_without_a_required_wait_is_an_error(ranks: Ranks, scenario: Scenario) -> None:
     for state, text in ranks.outcomes(scenario, late=True):
         assert state == "error"
         assert RACE in text

@@ -63,9 +63,7 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("case", CROSSINGS)
-def test_ranks_that_wait_for_each_other_in_different_groups_are_named_by_all(
-    three: Ranks, case: str
-) -> None:
+def test_all_ranks_name_a_deadlock_across_groups(three: Ranks, case: str) -> None:
     groups, enters, cycle = CROSSINGS[case]
     outcomes = three.run(partial(crossing, groups, enters))
     names = {name.partition("(")[2]: name for _, of_rank in outcomes for name in of_rank}
@@ -106,7 +104,7 @@ def slow(rank: int, size: int) -> bytes:
     return after
 
 
-def test_slow_ranks_are_not_accused_and_records_are_withdrawn(three: Ranks) -> None:
+def test_slow_ranks_are_not_reported_and_records_are_removed(three: Ranks) -> None:
     assert set(three.run(slow)) == {WITHDRAWN}
 
 
@@ -119,7 +117,7 @@ def dead(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_whose_peer_ends_while_it_waits_gets_gloos_error(three: Ranks) -> None:
+def test_rank_gets_gloos_error_when_its_peer_exits(three: Ranks) -> None:
     for state, text in three.outcomes(dead, leaver=1):
         assert state == "ok"
         assert "gloo" in text

@@ -50,7 +50,7 @@ def test_a_pinned_allocation_is_rounded_up_to_a_power_of_two(asked: int, got: in
     assert (held(), core.pinned_bytes_asked()) == (before, asked_before)
 
 
-def test_a_freed_block_is_kept_for_the_next_request_of_its_rounded_size() -> None:
+def test_freed_block_is_reused_for_the_same_rounded_size() -> None:
     before = held("allocated_bytes")
     first = pinned_bytes(3 * MIB)
     address = first.data_ptr()
@@ -66,7 +66,7 @@ def test_a_freed_block_is_kept_for_the_next_request_of_its_rounded_size() -> Non
     assert held("allocated_bytes") == before
 
 
-def test_a_freed_block_that_a_queued_copy_writes_is_not_handed_out() -> None:
+def test_freed_block_is_not_reused_while_a_queued_copy_writes_it() -> None:
     if not core.late():
         return
     source = torch.ones(MIB, dtype=torch.uint8, device="npu")
@@ -90,14 +90,14 @@ def test_more_pinned_memory_than_the_machine_has_is_refused(size: int) -> None:
         pinned_bytes(size)
 
 
-def test_pinned_memory_begins_at_a_page_unless_a_test_asks_for_what_is_promised() -> None:
+def test_pinned_memory_is_page_aligned_by_default() -> None:
     """The documentation of aclrtMallocHost promises 64 bytes, and no page."""
     assert pinned_bytes(100).data_ptr() % 4096 == 0
     core.set_pinned_fault(core.PinnedFault.UNALIGNED)
     assert pinned_bytes(32 * MIB).data_ptr() % 4096 == 64
 
 
-def test_a_failed_allocation_may_be_a_null_pointer() -> None:
+def test_failed_pinned_allocation_may_return_a_null_pointer() -> None:
     """torch_npu 2.10.0.post4, csrc/core/npu/CachingHostAllocator.cpp:259.
 
     With a driver before 25.5, an error of aclrtMallocHost without a handler of its own is dropped.

@@ -69,7 +69,7 @@ def test_a_command_runs_on_the_machine_given_by(
     assert done.stdout.split() == shown, done.stderr
 
 
-def test_vllm_ascend_takes_the_npus_for_the_generation_asked_for() -> None:
+def test_vllm_ascend_detects_the_given_soc() -> None:
     program = """
 import torch
 from vllm_ascend.utils import check_ascend_device_type, get_ascend_device_type
@@ -81,7 +81,7 @@ print(get_ascend_device_type().name, torch.npu.get_device_name(), torch.npu.get_
 
 
 @pytest.mark.parametrize("options", [(), ("--late",)], ids=["at once", "late"])
-def test_device_memory_is_not_what_the_host_had_there(options: tuple[str, ...]) -> None:
+def test_device_memory_does_not_reveal_old_host_memory(options: tuple[str, ...]) -> None:
     """Upstream multiplies padding rows that nobody wrote by 0: right unless they are NaN."""
     used = (
         "import torch, numpy; used = [numpy.full(4096, -1, numpy.int16) for _ in range(99)]; del "
@@ -140,7 +140,7 @@ def test_child_processes_inherit_the_devices_and_exit_codes_pass_through() -> No
         (("--", "no-such-program"), 127, "'no-such-program' is not on PATH"),
     ],
 )
-def test_a_command_line_that_cannot_be_used_gets_one_clear_line(
+def test_invalid_command_line_gives_a_one_line_error(
     arguments: tuple[str, ...], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(list(arguments)) == code
@@ -149,7 +149,7 @@ def test_a_command_line_that_cannot_be_used_gets_one_clear_line(
     assert error.count("\n") == 1
 
 
-def test_the_environment_puts_the_site_directory_first_and_once(
+def test_environment_puts_the_site_directory_first_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(SITE)]))
@@ -195,7 +195,7 @@ WRONG_VARIABLES = {
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES.items())
-def test_a_variable_that_cannot_be_used_is_named(
+def test_error_names_invalid_variable(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -203,7 +203,7 @@ def test_a_variable_that_cannot_be_used_is_named(
         Settings.from_environment()
 
 
-def test_visible_devices_are_counted_until_the_first_does_not_exist() -> None:
+def test_visible_devices_are_counted_until_the_first_unknown_id() -> None:
     program = """
 import os, torch
 for visible in ("0,2", "1,9,2", "", "3"):
@@ -218,7 +218,7 @@ for visible in ("0,2", "1,9,2", "", "3"):
     ]
 
 
-def test_a_forked_child_may_not_use_the_devices_of_its_parent() -> None:
+def test_forked_child_cannot_use_devices_after_its_parent() -> None:
     program = """
 import os, torch
 torch.ones(1, device="npu")
@@ -282,7 +282,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_no_compiler_is_a_clear_error(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_a_clear_error(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         build.BuildError,
@@ -291,7 +293,7 @@ def test_no_compiler_is_a_clear_error(empty_cache: Path, monkeypatch: pytest.Mon
         build.library()
 
 
-def test_no_python_headers_are_a_clear_error(
+def test_missing_python_headers_are_a_clear_error(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -300,7 +302,7 @@ def test_no_python_headers_are_a_clear_error(
         build.library()
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(
+def test_compiler_failure_is_quoted_and_leaves_no_file(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "c++"
@@ -312,7 +314,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(
     assert [path.suffix for path in empty_cache.iterdir()] == [".lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
+def test_error_names_unwritable_cache_and_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -323,7 +325,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
         build.library()
 
 
-def test_another_source_torch_or_compiler_is_another_file(
+def test_cache_key_depends_on_source_torch_and_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     names = {build._key("2.13.0")}

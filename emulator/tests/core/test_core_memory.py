@@ -39,9 +39,7 @@ def test_allocated_memory_follows_the_tensors() -> None:
     assert torch.npu.memory_allocated(DEVICE) == 0
 
 
-def test_results_of_operators_are_counted_on_their_device_and_rounded_as_the_allocator_rounds() -> (
-    None
-):
+def test_operator_results_are_counted_on_their_device_in_rounded_sizes() -> None:
     x = megabytes(1).fill_(1)
     y = x + x
     indices = x[:4].nonzero()
@@ -81,7 +79,7 @@ def test_peaks_last_until_they_are_reset() -> None:
     assert torch.npu.memory_stats(torch.device("npu", DEVICE))["allocated_bytes.all.peak"] == 0
 
 
-def test_the_counters_that_vllm_reads_are_there() -> None:
+def test_counters_that_vllm_reads_exist() -> None:
     x = megabytes(1)
     stats = torch.accelerator.memory_stats(DEVICE)
     for name in (
@@ -96,7 +94,9 @@ def test_the_counters_that_vllm_reads_are_there() -> None:
     del x
 
 
-def test_a_device_without_room_says_so_and_goes_on(set_hbm: Callable[[int], None]) -> None:
+def test_out_of_memory_is_an_error_and_the_device_stays_usable(
+    set_hbm: Callable[[int], None],
+) -> None:
     set_hbm(64 * MIB + CONTEXT)
     x = megabytes(40)
     room = r"NPU 5; 171.00 MiB total capacity; 107.00 MiB in contexts; 40.00 MiB already allocated; 24.00 MiB free"
@@ -136,7 +136,7 @@ def test_a_large_zero_tensor_costs_no_host_memory_until_it_is_written() -> None:
     del x
 
 
-def test_in_late_mode_new_memory_is_no_data() -> None:
+def test_new_memory_in_late_mode_holds_garbage() -> None:
     if not core.late():
         return
     on_device = [
@@ -169,7 +169,7 @@ PAGEABLE: dict[str, Callable[[], torch.Tensor]] = {
     "make, pinned",
     {name: (make, table is PINNED) for table in (PAGEABLE, PINNED) for name, make in table.items()},
 )
-def test_memory_is_pinned_or_not(make: Callable[[], torch.Tensor], pinned: bool) -> None:
+def test_is_pinned_reports_pinned_memory(make: Callable[[], torch.Tensor], pinned: bool) -> None:
     assert make().is_pinned() == pinned
 
 
@@ -188,7 +188,7 @@ def test_device_tensors_cannot_be_pinned() -> None:
         torch.empty(1, device="npu", pin_memory=True)
 
 
-def test_zeros_on_the_device_are_not_pinned_whatever_is_asked_for() -> None:
+def test_device_zeros_are_never_pinned() -> None:
     """torch_npu's zeros ignores pin_memory; vllm-ascend's proposer of EAGLE drafts relies on it."""
     zeros = torch.zeros(3, dtype=torch.int32, device=f"npu:{DEVICE}", pin_memory=True)
     assert (zeros.device, zeros.dtype, zeros.tolist()) == (

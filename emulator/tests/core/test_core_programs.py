@@ -172,7 +172,7 @@ def play(
 
 @settings(max_examples=depth(150), deadline=None)
 @given(operations, st.data())
-def test_a_program_with_all_its_waits_gives_the_sequential_result(
+def test_program_with_all_waits_equals_sequential_result(
     program: list[Operation], data: st.DataObject
 ) -> None:
     buffers, _ = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), None)
@@ -181,7 +181,7 @@ def test_a_program_with_all_its_waits_gives_the_sequential_result(
 
 @settings(max_examples=depth(250), deadline=None)
 @given(operations, st.integers(0, 5), st.data())
-def test_a_device_operation_without_its_wait_is_an_error(
+def test_device_operation_without_its_wait_is_an_error(
     program: list[Operation], leave_out: int, data: st.DataObject
 ) -> None:
     try:

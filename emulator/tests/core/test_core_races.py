@@ -63,7 +63,7 @@ CONFLICTS: dict[str, tuple[Step, Step]] = {
 @pytest.mark.parametrize("into", ["side", "default"])
 @pytest.mark.parametrize("wait", [True, False])
 @scenarios("first, second", CONFLICTS)
-def test_a_missing_wait_is_an_error_and_the_wait_cures_it(
+def test_missing_wait_is_an_error_and_adding_it_fixes_the_program(
     first: Step, second: Step, wait: bool, into: str
 ) -> None:
     x = full(0.0, 4, 4)
@@ -97,7 +97,7 @@ HARMLESS: dict[str, tuple[Step, Step]] = {
 
 
 @scenarios("first, second", HARMLESS)
-def test_accesses_that_do_not_conflict_need_no_wait(first: Step, second: Step) -> None:
+def test_accesses_without_conflict_need_no_wait(first: Step, second: Step) -> None:
     x = full(0.0, 4, 4)
     for step, stream in zip((first, second), streams(2), strict=True):
         with torch.npu.stream(stream):
@@ -199,9 +199,7 @@ slices = st.builds(slice, st.integers(0, 5), st.integers(1, 6), st.integers(1, 3
 
 
 @given(st.lists(slices, min_size=2, max_size=2), st.lists(slices, min_size=2, max_size=2))
-def test_two_parts_of_a_matrix_overlap_if_and_only_if_they_share_an_element(
-    one: list[slice], other: list[slice]
-) -> None:
+def test_views_overlap_only_if_they_share_an_element(one: list[slice], other: list[slice]) -> None:
     x = torch.zeros(6, 6, device=NPU)
     numbers = torch.arange(36).view(6, 6)
     shared = set(numbers[tuple(one)].flatten().tolist()) & set(
@@ -219,7 +217,7 @@ def test_two_parts_of_a_matrix_overlap_if_and_only_if_they_share_an_element(
     st.permutations(range(3)),
     st.tuples(slices, slices, slices),
 )
-def test_no_overlap_of_permuted_parts_is_missed(
+def test_overlaps_of_permuted_views_are_found(
     p: list[int], one: tuple[slice, ...], q: list[int], other: tuple[slice, ...]
 ) -> None:
     x, numbers = torch.zeros(6, 6, 6, device=NPU), torch.arange(216).view(6, 6, 6)
@@ -250,7 +248,7 @@ def test_memory_freed_while_a_side_stream_reads_it_may_be_overwritten() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_memory_that_a_side_stream_writes_may_be_allocated_again_if_it_was_recorded_there(
+def test_allocating_memory_that_a_side_stream_may_still_write_is_an_error(
     recorded: bool,
 ) -> None:
     x, stream = filled_aside(1 << 12)

@@ -29,7 +29,7 @@ def fill_8_mib() -> None:
 
 
 @both_modes
-def test_memory_stays_with_its_graph_and_graphs_of_one_pool_share_it() -> None:
+def test_graph_keeps_its_memory_and_shares_it_within_a_pool() -> None:
     before, pool = reserved(), torch.npu.graph_pool_handle()
     graphs = [capture(fill_8_mib, pool=pool) for _ in range(3)]
     graphs[0].replay()
@@ -46,7 +46,7 @@ def test_memory_stays_with_its_graph_and_graphs_of_one_pool_share_it() -> None:
 
 
 @both_modes
-def test_memory_freed_in_a_capture_is_used_again_in_it() -> None:
+def test_memory_freed_in_a_capture_is_reused_in_it() -> None:
     before = reserved()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -61,9 +61,7 @@ def test_memory_freed_in_a_capture_is_used_again_in_it() -> None:
 
 
 @both_modes
-def test_an_output_lives_while_it_is_held_and_a_weak_one_until_another_graph_of_the_pool_is_replayed() -> (
-    None
-):
+def test_weak_output_is_valid_until_another_graph_of_the_pool_is_replayed() -> None:
     pool = torch.npu.graph_pool_handle()
     held: dict[str, torch.Tensor] = {}
 
@@ -83,7 +81,7 @@ def test_an_output_lives_while_it_is_held_and_a_weak_one_until_another_graph_of_
     assert held["weak"].data_ptr() == held["other"].data_ptr()
 
 
-def test_a_weak_reference_does_not_keep_memory_and_its_use_is_then_an_error() -> None:
+def test_weak_reference_does_not_keep_memory_and_later_use_is_an_error() -> None:
     before = torch.npu.memory_allocated()
     x = torch.ones(4, MIB, device=NPU)
     weak = torch_npu._C._weak_ref_tensor(x[1:])
@@ -100,7 +98,7 @@ def test_a_weak_reference_does_not_keep_memory_and_its_use_is_then_an_error() ->
         weak + 1
 
 
-def test_a_replay_on_memory_that_was_freed_since_is_an_error() -> None:
+def test_replay_on_freed_memory_is_an_error() -> None:
     inputs, y = [full(1.0)], full(0.0)
     graph = capture(lambda: y.copy_(inputs[0] + 1))
     graph.replay()
@@ -128,7 +126,7 @@ def test_a_replay_on_a_side_stream_runs_when_something_waits_for_it() -> None:
 
 @late
 @pytest.mark.parametrize("wait", ["the stream", "an event", None])
-def test_what_a_replay_writes_is_read_elsewhere_only_after_a_wait(wait: str | None) -> None:
+def test_other_streams_must_wait_to_read_replay_outputs(wait: str | None) -> None:
     x, y = full(1.0), full(0.0)
     graph = capture(lambda: y.copy_(x * 3))
     stream = replay_aside(graph)
@@ -147,7 +145,7 @@ def test_what_a_replay_writes_is_read_elsewhere_only_after_a_wait(wait: str | No
 
 
 @late
-def test_a_replay_is_checked_against_the_work_of_other_streams() -> None:
+def test_replay_races_with_unordered_work_of_other_streams() -> None:
     x, y = full(1.0), full(0.0)
     graph = capture(lambda: y.copy_(x * 3))
     (stream := torch.npu.Stream()).wait_stream(torch.npu.current_stream())
@@ -174,7 +172,7 @@ def test_two_graphs_of_one_pool_on_two_streams_race_for_its_memory() -> None:
 
 
 @late
-def test_a_replay_on_the_default_stream_leaves_earlier_copies_to_the_host_under_way() -> None:
+def test_replay_on_the_default_stream_does_not_complete_earlier_host_copies() -> None:
     x, host = full(1.0), pinned(0, 0, 0, 0)
     graph = capture(lambda: x.add_(1))
     host.copy_(x, non_blocking=True)
@@ -196,7 +194,7 @@ def test_new_memory_of_a_graph_holds_garbage_until_the_replay() -> None:
 
 
 @late
-def test_an_error_in_a_replay_surfaces_where_the_host_waits_and_the_stream_goes_on() -> None:
+def test_error_in_a_replay_is_raised_when_the_host_waits() -> None:
     x, index = full(1.0), torch.tensor([0], device=NPU)
     graph = capture(lambda: x.index_fill_(0, index, 5.0))
     index.fill_(99)

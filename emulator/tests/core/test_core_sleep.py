@@ -55,7 +55,7 @@ def sleep(camem: CaMemAllocator, *offloaded: str) -> None:
     camem.sleep(offloaded)
 
 
-def test_offloaded_memory_comes_back_and_other_memory_is_no_data(camem: CaMemAllocator) -> None:
+def test_offloaded_memory_is_restored_and_other_memory_holds_garbage(camem: CaMemAllocator) -> None:
     """camem.py:180-246 in 0.23.0."""
     with camem.use_memory_pool("weights"):
         weights = torch.arange(300_000.0, device="npu")
@@ -80,7 +80,7 @@ def test_offloaded_memory_comes_back_and_other_memory_is_no_data(camem: CaMemAll
     assert not cache.any()
 
 
-def test_memory_is_woken_up_by_tags(camem: CaMemAllocator) -> None:
+def test_memory_wakes_up_by_tag(camem: CaMemAllocator) -> None:
     tensors = {}
     for tag in ("weights", "kv_cache"):
         with camem.use_memory_pool(tag):
@@ -134,7 +134,7 @@ def test_unmapped_memory_cannot_be(
     assert (view == 1).all()
 
 
-def test_what_sleeps_is_free_for_others(
+def test_sleeping_memory_can_be_allocated(
     camem: CaMemAllocator, set_hbm: Callable[[int], None]
 ) -> None:
     gc.collect()
@@ -162,7 +162,7 @@ def test_what_sleeps_is_free_for_others(
     del weights
 
 
-def test_a_pool_without_room_gives_back_no_cache(
+def test_out_of_memory_in_a_pool_does_not_empty_the_cache(
     camem: CaMemAllocator, set_hbm: Callable[[int], None]
 ) -> None:
     """NPUCachingAllocator.cpp:1261: not while a pool is in use."""
@@ -194,7 +194,7 @@ def test_blocks_share_segments_and_a_segment_has_the_tag_of_its_first_block(
     del small, middle
 
 
-def test_freed_memory_stays_in_its_pool_and_is_used_again_there(camem: CaMemAllocator) -> None:
+def test_freed_memory_stays_in_its_pool_for_reuse(camem: CaMemAllocator) -> None:
     with camem.use_memory_pool("weights"):
         first, second = bytes_of(2 * MIB), bytes_of(2 * MIB)
         address = first.data_ptr()
@@ -210,7 +210,7 @@ def test_freed_memory_stays_in_its_pool_and_is_used_again_there(camem: CaMemAllo
     assert sizes(camem, "weights") == [20]
 
 
-def test_another_thread_allocates_in_the_pool_but_does_not_ask_its_allocator(
+def test_other_threads_use_the_pool_without_its_allocator(
     camem: CaMemAllocator,
 ) -> None:
     """NPUCachingAllocator.cpp:2721 and 3982: the pool of MemPoolContext is the thread's own."""
@@ -267,7 +267,7 @@ def test_memory_that_a_stream_still_uses_is_neither_unmapped_nor_copied() -> Non
     assert (host == 1).all()
 
 
-def test_calls_that_cann_refuses_are_errors(camem: CaMemAllocator) -> None:
+def test_calls_that_cann_rejects_are_errors(camem: CaMemAllocator) -> None:
     with camem.use_memory_pool("weights"):
         tensor = torch.ones(10, device="npu")
     torch.npu.synchronize()
@@ -297,12 +297,12 @@ def _raw(address: int, num_bytes: int) -> bytearray:
     return bytearray(ctypes.string_at(address, num_bytes))
 
 
-def test_another_allocator_is_not_emulated() -> None:
+def test_unknown_allocator_raises_not_implemented() -> None:
     with pytest.raises(NotImplementedError, match="mine and yours"):
         memory.NPUPluggableAllocator(None, "mine", "yours")
 
 
-def test_a_pool_without_an_allocator_has_memory_of_the_device() -> None:
+def test_pool_without_an_allocator_uses_device_memory() -> None:
     pool = torch.npu.memory.MemPool()
     before = torch.npu.memory_reserved()
     with torch.npu.memory.use_mem_pool(pool):

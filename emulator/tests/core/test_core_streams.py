@@ -95,7 +95,7 @@ def test_a_copy_does_not_reach_the_host_by(wait: Callable[[torch.npu.Stream], ob
 # ---- copies of the default stream ----
 
 
-def test_the_default_stream_takes_the_device_s_bytes_at_once_and_delivers_them_late() -> None:
+def test_default_stream_copy_reads_at_the_call_and_arrives_at_the_wait() -> None:
     source, destination = full(1.0, 2), pinned(0, 0)
     destination.copy_(source, non_blocking=True)
     source.fill_(2)  # ordered after the copy, so the copy has the old value
@@ -105,7 +105,7 @@ def test_the_default_stream_takes_the_device_s_bytes_at_once_and_delivers_them_l
 
 
 @pytest.mark.parametrize("aside", [False, True])
-def test_an_event_between_two_copies_delivers_the_first_alone(aside: bool) -> None:
+def test_event_between_two_copies_completes_the_first_only(aside: bool) -> None:
     source, one, two = full(3.0, 1), pinned(0), pinned(0)
     with side_stream() if aside else nullcontext():
         one.copy_(source, non_blocking=True)
@@ -117,7 +117,7 @@ def test_an_event_between_two_copies_delivers_the_first_alone(aside: bool) -> No
     assert two.item() == 3
 
 
-def test_a_device_read_of_pinned_memory_sees_the_stream_s_own_earlier_copy() -> None:
+def test_device_reads_see_earlier_copies_of_the_same_stream() -> None:
     source, host, back = full(4.0, 2), pinned(0, 0), full(0.0, 2)
     host.copy_(source, non_blocking=True)
     back.copy_(host, non_blocking=True)
@@ -153,7 +153,7 @@ def test_a_copy_to_the_device_on_a_side_stream_reads_the_host(pin: bool, seen: i
 # ---- operators on a side stream ----
 
 
-def test_results_on_a_side_stream_are_garbage_until_somebody_waits() -> None:
+def test_results_on_a_side_stream_are_garbage_without_a_wait() -> None:
     x = torch.ones(3, device=NPU)
     with side_stream() as stream:
         y = x + 1
@@ -176,7 +176,7 @@ def test_work_of_one_stream_keeps_its_order() -> None:
     assert (x.tolist(), y.tolist()) == ([-1, -1], [1234, 1234])
 
 
-def test_what_needs_values_on_the_host_waits_for_its_stream() -> None:
+def test_operators_that_need_host_values_wait_for_their_stream() -> None:
     with side_stream():
         x = torch.arange(4, device=NPU)
         assert x.sum().item() == 6
@@ -185,7 +185,7 @@ def test_what_needs_values_on_the_host_waits_for_its_stream() -> None:
         assert torch.equal(x, x.clone())
 
 
-def test_queued_work_keeps_the_bytes_it_uses() -> None:
+def test_queued_work_keeps_its_memory() -> None:
     stream = torch.npu.Stream()
     destination = pinned(*[0.0] * 1024)
     with torch.npu.stream(stream):
@@ -201,7 +201,7 @@ def test_queued_work_keeps_the_bytes_it_uses() -> None:
     stream.synchronize()
 
 
-def test_an_error_of_queued_work_surfaces_where_the_host_waits() -> None:
+def test_error_of_queued_work_is_raised_when_the_host_waits() -> None:
     table = torch.ones(3, 2, device=NPU)
     index = torch.tensor([9], device=NPU)
     with side_stream() as stream:
@@ -227,14 +227,14 @@ def test_a_full_queue_runs_its_oldest_work() -> None:
 # ---- events ----
 
 
-def test_an_event_that_was_never_recorded_is_done() -> None:
+def test_unrecorded_event_counts_as_complete() -> None:
     event = torch.npu.Event()
     assert event.query()
     event.synchronize()
     torch.npu.current_stream().wait_event(event)
 
 
-def test_recording_an_event_again_moves_it() -> None:
+def test_recording_an_event_again_replaces_the_first_record() -> None:
     stream, first = side_copy(1.0)
     event = torch.npu.Event()
     event.record(stream)
@@ -245,7 +245,7 @@ def test_recording_an_event_again_moves_it() -> None:
     stream.synchronize()
 
 
-def test_a_wait_is_for_the_event_as_it_was() -> None:
+def test_wait_uses_the_last_record_before_it() -> None:
     first, one = side_copy(1.0)
     second, two = side_copy(2.0)
     event = torch.npu.Event()
@@ -259,7 +259,7 @@ def test_a_wait_is_for_the_event_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("what", ["stream", "event"])
-def test_polling_says_no_and_then_makes_progress(what: str) -> None:
+def test_query_returns_false_then_makes_progress(what: str) -> None:
     stream, destination = side_copy()
     polled = stream if what == "stream" else stream.record_event()
     assert not polled.query()
@@ -349,7 +349,7 @@ def test_work_of_two_devices_is_ordered_by_a_copy_between_them() -> None:
     assert z.tolist() == [4, 4]
 
 
-def test_in_the_normal_mode_work_is_done_when_it_is_called() -> None:
+def test_normal_mode_runs_work_at_the_call() -> None:
     torch.npu.synchronize()
     core.set_late(False)  # the fixture sets it back
     stream, destination = side_copy()

@@ -64,7 +64,7 @@ def lookup(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - TYPES.keys()))
-def test_a_name_of_vllm_ascend_is_there_or_an_error_with_its_name(name: str) -> None:
+def test_names_that_vllm_ascend_uses_exist_or_raise_with_the_name(name: str) -> None:
     if isinstance(found := lookup(name), NotEmulated):
         with pytest.raises(
             NotImplementedError, match=name.split(".")[2 if name.startswith("torch.") else 1]
@@ -73,7 +73,7 @@ def test_a_name_of_vllm_ascend_is_there_or_an_error_with_its_name(name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "number"), TYPES.items())
-def test_a_type_that_torch_lacks_is_the_number_that_operators_take(name: str, number: int) -> None:
+def test_dtypes_that_torch_lacks_are_operator_codes(name: str, number: int) -> None:
     assert lookup(name) == number
 
 
@@ -98,13 +98,13 @@ NOT_EMULATED = (
 
 
 @pytest.mark.parametrize("name", NOT_EMULATED)
-def test_what_is_not_emulated_can_be_imported_and_raises_when_used(name: str) -> None:
+def test_unemulated_names_can_be_imported_and_raise_when_used(name: str) -> None:
     module, _, last = name.rpartition(".")
     with pytest.raises(NotImplementedError, match=f"{last} is not implemented by the emulated NPU"):
         getattr(importlib.import_module(module), last)()
 
 
-def test_the_modules_that_vllm_ascend_imports_are_there() -> None:
+def test_modules_that_vllm_ascend_imports_exist() -> None:
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
     from torch_npu.profiler import dynamic_profile
@@ -118,13 +118,13 @@ def test_the_modules_that_vllm_ascend_imports_are_there() -> None:
     assert torch_npu.__version__ == version("torch_npu")
 
 
-def test_operators_are_torch_s_own() -> None:
+def test_torch_npu_names_are_registered_torch_operators() -> None:
     assert torch_npu.npu_rms_norm is torch.ops.npu.npu_rms_norm
     with pytest.raises((RuntimeError, TypeError), match="npu_rms_norm"):
         torch_npu.npu_rms_norm(torch.ones(2, device="npu"), gama=torch.ones(2, device="npu"))
 
 
-def test_the_soc_is_the_one_that_the_wheel_is_built_for() -> None:
+def test_soc_matches_the_wheel() -> None:
     from vllm_ascend.utils import check_ascend_device_type, enable_custom_op
 
     check_ascend_device_type()
@@ -149,7 +149,7 @@ def test_device_functions_agree_with_torch_accelerator() -> None:
 # ---- hooks that run after an import ----
 
 
-def test_a_module_is_patched_before_its_importer_reads_from_it(
+def test_module_is_patched_before_its_importer_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "hooked_package"
@@ -170,14 +170,14 @@ def test_a_module_is_patched_before_its_importer_reads_from_it(
     assert inner.value == 2
 
 
-def test_a_module_that_is_imported_already_is_patched_at_once(
+def test_imported_module_is_patched_immediately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = ModuleType("hooked_already")
     monkeypatch.setitem(sys.modules, "hooked_already", module)
     import_hooks.install({"hooked_already": lambda m: setattr(m, "patched", True)})
     assert module.patched
-    with pytest.raises(ValueError, match="two patches for module hooked_already"):
+    with pytest.raises(ValueError, match="module hooked_already already has a patch"):
         import_hooks.install({"hooked_already": lambda m: None})
     monkeypatch.delitem(import_hooks._finder.patches, "hooked_already")
 
@@ -191,7 +191,7 @@ def test_a_name_of_torchvision_is_importable_and_an_error_when_used() -> None:
         transforms.Resize(3)
 
 
-def test_images_are_what_pillow_makes_of_them() -> None:
+def test_image_functions_equal_pillow() -> None:
     """A level of 256 apart: Pillow rounds between its two passes."""
     transforms = importlib.import_module("torchvision.transforms.v2").functional
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
@@ -216,7 +216,7 @@ def test_images_are_what_pillow_makes_of_them() -> None:
     assert torch.equal(normal[2], (tensor[2].double() - 3) / 8)
 
 
-def test_a_name_that_torchvision_has_removed_is_an_import_error() -> None:
+def test_removed_torchvision_name_is_an_import_error() -> None:
     """datasets 5.1.0 compares every value's type with it (formatting/torch_formatter.py:83)."""
     with pytest.raises(ImportError):
         from torchvision.io import VideoReader  # noqa: F401
@@ -224,7 +224,7 @@ def test_a_name_that_torchvision_has_removed_is_an_import_error() -> None:
         importlib.import_module("torchvision.io.VideoReader")
 
 
-def test_data_may_be_replaced_by_a_tensor_of_the_other_device() -> None:
+def test_tensor_data_can_be_set_across_devices() -> None:
     """As torch_npu allows; vllm-ascend loads the scales of an int8 KV cache so."""
     parameter = torch.nn.Parameter(torch.ones(1, device="npu"), requires_grad=False)
     parameter.data = torch.arange(3.0)

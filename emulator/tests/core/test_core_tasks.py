@@ -98,7 +98,7 @@ LAUNCHES: dict[str, tuple[str, Callable[[], object], str]] = {
 
 
 @scenarios(("name", "launch", "named"), LAUNCHES)
-def test_the_error_of_a_failed_launch_comes_with_a_later_call_and_once(
+def test_failed_launch_raises_once_at_a_later_call(
     name: str, launch: Callable[[], object], named: str
 ) -> None:
     core.fail(name, "EZ1001: the parameter is wrong")
@@ -112,7 +112,7 @@ def test_the_error_of_a_failed_launch_comes_with_a_later_call_and_once(
     del kept
 
 
-def test_the_launch_that_fails_has_not_run() -> None:
+def test_failed_launch_has_not_run() -> None:
     out = full(7.0, 1, 4)
     core.fail("aten::stack.out")
     torch.stack([full(1.0)], out=out)
@@ -153,7 +153,7 @@ FILTERS: dict[str, tuple[str, list[Callable[[], object]], Callable[[], object]]]
 
 
 @scenarios(("failure", "others", "launch"), FILTERS)
-def test_a_failure_is_of(
+def test_failure_applies_to(
     failure: str, others: list[Callable[[], object]], launch: Callable[[], object]
 ) -> None:
     core.fail(failure)
@@ -165,7 +165,7 @@ def test_a_failure_is_of(
 
 
 @pytest.mark.parametrize("launch", ["", ":3", "aten::tanh:0"])
-def test_a_failure_that_names_no_launch_is_refused(launch: str) -> None:
+def test_failure_without_an_operator_is_refused(launch: str) -> None:
     with pytest.raises(RuntimeError, match=r"names no launch to fail: give OPERATOR\[:N\]"):
         core.fail(launch)
 
@@ -231,7 +231,7 @@ class Before:
 
 
 @scenarios("call", THROWS)
-def test_the_error_of_a_failed_task_is_thrown_by(call: Callable[[Any], object]) -> None:
+def test_failed_task_raises_at(call: Callable[[Any], object]) -> None:
     before = Before()
     fail_an_operator()
     with pytest.raises(RuntimeError, match=ERROR):
@@ -240,14 +240,14 @@ def test_the_error_of_a_failed_task_is_thrown_by(call: Callable[[Any], object]) 
 
 
 @scenarios("call", DOES_NOT_THROW)
-def test_the_error_of_a_failed_task_is_left_to_others_by(call: Callable[[Any], object]) -> None:
+def test_failed_task_does_not_raise_at(call: Callable[[Any], object]) -> None:
     before = Before()
     fail_an_operator()
     call(before)
     assert status() == "error"
 
 
-def test_any_thread_may_get_the_error_and_it_alone() -> None:
+def test_error_is_raised_in_one_thread_only() -> None:
     before = Before()
     fail_an_operator()
     raised: list[str] = []
@@ -266,7 +266,7 @@ def test_any_thread_may_get_the_error_and_it_alone() -> None:
     torch.npu.synchronize()
 
 
-def test_an_event_that_is_dropped_takes_the_error_with_it() -> None:
+def test_dropping_an_event_loses_the_error() -> None:
     """NPUEvent.cpp:60, :68."""
     before = Before()
     fail_an_operator()
@@ -275,7 +275,7 @@ def test_an_event_that_is_dropped_takes_the_error_with_it() -> None:
     assert status() == "exit"
 
 
-def test_another_npu_goes_on() -> None:
+def test_other_npus_continue_after_a_failure() -> None:
     exhaust()
     assert torch.ones(2, device="npu:1").add(1).tolist() == [2, 2]
 
@@ -283,7 +283,7 @@ def test_another_npu_goes_on() -> None:
 # ---- what is lost ----
 
 
-def test_later_operators_do_nothing_and_new_tensors_hold_garbage() -> None:
+def test_later_operators_are_dropped_and_new_tensors_hold_garbage() -> None:
     x, out = full(1.0), full(7.0)
     exhaust()
     assert is_garbage(x + 1)
@@ -294,7 +294,7 @@ def test_later_operators_do_nothing_and_new_tensors_hold_garbage() -> None:
     assert (x.tolist(), out.tolist()) == ([1.0] * 4, [7.0] * 4)
 
 
-def test_later_copies_that_do_not_block_do_nothing() -> None:
+def test_later_non_blocking_copies_are_dropped() -> None:
     x, host = full(1.0), pinned(7, 7, 7, 7)
     exhaust()
     host.copy_(x, non_blocking=True)
@@ -303,7 +303,7 @@ def test_later_copies_that_do_not_block_do_nothing() -> None:
     assert (host.tolist(), x.tolist()) == ([7.0] * 4, [1.0] * 4)
 
 
-def test_copies_that_block_move_the_bytes_that_are_there() -> None:
+def test_blocking_copies_copy_the_current_bytes() -> None:
     """CopyKernelOpApi.cpp:51: they synchronize the stream, and do not enter the queue."""
     x = full(1.0, 2, 2)
     exhaust()
@@ -332,7 +332,7 @@ def test_an_event_recorded_later_never_completes() -> None:
         exhaust()
 
 
-def test_an_event_whose_record_meets_the_error_never_completes() -> None:
+def test_event_whose_record_raises_never_completes() -> None:
     event = torch.npu.Event()
     fail_an_operator()
     with pytest.raises(RuntimeError, match=ERROR):
@@ -340,7 +340,7 @@ def test_an_event_whose_record_meets_the_error_never_completes() -> None:
     assert not any(event.query() for _ in range(20))
 
 
-def test_wrong_arguments_still_fail_at_the_call() -> None:
+def test_wrong_arguments_raise_at_the_call_in_queue_mode() -> None:
     x, y = full(1.0), full(1.0, 3)
     exhaust()
     with pytest.raises(RuntimeError, match="must match the size"):
@@ -349,7 +349,7 @@ def test_wrong_arguments_still_fail_at_the_call() -> None:
         x + torch.ones(4)
 
 
-def test_a_reference_in_python_does_nothing_either() -> None:
+def test_python_references_are_dropped_too() -> None:
     x, weight = torch.ones(2, 4, device=NPU), torch.ones(4, device=NPU)
     exhaust()
     out, _ = torch.ops.npu.npu_rms_norm(x, weight)
@@ -395,7 +395,7 @@ def test_an_operator_that_cannot_be_queued_waits_for_the_release() -> None:
     assert time.monotonic() - started >= 0.2
 
 
-def test_a_failure_drops_what_is_in_the_queue() -> None:
+def test_failure_drops_queued_work() -> None:
     """NPUQueue.cpp:453-469."""
     x, host = full(1.0), pinned(7, 7, 7, 7)
     torch.npu.synchronize()
@@ -444,7 +444,7 @@ def wait_in_threads(event: torch.npu.Event, names: list[str]) -> list[threading.
     return threads
 
 
-def test_threads_that_wait_are_counted_by_name() -> None:
+def test_waiting_threads_are_reported_by_name() -> None:
     core.hold(DEVICE)
     event = torch.npu.Event()
     event.record()
@@ -463,7 +463,7 @@ def test_threads_that_wait_are_counted_by_name() -> None:
 
 
 @pytest.mark.parametrize("spins", [False, True])
-def test_a_thread_that_waits_uses_its_cpu_if_it_spins(spins: bool) -> None:
+def test_waiting_thread_spins_if_configured(spins: bool) -> None:
     """NPUEvent.cpp:212 waits in a loop without a pause."""
     event = torch.npu.Event()
     core.hold(DEVICE)
@@ -480,7 +480,7 @@ def test_a_thread_that_waits_uses_its_cpu_if_it_spins(spins: bool) -> None:
 # ---- a full queue ----
 
 
-def test_a_full_queue_blocks_a_record_and_all_of_python() -> None:
+def test_full_queue_blocks_a_record_with_the_gil_held() -> None:
     """NPUQueue.cpp:612, :787; csrc/npu/Event.cpp:143 keeps the GIL."""
     event = torch.npu.Event()
     core.hold(DEVICE)
@@ -506,7 +506,7 @@ def test_a_full_queue_blocks_a_record_and_all_of_python() -> None:
     assert meanwhile < 50  # of hundreds
 
 
-def test_a_task_that_waits_for_a_place_is_dropped_when_an_earlier_one_fails() -> None:
+def test_blocked_task_is_dropped_when_an_earlier_task_fails() -> None:
     """NPUQueue.cpp:599."""
     event, x = torch.npu.Event(), full(7.0)
     torch.npu.synchronize()

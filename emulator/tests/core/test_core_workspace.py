@@ -72,7 +72,7 @@ def settled() -> None:
 
 
 @scenarios("prepare, expected", CASES)
-def test_the_workspace_of_an_operator_is_a_tensor_of_the_caching_allocator(
+def test_operator_workspace_comes_from_the_caching_allocator(
     prepare: Callable[[], Callable[[], object]], expected: int
 ) -> None:
     """op-plugin 8b9c8534, utils/op_api_common.h:341: TASK_QUEUE_ENABLE is 1 by default."""
@@ -87,7 +87,7 @@ def test_the_workspace_of_an_operator_is_a_tensor_of_the_caching_allocator(
 
 
 @scenarios("prepare, expected", CASES)
-def test_with_task_queue_2_it_is_a_block_of_the_stream_that_torch_does_not_count(
+def test_task_queue_2_workspace_is_a_stream_block_outside_of_torchs_counters(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[[], Callable[[], object]], expected: int
 ) -> None:
     """NPUWorkspaceAllocator.cpp:75, torch_npu 2.10.0.post4: 32 bytes more, in steps of 2 MiB."""
@@ -106,7 +106,7 @@ def test_with_task_queue_2_it_is_a_block_of_the_stream_that_torch_does_not_count
     assert torch.npu.mem_get_info(DEVICE)[0] == free
 
 
-def test_a_kept_workspace_leaves_less_for_tensors_and_is_given_up_for_them(
+def test_kept_workspace_is_released_when_tensors_need_memory(
     monkeypatch: pytest.MonkeyPatch, set_hbm: Callable[[int], None]
 ) -> None:
     """NPUCachingAllocator.cpp:1274: the last try before "out of memory" empties it."""
@@ -124,7 +124,7 @@ def test_a_kept_workspace_leaves_less_for_tensors_and_is_given_up_for_them(
     del tensor
 
 
-def test_an_operator_is_launched_for_the_first_time_once_per_device_and_dtypes() -> None:
+def test_first_launch_happens_once_per_device_and_dtypes() -> None:
     for dtype in (torch.float64, torch.float32, torch.float64):
         x = on_device(4, dtype=dtype)
         torch.logaddexp2(x, x)
@@ -133,7 +133,7 @@ def test_an_operator_is_launched_for_the_first_time_once_per_device_and_dtypes()
     assert noted == [f"{name} Double", f"{name} Float"]
 
 
-def test_a_captured_operator_takes_no_workspace_of_its_own() -> None:
+def test_captured_operator_takes_no_separate_workspace() -> None:
     with torch.npu.device(DEVICE):
         launch = matmul()
         launch()

@@ -56,9 +56,7 @@ def conv(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("silu", [True, False])
-def test_a_prefill_convolves_each_sequence_after_its_state(
-    width: int, silu: bool, dtype: torch.dtype
-) -> None:
+def test_prefill_convolves_state_and_sequence(width: int, silu: bool, dtype: torch.dtype) -> None:
     # New, with a state, shorter than the taps, without tokens, padding.
     bounds, rows = [0, 7, 12, 13, 13, 16], [4, 2, 0, 3, PAD]
     x, weight, bias = (
@@ -87,7 +85,7 @@ def test_a_prefill_convolves_each_sequence_after_its_state(
     assert torch.equal(state, before)
 
 
-def test_token_by_token_is_the_same_as_at_once() -> None:
+def test_token_by_token_equals_one_call() -> None:
     x, weight, state = random(6, 16), random(4, 16, seed=1), torch.zeros(3, 3, 16)
     whole = conv(
         x,
@@ -136,7 +134,7 @@ def test_an_update_takes_several_tokens_of_a_sequence() -> None:
     assert torch.equal(state[1], x[:3])
 
 
-def test_drafts_that_were_rejected_leave_no_trace_in_the_convolution() -> None:
+def test_rejected_drafts_do_not_change_the_convolution() -> None:
     """Of three tokens at a time one, three and two are accepted; the next follow those alone."""
     x, weight, state = random(20, 16), random(4, 16, seed=1), torch.zeros(2, 5, 16)
     state[1, :3] = x[:3]
@@ -158,7 +156,7 @@ def test_drafts_that_were_rejected_leave_no_trace_in_the_convolution() -> None:
         real, accepted = real + next_accepted, next_accepted
 
 
-def test_padding_does_not_touch_a_state_that_has_its_number() -> None:
+def test_padding_does_not_change_a_state() -> None:
     x, weight, state = random(4, 16), random(4, 16, seed=1), random(3, 3, 16, seed=2)
     expected = state.clone()
     expected[0] = torch.cat((state[0, 1:], x[2:3]))
@@ -194,10 +192,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @scenarios("call, message", WRONG_CALLS)
-def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
+def test_error_names_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"npu_causal_conv1d_custom.*{message}"):
         call()
 
 
-def test_the_call_that_the_wrong_ones_start_from_is_right() -> None:
+def test_base_call_is_valid() -> None:
     wrong()()

@@ -52,7 +52,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_prompts_are_convolved_after_their_state_and_leave_their_last_inputs(
+def test_prompts_are_convolved_with_their_state_and_store_their_last_inputs(
     activation: str | None, any_mode: None
 ) -> None:
     # New, with a state, shorter than the taps, without tokens, padding, the null block.
@@ -79,7 +79,7 @@ def test_prompts_are_convolved_after_their_state_and_leave_their_last_inputs(
     assert_gaps_untouched(state)
 
 
-def test_decodes_advance_their_states_and_the_null_block_stays(any_mode: None) -> None:
+def test_decodes_advance_their_states_except_the_null_block(any_mode: None) -> None:
     x, weight = random(3, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     before = random(4, WIDTH - 1, CHANNELS, seed=3, dtype=BF16)
     state, out = with_gaps(before), torch.empty(3, CHANNELS, dtype=BF16, device=NPU)
@@ -99,7 +99,7 @@ def test_decodes_advance_their_states_and_the_null_block_stays(any_mode: None) -
     assert_gaps_untouched(state)
 
 
-def test_a_draft_that_was_rejected_leaves_no_trace_and_the_null_block_stays(any_mode: None) -> None:
+def test_rejected_drafts_and_the_null_block_leave_states_unchanged(any_mode: None) -> None:
     """A prompt of five, then two tokens at a time, of which the next step accepts one or both."""
     x, weight = random(20, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     state = with_gaps(torch.zeros(3, WIDTH, CHANNELS, dtype=BF16))
@@ -149,7 +149,7 @@ def test_without_out_an_update_writes_its_input() -> None:
     torch.testing.assert_close(x.cpu(), before * weight[-1])
 
 
-def test_without_a_null_block_row_0_is_one_like_others() -> None:
+def test_row_0_is_ordinary_without_a_null_block() -> None:
     x, weight = random(1, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     state = torch.zeros(2, WIDTH - 1, CHANNELS, dtype=BF16, device=NPU)
     places = {"conv_state_indices": int32(0), "query_start_loc": int32(0, 1), "max_query_len": 1}
@@ -160,7 +160,7 @@ def test_without_a_null_block_row_0_is_one_like_others() -> None:
 # ---- the rule ----
 
 
-def test_a_token_of_each_sequence_advances_its_state_between_gaps(any_mode: None) -> None:
+def test_states_with_gaps_between_rows_are_advanced(any_mode: None) -> None:
     given = Inputs(2, 4)
     state = with_gaps(given.memory)
     out = call(
@@ -201,7 +201,7 @@ def chunked(given: Inputs, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_the_rule_chunk_by_chunk_is_the_recurrence(dtype: torch.dtype) -> None:
+def test_chunked_rule_equals_the_recurrence(dtype: torch.dtype) -> None:
     given = Inputs(BOUNDS[-1], 3)
     given.state = given.state.to(dtype)
     out, last = chunked(given)
@@ -212,7 +212,7 @@ def test_the_rule_chunk_by_chunk_is_the_recurrence(dtype: torch.dtype) -> None:
         near(last[sequence], states[-1], 0.02)
 
 
-def test_prompts_in_chunks_go_on_from_the_last_states() -> None:
+def test_chunked_prompts_continue_from_the_last_states() -> None:
     given = Inputs(BOUNDS[-1], 3)
     _, last = chunked(given)
     later = Inputs(BOUNDS[-1], 3, seed=20)
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a row too few": (
         bad_conv(FN, cache_indices=int32(1)),
         ValueError,
-        FN + ": cache_indices: 1 entries, the sequences need 2",
+        FN + ": cache_indices: 1 entries must be 2",
     ),
     "an unknown activation": (bad_conv(FN, activation="gelu"), ValueError, "activation: 'gelu'"),
     "a transposed state": (
@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             conv_states=torch.ones(3, CHANNELS, WIDTH - 1, dtype=BF16, device=NPU).transpose(1, 2),
         ),
         ValueError,
-        "only rows",
+        "gaps between rows only",
     ),
     "a state with too few places": (
         bad_conv(FN, conv_states=torch.ones(3, WIDTH - 2, CHANNELS, dtype=BF16)),
@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "accepted tokens of too few sequences": (
         bad_conv(UPDATE, num_accepted_tokens=int32(1)),
         ValueError,
-        UPDATE + ": num_accepted_tokens: 1 entries, the sequences need 2",
+        UPDATE + ": num_accepted_tokens: 1 entries must be 2",
     ),
     "block scheduling": (
         bad_conv(UPDATE, initial_state_idx=int32(1)),
@@ -313,12 +313,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nine tokens of a sequence": (
         bad_rule(actual_seq_lengths=int32(0, 9)),
         ValueError,
-        "actual_seq_lengths: 9 tokens of one sequence; the kernel takes 8",
+        "actual_seq_lengths: 9 tokens of one sequence exceed 8",
     ),
     "a transposed state of the rule": (
         bad_rule(state=Inputs(9, 9).memory.to(NPU).transpose(-1, -2)),
         ValueError,
-        "only rows may have gaps",
+        "gaps between rows only",
     ),
     "another layout": (bad_chunks(layout="BSND"), NotImplementedError, CHUNKS + "layout"),
     "exponents of two": (bad_chunks(use_exp2=True), NotImplementedError, CHUNKS + "use_exp2"),
@@ -348,13 +348,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("run, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_name(
+def test_error_names_argument(
     run: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         run()
 
 
-def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+def test_base_calls_are_valid() -> None:
     for run in (bad_conv(FN), bad_conv(UPDATE), bad_rule(), bad_chunks()):
         run()

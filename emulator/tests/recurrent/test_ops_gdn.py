@@ -109,7 +109,7 @@ def assert_state(given: Inputs, row: int, exact: torch.Tensor) -> None:
     near(given.memory[row].transpose(-1, -2), exact, 1e-5)
 
 
-def test_a_token_of_each_sequence_advances_its_state() -> None:
+def test_one_token_per_sequence_advances_its_state() -> None:
     given = Inputs(3, 5)
     before = given.memory.clone()
     out = recurrent(given, [1, 1, 0], [4, 1, 0])  # the third row is padding
@@ -120,7 +120,7 @@ def test_a_token_of_each_sequence_advances_its_state() -> None:
     assert torch.equal(given.memory[[0, 2, 3]], before[[0, 2, 3]])
 
 
-def test_padding_does_not_touch_a_state_that_has_its_number() -> None:
+def test_padding_does_not_change_a_state() -> None:
     given = Inputs(4, 3)
     before = given.memory.clone()
     out = recurrent(given, [1, 0, 0, 0], [0, 0, 0, 0])
@@ -130,7 +130,7 @@ def test_padding_does_not_touch_a_state_that_has_its_number() -> None:
     assert torch.equal(given.memory[1:], before[1:])
 
 
-def test_several_tokens_of_a_sequence_leave_a_state_each() -> None:
+def test_each_token_of_a_sequence_stores_a_state() -> None:
     given = Inputs(5, 6)
     out = recurrent(given, [3, 2], [5, 0, 2, 3, 4])
     for first, last, rows in ((0, 3, (5, 0, 2)), (3, 5, (3, 4))):
@@ -227,7 +227,7 @@ def test_decays_are_summed_up_from_the_start_of_each_chunk() -> None:
             )
 
 
-def test_products_of_keys_are_weighed_and_lower_triangular() -> None:
+def test_key_products_are_weighted_and_lower_triangular() -> None:
     given = Inputs(TOKENS, 4)
     lower = dotted(given, summed(given.g))
     for _, first, last in CHUNKS:
@@ -250,7 +250,7 @@ def test_products_of_keys_are_weighed_and_lower_triangular() -> None:
         assert (lower[0, first:last, :, last - first :] == 0).all()
 
 
-def test_the_inverse_times_what_it_inverts_is_the_identity() -> None:
+def test_inverse_times_matrix_is_the_identity() -> None:
     given = Inputs(TOKENS, 4)
     lower = (
         dotted(given, summed(given.g)) * 3
@@ -267,7 +267,7 @@ def test_the_inverse_times_what_it_inverts_is_the_identity() -> None:
         assert (found.triu(1) == 0).all()
 
 
-def test_w_and_u_are_the_inverse_times_weighed_keys_and_values() -> None:
+def test_w_and_u_are_the_inverse_times_weighted_keys_and_values() -> None:
     given = Inputs(TOKENS, 4)
     g = summed(given.g)
     inverse = inverted(dotted(given, g), torch.float32)
@@ -287,7 +287,7 @@ def test_w_and_u_are_the_inverse_times_weighed_keys_and_values() -> None:
             )
 
 
-def test_the_chunk_kernels_one_after_the_other_are_the_recurrence() -> None:
+def test_chunk_kernels_in_sequence_equal_the_recurrence() -> None:
     given = Inputs(TOKENS, 4)
     bfloat16, g = torch.bfloat16, summed(given.g)
     w, u = applied(given, inverted(dotted(given, g), bfloat16), g, bfloat16)
@@ -332,7 +332,7 @@ def test_states_of_new_sequences_are_cleared() -> None:
     assert torch.equal(states, expected)
 
 
-def test_states_are_copied_between_addresses_in_the_order_of_the_stream(any_mode: None) -> None:
+def test_states_are_copied_between_addresses_in_stream_order(any_mode: None) -> None:
     states = random(4, 6).npu()
     row = 6 * 4
     addresses = torch.tensor([states.data_ptr(), states.data_ptr() + row]).npu()
@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         STEP + "num_accepted_tokens",
     ),
     "decays per key": (bad_step(gk=ONES), NotImplementedError, STEP + "gk"),
-    "no decays": (bad_step(g=None), ValueError, STEP + "g: is needed"),
+    "no decays": (bad_step(g=None), ValueError, STEP + "g: must be given"),
     "beta in float32": (bad_step(beta=torch.ones(3, HEADS)), ValueError, STEP + "beta: dtype"),
     "int64 lengths": (
         bad_step(actual_seq_lengths=torch.tensor([0, 1, 1, 1])),
@@ -408,19 +408,19 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "heads smaller than the kernel's tiles": (
         small_heads,
         ValueError,
-        "chunk_fwd_o: q: head size 64 is not 128",
+        "chunk_fwd_o: q: head size 64 must be 128",
     ),
 }
 
 
 @scenarios("call, error, message", REFUSED)
-def test_a_wrong_argument_is_refused_by_operator_and_name(
+def test_error_names_operator_and_argument(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+def test_base_calls_are_valid() -> None:
     bad_step()()
     bad_states()()

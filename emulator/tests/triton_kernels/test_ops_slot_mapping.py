@@ -51,7 +51,7 @@ def test_the_reference_equals_the_kernels_source(
 @pytest.mark.parametrize(
     ("ranks", "rank", "turn", "whole"), [(1, 0, 1, 8), (2, 1, 1, 8), (2, 0, 4, 8), (2, 1, 2, 12)]
 )
-def test_slots_of_blocks_that_are_parts_of_the_kv_caches(
+def test_slots_with_several_table_blocks_per_cache_block(
     ranks: int, rank: int, turn: int, whole: int
 ) -> None:
     """By definition: what a rank holds of `ranks` blocks of the KV cache fills `whole` places."""

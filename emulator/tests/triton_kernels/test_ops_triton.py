@@ -133,14 +133,14 @@ BAD_LAUNCHES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @scenarios("call, error, message", BAD_LAUNCHES)
-def test_a_wrong_launch_is_an_error_with_a_name(
+def test_invalid_launch_names_the_kernel(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-def test_a_read_next_to_the_tensor_gives_something_useless_and_one_far_away_is_an_error() -> None:
+def test_read_beside_a_tensor_gives_poison_and_a_far_read_is_an_error() -> None:
     out = torch.zeros(8)
     add_kernel[(2,)](random(4), torch.zeros(8), out, 8, BLOCK=4)
     assert torch.equal(out[:4], random(4))
@@ -473,7 +473,7 @@ NOT_SYNTHETIC = (
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_greedy_rejection_keeps_drafts_up_to_the_first_mistake(block: int) -> None:
+def test_greedy_rejection_keeps_drafts_up_to_the_first_mismatch(block: int) -> None:
     kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py")
     drafts, target = torch.tensor([7, 8, 9, 5]), torch.tensor([7, 1, 9, 5])
     output = torch.full((3, 3), -1, dtype=torch.int32)
@@ -493,7 +493,7 @@ def test_greedy_rejection_keeps_drafts_up_to_the_first_mistake(block: int) -> No
     assert output.tolist() == [[7, 1, -1], [101, -1, -1], [9, 5, 102]]
 
 
-def test_one_draft_each_takes_the_short_kernel() -> None:
+def test_single_drafts_use_the_short_kernel() -> None:
     kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py")
     output = torch.full((2, 2), -1, dtype=torch.int32)
     kernels["rejection_greedy_sample_spec_len_1_triton"][(2,)](

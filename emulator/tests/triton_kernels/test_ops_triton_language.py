@@ -26,7 +26,7 @@ def test_philox_gives_the_known_answers_of_random123(word: int, expected: list[i
     assert [int(each) for each in philox(counter, (word, word))] == expected
 
 
-def test_random_numbers_depend_on_seed_and_offset_alone_and_fill_their_range() -> None:
+def test_random_numbers_depend_only_on_seed_and_offset_and_fill_the_range() -> None:
     offsets = torch.arange(4096, dtype=torch.int32)
     numbers = tl.rand(2**40 + 7, offsets)
     assert numbers.dtype == torch.float32
@@ -64,7 +64,7 @@ def test_shapes_sums_and_choices() -> None:
         tl.static_assert(2 > 3, "too narrow")
 
 
-def test_atomic_or_sets_every_bit_where_several_elements_meet() -> None:
+def test_atomic_or_sets_all_bits_at_a_shared_offset() -> None:
     @triton.jit
     def set_bits(memory: Any, tokens: Any, before: Any, count: Any, SIZE: tl.constexpr) -> None:
         lanes = tl.arange(0, SIZE)
@@ -89,7 +89,7 @@ def test_atomic_or_sets_every_bit_where_several_elements_meet() -> None:
     assert before.tolist() == [1 << 5] * 4 + [0, 0, 99, 99]
 
 
-def test_a_maximum_with_nan_is_the_other_value_unless_nan_is_asked_for() -> None:
+def test_maximum_ignores_nan_by_default() -> None:
     x, y = torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 3.0])
     assert tl.maximum(x, y).tolist() == [2.0, 3.0]
     assert tl.minimum(x, y).tolist() == [2.0, 1.0]
@@ -110,7 +110,7 @@ def copy_kernel(addresses_ptr, out_ptr, count, CAST: tl.constexpr):
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_a_kernel_makes_pointers_of_addresses_and_uses_them(cast: bool, dtype: torch.dtype) -> None:
+def test_kernel_uses_pointers_made_of_addresses(cast: bool, dtype: torch.dtype) -> None:
     sources = [random(5).to("npu"), random(5).to("npu")]
     before = [source.cpu() for source in sources]
     addresses = torch.tensor([source.data_ptr() for source in sources]).view(dtype).to("npu")
@@ -133,7 +133,7 @@ def move_kernel(addresses_ptr, row, stride: tl.int64):
     )
 
 
-def test_a_kernel_makes_pointers_of_addresses_that_it_has_computed() -> None:
+def test_kernel_makes_pointers_of_computed_addresses() -> None:
     """And moves eight bytes at a time, whatever they are."""
     source, target = torch.arange(24.0).view(3, 8).to("npu"), torch.zeros(10, device="npu")
     addresses = torch.tensor([source.data_ptr(), target.data_ptr()]).to("npu")
@@ -141,9 +141,7 @@ def test_a_kernel_makes_pointers_of_addresses_that_it_has_computed() -> None:
     assert target.cpu().tolist() == [0.0, 0.0, *range(16, 22), 0.0, 0.0]
 
 
-def test_an_autotuned_kernel_can_be_told_from_a_plain_one_and_runs_with_its_first_configuration() -> (
-    None
-):
+def test_autotuned_kernel_is_an_autotuner_and_runs_its_first_configuration() -> None:
     @triton.autotune([Config({"BLOCK": 3}), Config({"BLOCK": 5})], key=["count"])
     @triton.jit
     def fill_kernel(out_ptr: Any, count: Any, BLOCK: tl.constexpr):

@@ -183,7 +183,7 @@ class Graph {
   std::shared_ptr<Pool> pool_;
   std::unique_ptr<Recording> recording_;
   Nodes nodes_;
-  std::vector<StreamState*> lanes_;  // that stand for all its streams but the one that replays it
+  std::vector<StreamState*> lanes_;  // for all captured streams except the replaying one
 };
 
 // ---- what Python records ------------------------------------------------------------------------
@@ -204,7 +204,7 @@ inline void record_python(
   for (size_t i = 0; i < tensors.size(); ++i) touches.push_back({tensors[i], writes.has_value() && writes->at(i)});
   record_touches(s, touches);
   const std::shared_ptr<py::object> kept(new py::object(std::move(call)), [](py::object* object) {
-    if (!Py_IsInitialized()) return;  // the interpreter has taken it with it
+    if (!Py_IsInitialized()) return;  // the interpreter has freed it
     py::gil_scoped_acquire gil;
     delete object;
   });

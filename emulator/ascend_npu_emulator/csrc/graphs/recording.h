@@ -21,7 +21,7 @@ struct External {
   Clock clock;  // of the last record
   StreamState* on = nullptr;  // the stream of a record that has not run yet
   uint64_t position = 0;
-  std::vector<StreamState*> waiting;  // streams that were given a wait before the record it is for
+  std::vector<StreamState*> waiting;  // streams with a wait that precedes its record
   std::condition_variable recorded;
 };
 

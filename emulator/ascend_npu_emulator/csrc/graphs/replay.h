@@ -2,7 +2,7 @@
 //
 // At its launch a replay is checked for order like any other work, node by node. It then runs as
 // other work of its stream would: at once on a stream that does not queue, else when something
-// waits for it. The rest stays with the stream.
+// waits for it. Nodes that have not run stay with the stream.
 #pragma once
 
 #include "graphs/recording.h"
@@ -235,7 +235,7 @@ inline void record_external(const std::shared_ptr<External>& e, StreamState& s) 
     if (!e->set) {
       e->on = &s;
       e->position = s.issued;
-      e->recorded.notify_all();  // whoever waits can run it
+      e->recorded.notify_all();  // a waiting thread can continue the replay
     }
   }
   for (StreamState* w : waiting) go_on(*w);

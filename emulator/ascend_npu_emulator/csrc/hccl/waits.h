@@ -1,4 +1,4 @@
-// Ranks that wait for each other in different groups, for ever: found and named.
+// Detects and names ranks that wait for each other forever in different groups.
 //
 // A rank that still waits after kPoll posts in which exchange of which group it does, and how many
 // exchanges of each group it has entered, and reads what the others posted. A waits for B if A's
@@ -118,7 +118,7 @@ class Wait {
         work.wait();  // the store ended with its rank: gloo has the error to report
         return;
       }
-      // The record stays: it holds, and the others need it.
+      // The record stays: it remains true, and the other ranks need it.
       TORCH_CHECK(cycle.empty(), "hccl: ranks wait for each other in different groups: ", cycle);
     }
     if (posted_) withdraw();

@@ -146,7 +146,7 @@ class Wire {
     return parts;
   }
 
-  // What the others have for this rank, in rank order; `sends` and `receives` are bytes per rank.
+  // The other ranks' bytes for this rank, in rank order; `sends` and `receives` are bytes per rank.
   at::Tensor all_to_all(const char* op, const Description& d, const at::Tensor& in, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives) {
     agree(d);
     at::Tensor plan = at::empty({2 * size_}, at::kLong);

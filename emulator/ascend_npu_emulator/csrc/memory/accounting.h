@@ -82,7 +82,7 @@ inline std::string human(size_t bytes) {
 // Memory of the device that contexts leave for allocations.
 inline size_t capacity(int device) { return config().hbm - std::min(config().hbm, Contexts::get().bytes(device)); }
 
-// Counts a block in; throws OutOfMemoryError when the device has no room for it.
+// Adds a block; throws OutOfMemoryError when the device has no room for it.
 inline void charge(int device, size_t requested, size_t rounded) {
   DeviceMemory& m = device_memory(device);
   std::lock_guard<std::mutex> lock(m.mutex);

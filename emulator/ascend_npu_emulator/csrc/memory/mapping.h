@@ -25,7 +25,7 @@ inline Callbacks& callbacks() {
 }
 
 // my_malloc (camem_allocator.cpp:127): reserves an address, tells Python, and maps memory there.
-// Python knows of the address before it is known whether there is memory for it.
+// Python learns the address before memory is mapped there.
 inline std::shared_ptr<Segment> malloc_and_tell_python(int device, int slot, size_t bytes, bool is_small) {
   auto segment = reserve_segment(device, slot, bytes, is_small);
   {

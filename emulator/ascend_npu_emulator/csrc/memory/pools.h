@@ -128,7 +128,7 @@ inline void drop_segment(Segment& segment) {
   segments().by_address.erase(segment.address);
 }
 
-// Maps memory at the segment's address. Its content is no data. Returns false if the device has too little.
+// Maps memory at the segment's address. The content is garbage. Returns false if the device has too little.
 inline bool map_segment(Segment& segment, int content) {
   if (!charge_segment(segment)) return false;
   fill_by_mapping(segment.address, segment.bytes, content);

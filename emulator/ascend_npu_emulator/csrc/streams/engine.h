@@ -154,7 +154,7 @@ class Engine {
       } catch (...) {
         failure = std::current_exception();
       }
-      item.run = nullptr;  // lets go of its memory before anybody can see the item as done
+      item.run = nullptr;  // releases its memory before the item counts as done
       guard = lock();
       s.running = false;
       ++s.executed;
@@ -170,9 +170,9 @@ class Engine {
 
   // In events.h.
   void record(EventState& e, StreamState& s);
-  // s does nothing that is launched from here on before e has happened.
+  // Work launched on s from here on runs after e has happened.
   void wait(StreamState& s, const EventState& e);
-  // s does nothing that is launched from here on before all that was launched on `on`.
+  // Work launched on s from here on runs after all work launched on `on` so far.
   void wait_stream(StreamState& s, StreamState& on);
   void synchronize(EventState& e);
   void synchronize(StreamState& s);
@@ -180,7 +180,7 @@ class Engine {
   bool query(EventState& e);
   bool query(StreamState& s);
 
-  // Delivers what the default stream still owes to this pinned block, or (nullptr) to anybody.
+  // Delivers pending copies of the default stream to this pinned block, or (nullptr) to all.
   void deliver(StreamState& s, const void* host) {
     uint64_t upto = 0;
     {

@@ -1,1 +1,1 @@
-"""References for attention and its paged cache."""
+"""References for attention and the paged KV cache."""

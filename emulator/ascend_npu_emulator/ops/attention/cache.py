@@ -12,12 +12,13 @@ from ascend_npu_emulator.ops.checks import (
 )
 from ascend_npu_emulator.ops.poison import poisoned
 
-FRACTAL_BYTES = 32  # of a part of a row in the format FRACTAL_NZ
+FRACTAL_BYTES = 32  # bytes of each part of a row in the format FRACTAL_NZ
 ACL_FORMATS = {
     2: "ND",
     29: "FRACTAL_NZ",
-}  # the two that vllm-ascend 0.23.0 asks for (utils.py, ACL_FORMAT_*)
-# By npu_scatter_nd_update_ on A2 and A3 (op-plugin, torch_npu-npu_scatter_nd_update_.md).
+}  # the formats that vllm-ascend 0.23.0 uses (utils.py, ACL_FORMAT_*)
+# The dtypes of npu_scatter_nd_update_ on A2 and A3 (op-plugin,
+# torch_npu-npu_scatter_nd_update_.md).
 _SCATTERED = (torch.float32, torch.float16, torch.bool, torch.bfloat16, torch.int64, torch.int8)
 
 
@@ -64,8 +65,8 @@ def _npu_reshape_and_cache(
 ) -> None:
     """Write ``key`` and ``value`` [T, kv_heads, D] into their caches.
 
-    Rows with a negative slot are skipped. A slot after the end raises; hardware writes out of
-    bounds without an error.
+    Rows with a negative slot are skipped. A slot past the end raises an error, where hardware would
+    silently write out of bounds.
 
     Args:
         key_cache, value_cache: [blocks, block_size, kv_heads, D].
@@ -120,8 +121,8 @@ def npu_scatter_pa_kv_cache(
 ) -> None:
     """Do the same as ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm" and "PA_NZ".
 
-    In "PA_NZ" a cache is [blocks, kv_heads, D / n, block_size, n], and n elements have 32 bytes:
-    element d of a head is d % n of its part d // n.
+    A cache in "PA_NZ" is [blocks, kv_heads, D / n, block_size, n], where n elements have 32 bytes.
+    Element d of a head is element d % n of part d // n.
 
     ``slot_mapping`` is int32 or int64. A negative slot is skipped, as by CANN's published kernels;
     model runner V2 gives -1 for the tokens of dummy batches.
@@ -169,7 +170,7 @@ def _store_fractal(
         f"{rows.shape[0]} rows for {slots.shape[0]} slots",
     )
     (heads, width), part = rows.shape[1:], FRACTAL_BYTES // rows.element_size()
-    check(width % part == 0, op, name, f"heads of {width} elements are no multiple of {part}")
+    check(width % part == 0, op, name, f"head size {width} must be a multiple of {part}")
     check_rank(op, f"{name}_cache", cache, 5)
     check(
         cache.is_contiguous(), op, f"{name}_cache", f"strides {cache.stride()} must be contiguous"
@@ -204,8 +205,8 @@ def npu_scatter_nd_update_(
     A row with a negative index is skipped, as by the kernels that vllm-ascend publishes
     (csrc/moe/scatter_nd_update_v2/op_kernel/scatter_nd_update_no_sort.h:95 in 0.23.0,
     csrc/moe/scatter_nd_update_sk/op_kernel/arch22/scatter_nd_update_hp.h:211 in 0.30.0rc2). An
-    index past the end raises; hardware would write out of bounds. A row that two updates want
-    holds neither, because the kernels write them in parallel. (op-plugin,
+    index past the end raises; hardware would write out of bounds. A row that two updates write
+    holds neither, because the kernels write in parallel. (op-plugin,
     torch_npu-npu_scatter_nd_update_.md.) Indices into more than one dimension have no reference.
     """
     return _scatter("npu_scatter_nd_update_", "input", input, indices, updates)
@@ -214,10 +215,10 @@ def npu_scatter_nd_update_(
 def npu_scatter_nd_update_sk(
     var: torch.Tensor, indices: torch.Tensor, update: torch.Tensor
 ) -> None:
-    """Do the same as ``npu_scatter_nd_update_``; rows of ``var`` may lie apart, but are contiguous.
+    """Do the same as ``npu_scatter_nd_update_``, with gaps allowed between the rows of ``var``.
 
-    (csrc/moe/scatter_nd_update_sk/op_host in 0.30.0rc2: op_api/aclnn_scatter_nd_update_sk.cpp:50
-    and scatter_nd_update_sk_tiling.cpp, HandleViewStride.)
+    Each row must be contiguous. (csrc/moe/scatter_nd_update_sk/op_host in 0.30.0rc2:
+    op_api/aclnn_scatter_nd_update_sk.cpp:50 and scatter_nd_update_sk_tiling.cpp, HandleViewStride.)
     """
     op = "npu_scatter_nd_update_sk"
     check_rank(op, "var", var, 2)
@@ -275,9 +276,9 @@ def npu_format_cast(
 ) -> torch.Tensor:
     """Return a copy of ``input`` in another memory format.
 
-    A format decides where elements are in the device's memory, not what an index means, so the
-    emulator's copy has the same layout. Visible is only that it is a copy: views of the old tensor
-    do not follow.
+    A format determines the position of elements in device memory, not the meaning of an index, so
+    the emulator keeps the layout. Only the copy is visible: views of ``input`` do not share memory
+    with the result.
     """
     op = "npu_format_cast"
     refuse_options(op, customize_dtype=customize_dtype, input_dtype=input_dtype)
@@ -289,7 +290,7 @@ def npu_format_cast(
 def npu_prefetch(
     input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0
 ) -> None:
-    """Load ``max_size`` bytes of ``input`` into the cache: a hint without a visible effect."""
+    """Check the arguments and do nothing: a prefetch into the cache has no visible effect."""
     op = "npu_prefetch"
     check(max_size > 0, op, "max_size", f"{max_size} must be positive")
     size = input.numel() * input.element_size()

@@ -1,6 +1,6 @@
-"""The definition of attention that the references of all attention kernels share.
+"""The definition of attention that all references of attention kernels share.
 
-It takes one sequence, exact masks and paged keys.
+It covers one sequence, with exact masks and paged keys.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ import torch
 
 from ascend_npu_emulator.ops.checks import check, check_dtype, check_rank
 
-UNBOUNDED = 2147483647  # pre_tokens and next_tokens without a window
+UNBOUNDED = 2147483647  # the value of pre_tokens and next_tokens without a window
 
 
 class Band(NamedTuple):
     """The keys that query i may see: ``i + origin - before`` to ``i + origin + after``.
 
     Attributes:
-        origin: the key with which query 0 is aligned.
+        origin: the key that aligns with query 0.
         before, after: number of keys on either side; None for no limit.
     """
 
@@ -26,7 +26,7 @@ class Band(NamedTuple):
     after: int | None
 
     def hidden(self, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return a bool mask [queries, keys], True where a key is hidden; None if none is."""
+        """Return a bool mask [queries, keys], True for hidden keys; None if no key is hidden."""
         if self.before is None and self.after is None:
             return None
         place = torch.arange(queries, device=device)[:, None] + self.origin
@@ -80,9 +80,9 @@ def attend(
         query: [queries, heads, D].
         key, value: [keys, kv_heads, D] and [keys, kv_heads, V].
         scale: factor of the scores.
-        hidden: bool [queries, keys], True for scores to leave out; None for none.
-        sink: [heads], one more score per head, which is neither scaled nor hidden and has the value
-            zero; None for none.
+        hidden: bool [queries, keys], True for scores to exclude; None to exclude none.
+        sink: [heads], an additional score per head that is neither scaled nor hidden and
+            contributes a zero value; None for no sink.
 
     Returns:
         The output [queries, heads, V] and the log-sum-exp of the keys' scores [queries, heads],
@@ -105,7 +105,7 @@ def attend(
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     blind = lse == float("-inf")
-    # [kv_heads, group, queries], as the scores are.
+    # [kv_heads, group, queries], like the scores.
     total = lse if sink is None else torch.logaddexp(lse, sink.float().view(kv_heads, group, 1))
     weights = torch.exp(scores - total.masked_fill(blind, 0.0).unsqueeze(-1))
     out = weights @ value.float().permute(1, 0, 2).unsqueeze(1)
@@ -119,12 +119,12 @@ class PagedKeys:
     """Keys or values of many sequences in the blocks of one cache, found by a block table.
 
     Args:
-        op: the operator, for errors.
+        op: the operator's name, for errors.
         cache: [blocks, block_size, kv_heads * D] or [blocks, block_size, kv_heads, D]; [blocks,
             kv_heads, block_size, D] with ``head_major``; [blocks, kv_heads, D / n, block_size, n]
             in the format of npu_scatter_pa_kv_cache.
         table: int32 [sequences, blocks per sequence].
-        kv_heads, head_major: of the cache.
+        kv_heads, head_major: number of heads and layout of the cache.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PagedKeys:
     def of(self, sequence: int, length: int) -> torch.Tensor:
         """Return the first ``length`` rows of a sequence, [length, kv_heads, D].
 
-        Blocks after ``length`` are not read.
+        Blocks past ``length`` are not read.
         """
         count = -(-length // self.block_size)
         check(
@@ -159,9 +159,8 @@ class PagedKeys:
             self._op,
             "block_table",
             (
-                f"sequence {sequence} has {length} keys, more than its {self._table.shape[1]} "
-                "blocks "
-                f"of {self.block_size} hold"
+                f"sequence {sequence} has {length} keys, more than "
+                f"{self._table.shape[1]} blocks of {self.block_size} hold"
             ),
         )
         ids = self._host_table[sequence, :count]
@@ -171,7 +170,7 @@ class PagedKeys:
             self._op,
             "block_table",
             (
-                f"sequence {sequence} names blocks {outside.tolist()[:8]}; the cache has "
+                f"sequence {sequence} uses blocks {outside.tolist()[:8]}; the cache has "
                 f"{self._blocks.shape[0]}"
             ),
         )
@@ -183,7 +182,7 @@ class PagedKeys:
 
 
 def check_heads(op: str, heads: int, kv_heads: int) -> int:
-    """Return the number of key heads, which must divide ``heads``; 0 means ``heads``."""
+    """Check that ``kv_heads`` divides ``heads``, and return it; 0 means ``heads``."""
     check(heads > 0, op, "num_heads", f"{heads} must be positive")
     actual = kv_heads or heads
     check(
@@ -196,7 +195,7 @@ def check_heads(op: str, heads: int, kv_heads: int) -> int:
         heads // actual <= 64,
         op,
         "num_key_value_heads",
-        f"{heads} query heads per {actual} key heads is more than 64 to 1",
+        f"{heads} query heads for {actual} key heads exceed 64 per key head",
     )
     return actual
 
@@ -209,10 +208,10 @@ def check_cumulative(
     The totals must not decrease and must end at ``rows``.
     """
     ends = [int(end) for end in lengths]
-    check(bool(ends), op, argument, "must be given for the TND layout")
+    check(bool(ends), op, argument, "must be given with input_layout TND")
     starts = [0, *ends[:-1]]
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        check(start <= end, op, argument, f"running totals {ends} fall at index {index}")
+        check(start <= end, op, argument, f"running totals {ends} decrease at index {index}")
     check(
         ends[-1] == rows,
         op,

@@ -1,6 +1,6 @@
-"""References for npu_fused_infer_attention_score and its second version.
+"""References for npu_fused_infer_attention_score and npu_fused_infer_attention_score_v2.
 
-Both have an ``out`` form and a query of the workspace's size.
+Both have an ``out`` form and a function that returns the workspace.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ from ascend_npu_emulator.ops.checks import (
 
 Results = tuple[torch.Tensor, torch.Tensor]  # output, log-sum-exp
 
-_MASK_SIZE = 2048  # of the compressed causal mask for sparse modes 2, 3 and 4
-# Masks that were checked, by address: vllm-ascend keeps one mask per process, and reading its four
-# million elements in each call would be slow.
+_MASK_SIZE = 2048  # rows and columns of the compressed causal mask for sparse modes 2, 3 and 4
+# Addresses of checked masks. vllm-ascend keeps one mask per process, and reading four million
+# elements in each call would be slow.
 _KNOWN_CAUSAL_MASKS: set[tuple[int, torch.dtype]] = set()
 
 
 def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
     """Require no mask for sparse mode 0, and the compressed causal mask for 2, 3 and 4.
 
-    The content of a mask is checked once.
+    The elements of a mask are checked once.
     """
     if sparse_mode == 0:
         if mask is not None:
@@ -85,19 +85,19 @@ def _check_sink(call: FusedCall, sink: torch.Tensor) -> None:
         "learnable_sink",
         f"shape {tuple(sink.shape)} must be ({query.shape[1]},)",
     )
-    # Heads of query and value have one size here.
+    # Heads of query and value have the same size here.
     check(
         query.shape[2] <= 128,
         op,
         "learnable_sink",
-        f"a head of value has {query.shape[2]} elements; supported: at most 128",
+        f"head size {query.shape[2]} of value must be at most 128",
     )
 
 
 def _check_pages(
     op: str, cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int
 ) -> bool:
-    """Return whether the paged cache is head-major; raise unless its shape fits the TND layout."""
+    """Check the shape of the paged cache for layout TND. Return whether it is head-major."""
     check_rank(op, "key", cache, 3, 4)
     head_major = cache.dim() == 4
     rows, width = (
@@ -115,7 +115,7 @@ def _check_pages(
         rows == block_size,
         op,
         "block_size",
-        f"{block_size} is not the block size {rows} of key {tuple(cache.shape)}",
+        f"{block_size} must be {rows}, the block size of key {tuple(cache.shape)}",
     )
     check(
         width == kv_heads * head_dim,
@@ -127,7 +127,7 @@ def _check_pages(
         head_major or width <= 65535,
         op,
         "key",
-        f"{width} elements per row is more than the 65535 of this cache layout",
+        f"{width} elements per row exceed the 65535 of this cache layout",
     )
     return head_major
 
@@ -147,7 +147,7 @@ def _fused(call: FusedCall) -> Results:
         )
         if name == "query":
             check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-        elif table is not None:  # without a table CANN copies what has gaps (AutoContiguous)
+        elif table is not None:  # without a table CANN makes contiguous copies (AutoContiguous)
             check_blocks(op, name, tensor)
     check(
         call.inner_precise in (0, 1, 2, 3),
@@ -228,8 +228,8 @@ def npu_fused_infer_attention_score(
 ) -> Results:
     """Compute attention of many sequences laid end to end (layout TND).
 
-    Their keys are laid end to end too, or in a paged cache. A sequence without queries is skipped.
-    Padding rows are attended like any other. Unlike hardware, this accepts float32 (the exactness
+    The keys are also laid end to end, or in a paged cache. A sequence without queries is skipped.
+    Padding rows are computed like all others. Unlike hardware, this accepts float32 (the exactness
     mode) and any head size.
 
     Args:
@@ -308,9 +308,9 @@ def npu_fused_infer_attention_score_v2(
 ) -> Results:
     """Do the same as ``npu_fused_infer_attention_score``, with the second version's argument names.
 
-    ``learnable_sink`` [num_query_heads] is a score that takes part in each query's softmax and adds
-    no value. It is refused with ``return_softmax_lse``: whether the kernel's sum counts the sink is
-    not documented.
+    ``learnable_sink`` [num_query_heads] is a score in each query's softmax without a value. It is
+    refused with ``return_softmax_lse``, because CANN does not document whether the log-sum-exp
+    includes the sink.
     """
     op = "npu_fused_infer_attention_score_v2"
     refuse_options(op, pse_shift=pse_shift, **quantisation)
@@ -344,7 +344,7 @@ def npu_fused_infer_attention_score_v2(
 def _into_out(infer: Callable[..., Results], lse_option: str) -> Callable[..., Results]:
     """Return the form of ``infer`` that writes into ``out`` = [output, log-sum-exp].
 
-    ``workspace`` is scratch memory, which the emulator does not need.
+    ``workspace`` is scratch memory. The emulator ignores it.
     """
     op = f"{infer.__name__}.out"
 
@@ -358,7 +358,7 @@ def _into_out(infer: Callable[..., Results], lse_option: str) -> Callable[..., R
         **options: object,
     ) -> Results:
         results = infer(query, key, value, **options)
-        check(len(out) == 2, op, "out", f"{len(out)} tensors given, two wanted")
+        check(len(out) == 2, op, "out", f"{len(out)} tensors must be 2")
         check(
             out[0].shape == results[0].shape,
             op,
@@ -382,5 +382,5 @@ npu_fused_infer_attention_score_v2_out = _into_out(
 def get_max_workspace(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
 ) -> torch.Tensor:
-    """Return the scratch memory that the kernel needs at most: here an empty uint8 tensor."""
+    """Return scratch memory for the kernel: here an empty uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=query.device)

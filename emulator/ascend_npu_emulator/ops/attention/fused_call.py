@@ -1,4 +1,4 @@
-"""A call of either version of the fused attention kernel, and what the kernel's forms share."""
+"""Arguments and steps that all forms of the fused attention kernel share."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from ascend_npu_emulator.ops.attention.definition import attend, band_of, check_cumulative
 from ascend_npu_emulator.ops.checks import check
 
-# The kernel computes scores block by block in its cores and takes no memory for all of them.
+# Limit of scores in memory. The kernel computes scores block by block and never stores all.
 SCORES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class FusedCall:
-    """Arguments of ``npu_fused_infer_attention_score`` or of its second version; see there."""
+    """Arguments of ``npu_fused_infer_attention_score`` or of the second version."""
 
     op: str
     query: torch.Tensor
@@ -41,11 +41,11 @@ class FusedCall:
     value_scale: torch.Tensor | None = None
 
     def query_spans(self, rows: int) -> list[tuple[int, int]]:
-        """Return the rows [first, end) of each sequence, of ``rows`` in all."""
+        """Return the rows [first, end) of each sequence. The last span ends at ``rows``."""
         return check_cumulative(self.op, "actual_seq_lengths", self.q_lengths or (), rows)
 
     def key_spans(self, sequences: int) -> list[tuple[int, int]]:
-        """Return the keys [first, end) of each sequence, if keys are laid end to end."""
+        """Return the keys [first, end) of each sequence, for keys laid end to end."""
         return check_cumulative(
             self.op, "actual_seq_lengths_kv", self._key_lengths(sequences), self.key.shape[0]
         )
@@ -53,7 +53,7 @@ class FusedCall:
     def cached_lengths(self, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[int]:
         """Return the number of keys of each sequence to read from the cache.
 
-        It is 0 for a sequence without queries, whose row of ``table`` may hold anything.
+        A sequence without queries gets 0, because the row in ``table`` is undefined.
         """
         lengths = self._key_lengths(len(spans))
         check(

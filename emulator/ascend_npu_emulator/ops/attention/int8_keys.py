@@ -15,13 +15,13 @@ from ascend_npu_emulator.ops.checks import (
 
 
 def int8_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax(scale * q (k * key_scale)^T) (v * value_scale); the mask was checked.
+    """Compute softmax(scale * q (k * key_scale)^T) (v * value_scale). The caller checks the mask.
 
     Supported: one query per sequence in layout BNSD, a query [B, heads, 1, D] of float16 or
     bfloat16; key and value int8 [blocks, kv_heads, D / 32, block_size, 32] as
     npu_scatter_pa_kv_cache writes them; scales [kv_heads, 1, D] of the query's dtype
     (``antiquant_mode`` 0); ``block_table`` int32 [B, n], with one length of keys per sequence;
-    sparse mode 0. In float32, rounded once. (CANN's documentation of
+    sparse mode 0. Computed in float32 and rounded once. (CANN's documentation of
     aclnnFusedInferAttentionScoreV4, per-channel quantisation of key and value.)
 
     Returns:

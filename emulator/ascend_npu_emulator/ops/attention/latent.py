@@ -1,6 +1,6 @@
 """The fused attention kernel for latent keys (MLA).
 
-Query and key come in two parts, one with and one without a rotary embedding.
+Query and key have two parts: with and without a rotary embedding.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROPE_DIM = 64
 _ABSORBED, _EXPANDED = (
     512,
     128,
-)  # a head of query against the latent itself, or against keys made from it
+)  # head size against the latent, or against keys made from the latent
 _HALVES = (torch.float16, torch.bfloat16)
 _HEADS = tuple(2**i for i in range(8))
 _LAYOUTS = {_ABSORBED: ("TND", "TND_NTD", "BNSD_NBSD"), _EXPANDED: ("TND",)}
@@ -30,13 +30,13 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def latent_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax(scale * (q k^T + q_rope k_rope^T)) v; the caller has checked the mask.
+    """Compute softmax(scale * (q k^T + q_rope k_rope^T)) v. The caller checks the mask.
 
-    There are two forms, selected by the head size of ``query``.
+    The head size of ``query`` selects one of two forms.
 
-    128: each head has its own keys and values, in layout TND. query and ``query_rope`` are [T,
-    heads, 128 and 64]; key, ``key_rope`` and value are [S, kv_heads, 128, 64 and 128]; both lengths
-    are running totals.
+    128: the layout is TND, with separate keys and values for each head. query and ``query_rope``
+    are [T, heads, 128 and 64]; key, ``key_rope`` and value are [S, kv_heads, 128, 64 and 128]; both
+    lengths are running totals.
 
     512: all heads share the cached latent. ``block_table`` is int32 [sequences, n]; key and value
     are [blocks, 1, block_size, 512], ``key_rope`` [blocks, 1, block_size, 64] (or [blocks,
@@ -65,7 +65,7 @@ def latent_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
         width in _LAYOUTS,
         op,
         "query",
-        f"a head has {width} elements; with query_rope it must have 128 or 512",
+        f"head size {width} must be 128 or 512 with query_rope",
     )
     if layout not in _LAYOUTS[width]:
         raise unsupported(op, f"input_layout (with query_rope and heads of {width})", layout)
@@ -99,7 +99,7 @@ def latent_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
             call.q_lengths is None,
             op,
             "actual_seq_lengths",
-            f"has no meaning with input_layout {layout}",
+            f"must not be given with input_layout {layout}",
         )
         batch, _, each = query.shape[:3]
         rows = rows.transpose(1, 2).flatten(0, 1)  # [T, heads, D]
@@ -161,9 +161,8 @@ def _cached(call: FusedCall, key_rope: torch.Tensor, spans: Sequence[tuple[int, 
         op,
         "key",
         (
-            f"shape {tuple(key.shape)} must be [blocks, 1, {size}, {_ABSORBED}] or [blocks, "
-            f"{size}, "
-            f"{_ABSORBED}]"
+            f"shape {tuple(key.shape)} must be [blocks, 1, {size}, {_ABSORBED}] or "
+            f"[blocks, {size}, {_ABSORBED}]"
         ),
     )
     lengths = call.cached_lengths(table, spans)

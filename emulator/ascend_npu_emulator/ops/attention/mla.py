@@ -1,6 +1,7 @@
 """References for the kernels around latent attention (MLA).
 
-These are its rotary embedding, its cache, its products, and the merging of partial results.
+They compute the rotary embedding, write and read the cache, multiply by batch, and merge partial
+results.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,10 @@ _MERGED_AT_MOST = 16
 
 
 def _unwound(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of ``x`` [..., R]; return all first elements, then all second ones.
+    """Rotate neighbouring pairs of ``x`` [..., R]; return all first elements, then all second.
 
-    The result is float32 [..., R]. ``cos`` and ``sin`` [..., R] repeat the angles of their first
-    half in the second.
+    The result is float32 [..., R]. The second half of ``cos`` and ``sin`` [..., R] repeats the
+    angles of the first.
     """
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
     return (
@@ -43,7 +44,7 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     """Rotate neighbours of ``x`` [B, N, S, 64] by ``cos`` and ``sin`` [B, 1, 1 or S, 64].
 
     The result has the shape of ``x``, but the element pairs (0, 1), (2, 3), ... become (0, 32), (1,
-    33), .... Query and key change their order alike, so their products stay the same.
+    33), .... Query and key are reordered alike, so the products stay the same.
     """
     op = "npu_interleave_rope"
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
@@ -88,16 +89,16 @@ def npu_kv_rmsnorm_rope_cache(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm the latent and rotate the rest of each row of ``kv``, and write both into the caches.
 
-    The norm rounds once, at its end (CANN ops-transformer, kv_rms_norm_rope_cache_b16_pa.h).
-    Supported are the cache modes PA and PA_BNSD, which are equal, without quantisation.
+    The norm rounds once, at the end (CANN ops-transformer, kv_rms_norm_rope_cache_b16_pa.h).
+    Supported: the equal cache modes PA and PA_BNSD, without quantisation.
 
     Args:
         kv: [B, 1, S, 512 + 64].
         gamma: [512].
         cos, sin: [B, 1, S, 64].
-        index: int64 [B * S], slot of each row in the caches. -1 is skipped. A slot after the end
+        index: int64 [B * S], slot of each row in the caches. -1 is skipped. A slot past the end
             raises; hardware would write out of bounds. A slot that occurs twice receives POISON,
-            because its content is undefined.
+            because the content is undefined.
         k_cache: [blocks, block_size, 1, 64], for rotated rows (see ``npu_interleave_rope``).
         ckv_cache: [blocks, block_size, 1, 512], for normed rows.
 
@@ -239,8 +240,8 @@ def npu_paged_cache_load(
     Args:
         key_cache, value_cache: [blocks, block_size, N, Dk and Dv].
         block_table: int32 [sequences, n].
-        context_lens: int32 [sequences], number of rows of each, T in all.
-        seq_starts: int32 [sequences], first row of each; multiples of the block size, because the
+        context_lens: int32 [sequences], number of rows of each; the sum is T.
+        seq_starts: int32 [sequences], first row of each; a multiple of the block size, because the
             kernel starts at a block.
     """
     op = "npu_paged_cache_load"
@@ -344,15 +345,16 @@ def npu_gather_pa_kv_cache(
     """Load the rows of many sequences, end to end, into ``key`` and ``value``.
 
     Rows begin at block ``seq_offset[i] // block_size`` of a sequence's blocks. Every tensor must be
-    contiguous and have elements; a block that does not exist raises, where hardware would read
-    anything. Supported are caches in the format ND, in float16 and bfloat16. (CANN ops-transformer,
-    aclnnGatherPaKvCache; torch_npu 2.10.0.post4 chooses its cache mode by the cache's format.)
+    contiguous and not empty. A block that does not exist raises, where hardware would read
+    arbitrary memory. Supported: caches in the format ND, in float16 and bfloat16. (CANN
+    ops-transformer, aclnnGatherPaKvCache; torch_npu 2.10.0.post4 chooses its cache mode by the
+    cache's format.)
 
     Args:
         key_cache, value_cache: [blocks, block_size, N, Dk and Dv].
         block_tables: int32 [sequences, n].
-        seq_lens: int32 [sequences], number of rows of each, T in all; with ``is_seq_lens_cumsum``
-            [sequences + 1], the running totals from 0 on.
+        seq_lens: int32 [sequences], number of rows of each; the sum is T. With
+            ``is_seq_lens_cumsum`` [sequences + 1], running totals that start at 0.
         key, value: [T, N, Dk and Dv], written.
         seq_offset: int32 [sequences].
     """
@@ -379,7 +381,10 @@ def npu_gather_pa_kv_cache(
     ):
         fits = numbers is None or tuple(numbers.shape) == (count,)
         check(
-            fits, op, name, f"{'' if numbers is None else tuple(numbers.shape)} must be ({count},)"
+            fits,
+            op,
+            name,
+            f"shape {'' if numbers is None else tuple(numbers.shape)} must be ({count},)",
         )
     lengths = seq_lens.tolist()
     if is_seq_lens_cumsum:
@@ -417,10 +422,10 @@ def npu_attention_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attentions over parts of the keys.
 
-    The result is the sum of ``local_out[i]`` * exp(``lse[i]`` - logsumexp(``lse``)). A part in
-    which a row saw no key has an lse of +inf there, as the attention kernel marks it, and does not
-    count (CANN ops-transformer, attention_update_without_lse_regbase.h). Supported is
-    ``update_type`` 0, without the merged lse.
+    The result is the sum of ``local_out[i]`` * exp(``lse[i]`` - logsumexp(``lse``)). The attention
+    kernel marks a row that saw no key in a part with an lse of +inf. Such a row does not count
+    (CANN ops-transformer, attention_update_without_lse_regbase.h). Supported: ``update_type`` 0,
+    without the merged lse.
 
     Args:
         lse: float32 [R] of each part.
@@ -436,7 +441,7 @@ def npu_attention_update(
         1 <= len(lse) <= _MERGED_AT_MOST,
         op,
         "lse",
-        f"{len(lse)} parts; there must be 1 to {_MERGED_AT_MOST}",
+        f"{len(lse)} parts must be 1 to {_MERGED_AT_MOST}",
     )
     check(
         len(local_out) == len(lse), op, "local_out", f"{len(local_out)} outputs for {len(lse)} lse"

@@ -1,7 +1,8 @@
-"""The reference for MLAPO: everything before sparse attention, of W8A8 layers, in one operator.
+"""The reference for MLAPO: all steps of a W8A8 layer before sparse attention, in one operator.
 
-The definition is vllm-ascend's kernel, csrc/mla_preprocess of 0.23.0.post1; lines without a file
-are of op_kernel/mla_preprocess_mix_bf16_qdown.hpp. The kernel of 0.30.0rc2 computes the same.
+The definition is vllm-ascend's kernel, csrc/mla_preprocess of 0.23.0.post1. Line numbers without a
+file refer to op_kernel/mla_preprocess_mix_bf16_qdown.hpp. The kernel of 0.30.0rc2 computes the
+same.
 """
 
 from typing import NamedTuple
@@ -18,8 +19,8 @@ _ROWS_AT_MOST = 1024  # op_host/mla_preprocess.h:728
 _LATENT, _ROPE = (
     512,
     64,
-)  # others "may produce accuracy issues" (mla_preprocess_torch_adpt.h of 0.30.0rc2)
-_EPSILON = 1e-6  # of both norms, whatever the model's is (lines 572 and 2415)
+)  # other sizes "may produce accuracy issues" (mla_preprocess_torch_adpt.h of 0.30.0rc2)
+_EPSILON = 1e-6  # of both norms, independent of the model (lines 572 and 2415)
 _CACHE_MODES = ("krope_ctkv", "int8_nzcache", "nzcache")
 _QUANT_MODES = (
     "per_tensor_quant_asymm",
@@ -47,7 +48,7 @@ class _Product(NamedTuple):
         _check(f"descale{index}", self.scale, torch.float32, (outer,))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return bfloat16 [rows, N]: exact sums and bias, scaled in float32 (lines 2247, 2298)."""
+        """Return bfloat16 [rows, N]: exact sums plus bias, scaled in float32 (lines 2247, 2298)."""
         assert self.bias is not None and self.scale is not None
         matrix = self.weight[0].permute(0, 2, 1).flatten(0, 1)  # [K, N]
         return ((int8_product(rows, matrix) + self.bias).float() * self.scale).to(torch.bfloat16)
@@ -60,7 +61,7 @@ class _Scale(NamedTuple):
     offset: torch.Tensor | None
 
     def __call__(self, exact: torch.Tensor) -> torch.Tensor:
-        """Return int8 of float32: multiplied, rounded to float16, and then to whole numbers.
+        """Return int8: float32 times the scale, rounded to float16, then to whole numbers.
 
         (Lines 436, 484 and 486, kernel/kernel_utils.h:63 and 75.)
         """
@@ -103,29 +104,30 @@ def mla_preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write the queries of sparse attention, and each row's latent and rope into the caches.
 
-    The rows are quantised and multiplied by ``wdqkv``. Of the product the first 512 elements become
-    the latent by a norm with ``gamma2``, the next 64 the rope, and the rest the latent query by a
-    norm with ``gamma1`` and ``beta1``. The latent query is quantised before it is rounded, and
-    multiplied by ``wuq``. Of each head of that product the last 64 elements are rotated, the first
-    ones multiplied by ``wuk``. Rotated are pairs of elements 32 apart. Supported are bfloat16, one
-    scale for all rows, and caches with separate ropes.
+    The rows are quantised and multiplied by ``wdqkv``. The first 512 elements of the product are
+    normed with ``gamma2`` to the latent, the next 64 are the rope, and the rest is normed with
+    ``gamma1`` and ``beta1`` to the latent query. The latent query is quantised before rounding and
+    multiplied by ``wuq``. In each head of this product the last 64 elements are rotated, in pairs
+    32 apart, and the first P are multiplied by ``wuk``. Supported: bfloat16, one scale for all
+    rows, and caches with separate ropes.
 
     Args:
         hiddenState: bfloat16 [T, H], at most 1024 rows.
         wdqkv, bias0, descale0: see ``_Product``; [T, H] to [T, 512 + 64 + Q].
         wuq, bias1, descale1: [T, Q] to [T, heads * (P + 64)].
-        gamma1, beta1: bfloat16 [Q]. gamma2: bfloat16 [512].
-        cos, sin: bfloat16 [T, ..., 64], one for each row.
+        gamma1, beta1: bfloat16 [Q].
+        gamma2: bfloat16 [512].
+        cos, sin: bfloat16 [T, ..., 64], one per row.
         wuk: bfloat16 [heads, P, 512].
         kv_cache_out0, kv_cache_out1: bfloat16 [blocks, block_size, 1, 512] and [..., 64], written.
-        kv_cache, kv_cache_rope: of the same shapes, and not read.
-        slotmapping: int32 [T]. -1 is skipped; the hardware writes out of bounds for others outside.
-            A slot that occurs twice holds neither row.
+        kv_cache, kv_cache_rope: same shapes, not read.
+        slotmapping: int32 [T]. -1 is skipped. Other slots outside the cache raise; hardware would
+            write out of bounds. A slot that occurs twice holds neither row.
         quant_scale0, quant_offset0, quant_scale1, quant_offset1: see ``_Scale``.
         q_out0, q_out1, inner_out: bfloat16 [T, heads, 512], [T, heads, 64] and [T, Q], written.
 
     Returns:
-        The five tensors that it writes.
+        The five written tensors.
     """
     check(
         cache_mode in _CACHE_MODES,
@@ -204,7 +206,7 @@ def mla_preprocess(
 def _check(
     name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """Check what the kernel does not: it reads and writes addresses."""
+    """Check a tensor. The kernel takes addresses alone and checks nothing."""
     check(tensor is not None, _OP, name, "must be given")
     assert tensor is not None
     check(tensor.dtype == dtype, _OP, name, f"dtype {tensor.dtype} must be {dtype}")
@@ -239,7 +241,7 @@ def _normed(rows: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return float32 of the rows with elements i and i + 32 turned (lines 136 and 2670)."""
+    """Return the rows in float32 with elements i and i + 32 rotated (lines 136 and 2670)."""
     exact = rows.float()
     first, second = exact.chunk(2, -1)
     return exact * cos.float() + torch.cat((-second, first), -1) * sin.float()

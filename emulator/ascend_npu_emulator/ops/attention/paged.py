@@ -25,7 +25,7 @@ def _npu_paged_attention(
         query, out: [sequences, num_heads, D].
         key_cache, value_cache: [blocks, block_size, num_kv_heads, D].
         block_table: int32 [>= sequences, n].
-        context_lens: int32 [>= sequences], on the host as the library requires.
+        context_lens: int32 [>= sequences], on the host, as the library requires.
         workspace: scratch memory, not needed here.
     """
     op = "_npu_paged_attention"
@@ -49,7 +49,7 @@ def _npu_paged_attention(
         out.shape == query.shape and out.dtype == query.dtype,
         op,
         "out",
-        f"must be like query {tuple(query.shape)}",
+        f"must have query's shape {tuple(query.shape)} and dtype {query.dtype}",
     )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_rank(op, name, cache, 4)

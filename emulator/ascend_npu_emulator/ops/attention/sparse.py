@@ -1,9 +1,9 @@
 """References for sparse attention (DSA): the selection of tokens, and latent attention to them.
 
-The definitions are those of vllm-ascend 0.23.0's sources of CANN's kernels,
-csrc/attention/lightning_indexer and csrc/attention/sparse_flash_attention; 0.30.0rc2 has the second
-one, too. Their READMEs give the formulas and op_host/*_tiling.cpp the checks. Supported are queries
-in TND and keys in PA_BSND, the layouts of vllm-ascend.
+The definitions are the sources of CANN's kernels in vllm-ascend 0.23.0,
+csrc/attention/lightning_indexer and csrc/attention/sparse_flash_attention; 0.30.0rc2 also has the
+second. The READMEs of the kernels give the formulas and op_host/*_tiling.cpp the checks. Supported:
+queries in TND and keys in PA_BSND, the layouts of vllm-ascend.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from ascend_npu_emulator.ops.checks import (
 )
 from ascend_npu_emulator.ops.poison import poisoned
 
-ALL_TOKENS = 9223372036854775807  # pre_tokens and next_tokens, which take no other value
+ALL_TOKENS = 9223372036854775807  # the only value of pre_tokens and next_tokens
 _HALVES = (torch.float16, torch.bfloat16)
 _LATENT_DIM = 512
 _INDEX_DIM = 128
@@ -39,10 +39,10 @@ class SparseSequence(NamedTuple):
     """One sequence of a batch.
 
     Attributes:
-        number: of the sequence.
-        first, end: its rows in the query.
+        number: number of the sequence.
+        first, end: rows in the query.
         keys: number of keys in the cache.
-        visible: int64 [rows], how many of the first keys each query sees; none is negative.
+        visible: int64 [rows], number of leading keys that each query sees, 0 or more.
     """
 
     number: int
@@ -53,7 +53,7 @@ class SparseSequence(NamedTuple):
 
 
 class SparseBatch(NamedTuple):
-    """The arguments by which both operators describe their sequences."""
+    """The arguments that describe the sequences of both operators."""
 
     op: str
     q_lengths: torch.Tensor | None
@@ -65,7 +65,7 @@ class SparseBatch(NamedTuple):
     def check_options(
         self, query_layout: str, key_layout: str, pre_tokens: int, next_tokens: int
     ) -> None:
-        """Check everything that does not depend on the operator."""
+        """Check the arguments that both operators share."""
         op = self.op
         key_option = self.k_lengths_name.replace("actual_seq_lengths", "layout")
         check(
@@ -120,11 +120,11 @@ class SparseBatch(NamedTuple):
                 actual == count,
                 op,
                 name,
-                f"{actual} sequences; actual_seq_lengths_query has {count}",
+                f"{actual} sequences must be {count}, as in actual_seq_lengths_query",
             )
 
     def sequences(self, rows: int) -> Iterator[SparseSequence]:
-        """Yield the sequences; their queries may end before the last of ``rows``."""
+        """Yield the sequences. The queries may end before the last of ``rows``."""
         assert self.q_lengths is not None and self.k_lengths is not None
         ends, counts, first = self.q_lengths.tolist(), self.k_lengths.tolist(), 0
         check(
@@ -138,7 +138,7 @@ class SparseBatch(NamedTuple):
                 end >= first,
                 self.op,
                 "actual_seq_lengths_query",
-                f"running totals {ends} fall at index {index}",
+                f"running totals {ends} decrease at index {index}",
             )
             check(
                 keys >= 0,
@@ -161,7 +161,7 @@ def check_block_size(op: str, cache: torch.Tensor) -> None:
         0 < size <= 1024 and size % 16 == 0,
         op,
         "key",
-        f"blocks of {size} rows must have a multiple of 16 up to 1024",
+        f"block size {size} must be a multiple of 16 up to 1024",
     )
 
 
@@ -183,9 +183,9 @@ def npu_lightning_indexer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``sparse_count`` keys with the highest scores for each query.
 
-    The score is the sum over heads of weight * relu(q k), in float32. Keys come in falling order of
-    scores, the first one of equal scores first, and then -1 up to ``sparse_count``. Which of equal
-    scores hardware prefers is not documented.
+    The score is the sum over heads of weight * relu(q k), in float32. Keys are in descending order
+    of scores, equal scores in order of keys, and then -1 up to ``sparse_count``. CANN does not
+    document the order of equal scores.
 
     Args:
         query: [T, heads, 128], with at most 64 heads.
@@ -195,7 +195,7 @@ def npu_lightning_indexer(
         actual_seq_lengths_key: int32 [sequences].
         block_table: int32 [sequences, n].
         sparse_count: 1 to 2048, or a multiple of 1024 up to 8192.
-        sparse_mode: 0 for all keys, 3 for a causal mask: the last query sees the last key.
+        sparse_mode: 0 for all keys, 3 for a causal mask where the last query sees the last key.
 
     Returns:
         int32 [T, 1, sparse_count], and an empty tensor. Rows after the last sequence are undefined.
@@ -243,7 +243,7 @@ def npu_lightning_indexer(
 
 
 def best_keys(scores: torch.Tensor, sequence: SparseSequence, count: int) -> torch.Tensor:
-    """Return int32 [queries, count]: keys of the highest ``scores`` [queries, keys], then -1."""
+    """Return int32 [queries, count]: keys with the highest ``scores`` [queries, keys], then -1."""
     place = torch.arange(sequence.keys, device=scores.device)
     visible = sequence.visible.unsqueeze(-1)
     order = (
@@ -267,12 +267,12 @@ def _check_indexer(op: str, query: torch.Tensor, key: torch.Tensor, weights: tor
     )
     check_dtype(op, "weights", weights, (query.dtype, torch.float32))
     rows, heads, width = query.shape
-    check(width == _INDEX_DIM, op, "query", f"heads of {width} elements must have {_INDEX_DIM}")
+    check(width == _INDEX_DIM, op, "query", f"head size {width} must be {_INDEX_DIM}")
     check(
         heads <= _INDEX_HEADS_AT_MOST,
         op,
         "query",
-        f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}",
+        f"{heads} heads exceed {_INDEX_HEADS_AT_MOST}",
     )
     check(
         tuple(weights.shape) == (rows, heads),
@@ -313,13 +313,13 @@ def npu_sparse_flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute softmax(scale * (q k^T + q_rope k_rope^T)) v over the selected keys of each query.
 
-    A query that sees n keys reads the first n entries of its row of ``sparse_indices``, up to the
-    first negative one. An entry from n on is passed over, and one that occurs twice counts twice. A
-    query without keys gives zeros. (arch22/sparse_flash_attention_kernel_mla.h:337 and 684,
-    arch22/sparse_flash_attention_service_vector_mla.h:822 and 834.)
+    A query that sees n keys reads the first n entries of the query's row in ``sparse_indices``, up
+    to the first negative entry. An entry of n or more is ignored, and an entry that occurs twice
+    counts twice. A query without keys gives zeros. (arch22/sparse_flash_attention_kernel_mla.h:337
+    and 684, arch22/sparse_flash_attention_service_vector_mla.h:822 and 834.)
 
     Args:
-        query, query_rope: [T, heads, 512 and 64]; heads are 1 to 64, or 128.
+        query, query_rope: [T, heads, 512 and 64], with 1 to 64 or 128 heads.
         key, value: [blocks, block_size, 1, 512], the same latents.
         key_rope: [blocks, block_size, 1, 64].
         sparse_indices: int32 [T, 1, n].
@@ -424,7 +424,7 @@ def _check_attention(
 
 
 def times_chosen(indices: torch.Tensor, sequence: SparseSequence) -> torch.Tensor:
-    """Return how often each row of ``indices`` [queries, n] names each key: [queries, keys]."""
+    """Return how often each row of ``indices`` [queries, n] has each key: [queries, keys]."""
     visible = sequence.visible.unsqueeze(-1)
     place = torch.arange(indices.shape[1], device=indices.device)
     read = (indices >= 0).cumprod(-1).bool() & (place < visible) & (indices < visible)
@@ -445,7 +445,7 @@ def attend_chosen(
         query: [queries, heads, D].
         keys, values: [keys, D and V].
         scale: factor of the scores.
-        times: [queries, keys], how often each key counts.
+        times: [queries, keys], multiplicity of each key.
     """
     if not keys.shape[0]:
         return query.new_zeros(*query.shape[:2], values.shape[1], dtype=torch.float32)

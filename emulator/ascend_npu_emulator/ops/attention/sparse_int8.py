@@ -1,9 +1,9 @@
 """References for sparse attention (DSA) over int8 caches: of the indexer's keys, and of latents.
 
-The definitions are those of vllm-ascend 0.23.0.post1's sources of CANN's kernels,
-csrc/attention/lightning_indexer_quant and csrc/attention/kv_quant_sparse_flash_attention. Those of
-0.30.0rc2 are the same; its second operator has the name npu_kv_quant_sparse_flash_attention_vllm.
-Supported are queries in TND and keys in PA_BSND, the layouts of vllm-ascend.
+The definitions are the sources of CANN's kernels in vllm-ascend 0.23.0.post1,
+csrc/attention/lightning_indexer_quant and csrc/attention/kv_quant_sparse_flash_attention. 0.30.0rc2
+has the same sources and names the second operator npu_kv_quant_sparse_flash_attention_vllm.
+Supported: queries in TND and keys in PA_BSND, the layouts of vllm-ascend.
 """
 
 import torch
@@ -32,14 +32,14 @@ _INDEX_DIM, _INDEX_HEADS_AT_MOST, _COUNT_AT_MOST = 128, 64, 2048
 _LATENT, _ROPE, _TILE = 512, 64, 128
 _SCALES = _LATENT // _TILE
 _QUERY_DIM = _LATENT + _ROPE
-# A key in bytes: int8 latents, a rope of halves, and a float32 scale for each tile.
+# Bytes of a key: int8 latent, rope in two bytes per element, and a float32 scale for each tile.
 _ROPE_BYTES, _SCALE_BYTES = 2 * _ROPE, 4 * _SCALES
 _KEY_BYTES = _LATENT + _ROPE_BYTES + _SCALE_BYTES
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SPARSE_BLOCKS = (1, 2, 4, 8, 16)
 _PRODUCT_SCALE = (
     2.0**-10
-)  # of the products, which the kernel rounds to float16 (service_cube.h:546)
+)  # divisor of the products, which the kernel then rounds to float16 (service_cube.h:546)
 
 
 def npu_lightning_indexer_quant(
@@ -61,16 +61,17 @@ def npu_lightning_indexer_quant(
 ) -> torch.Tensor:
     """Return the ``sparse_count`` keys with the highest scores for each query.
 
-    The score is the sum over heads of weight * relu(q k), times the key's scale. A product is
-    exact, divided by 1024 and rounded to float16. A weight is multiplied by the query's scale in
-    float16. The rest is float32 (op_kernel/lightning_indexer_quant_service_cube.h:542 and 546,
-    lightning_indexer_quant_service_vector.h:306 and 383). Keys are as in ``npu_lightning_indexer``.
+    The score is the sum over heads of weight * relu(q k), times the key's scale. Each product is
+    exact, then divided by 1024 and rounded to float16. Each weight is multiplied by the query's
+    scale in float16. All else is float32 (op_kernel/lightning_indexer_quant_service_cube.h:542 and
+    546, lightning_indexer_quant_service_vector.h:306 and 383). Keys are ordered as in
+    ``npu_lightning_indexer``.
 
     Args:
         query: int8 [T, heads, 128], with at most 64 heads (op-plugin of 21 Aug 2026,
             torch_npu-npu_quant_lightning_indexer.md).
         key: int8 [blocks, block_size, 1, 128].
-        weights, query_dequant_scale: float16 [T, heads]. Their products must be finite.
+        weights, query_dequant_scale: float16 [T, heads]. The products must be finite.
         key_dequant_scale: float16 [blocks, block_size, 1].
         sparse_count: 1 to 2048.
 
@@ -114,11 +115,11 @@ def npu_lightning_indexer_quant(
             bool(shares.isfinite().all()),
             op,
             "weights",
-            "are not finite in float16 once they are multiplied by query_dequant_scale",
+            "products with query_dequant_scale must be finite in float16",
         )
         products = (
             query[rows].float() @ keys.of(number, count)[:, 0].float().t()
-        )  # float32 holds each sum: none exceeds 2^21
+        )  # exact in float32: no sum exceeds 2^21
         rounded = (products.relu() * _PRODUCT_SCALE).half().float()
         scores = (rounded * shares.float().unsqueeze(-1)).sum(1) * scales.of(number, count)[
             :, 0, 0
@@ -141,12 +142,12 @@ def _check_indexer(
         check(tensor.numel() > 0, op, name, f"shape {tuple(tensor.shape)} must not be empty")
         check_dtype(op, name, tensor, (torch.int8,))
     rows, heads, width = query.shape
-    check(width == _INDEX_DIM, op, "query", f"heads of {width} elements must have {_INDEX_DIM}")
+    check(width == _INDEX_DIM, op, "query", f"head size {width} must be {_INDEX_DIM}")
     check(
         heads <= _INDEX_HEADS_AT_MOST,
         op,
         "query",
-        f"{heads} heads are more than {_INDEX_HEADS_AT_MOST}",
+        f"{heads} heads exceed {_INDEX_HEADS_AT_MOST}",
     )
     check(
         tuple(key.shape[2:]) == (1, width),
@@ -195,18 +196,18 @@ def npu_kv_quant_sparse_flash_attention(
     rope_head_dim: int = 64,
     return_softmax_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what ``npu_sparse_flash_attention`` does, over latents of int8.
+    """Compute ``npu_sparse_flash_attention`` over int8 latents.
 
-    A latent is multiplied by the scale of its tile and rounded to the query's dtype, once
-    (op_kernel/kv_quant_sparse_flash_attention_service_vector_mla.h:798 to 814). Its key is that and
-    the rope, its value that alone. Which entries of ``sparse_indices`` are read is as there (lines
-    626, 638 and 890).
+    Each element of a latent is multiplied by the tile's scale and rounded once to the query's dtype
+    (op_kernel/kv_quant_sparse_flash_attention_service_vector_mla.h:798 to 814). The key is this
+    latent and the rope; the value is the latent alone. Entries of ``sparse_indices`` are read as in
+    ``npu_sparse_flash_attention`` (lines 626, 638 and 890).
 
     Args:
-        query: float16 or bfloat16 [T, heads, 576], 512 elements for the latent and 64 for the rope;
-            heads are a power of 2 up to 128.
-        key, value: int8 [blocks, block_size, 1, 656], the same bytes: 512 of the latent, the rope's
-            64 elements in the query's dtype, and 4 scales in float32.
+        query: float16 or bfloat16 [T, heads, 576], 512 elements for the latent and 64 for the rope.
+            The number of heads is a power of 2 up to 128.
+        key, value: int8 [blocks, block_size, 1, 656], the same bytes: 512 for the latent, 64 rope
+            elements in the query's dtype, and 4 float32 scales.
         sparse_indices: int32 [T, 1, n].
 
     Returns:
@@ -227,7 +228,7 @@ def npu_kv_quant_sparse_flash_attention(
         ("key_dequant_scale", key_dequant_scale),
         ("value_dequant_scale", value_dequant_scale),
     ):
-        check(scale is None, op, name, "must not be given: each key has its scales")
+        check(scale is None, op, name, "must not be given: the cache holds the scales of each key")
     for name, given, wanted in (
         ("attention_mode", attention_mode, 2),
         ("key_quant_mode", key_quant_mode, 2),
@@ -272,7 +273,7 @@ def _check_attention(
     rows, heads, width = query.shape
     check(rows > 0, op, "query", f"shape {tuple(query.shape)} must not be empty")
     check(heads in _HEADS, op, "query", f"{heads} heads are not one of {_HEADS}")
-    check(width == _QUERY_DIM, op, "query", f"heads of {width} elements must have {_QUERY_DIM}")
+    check(width == _QUERY_DIM, op, "query", f"head size {width} must be {_QUERY_DIM}")
     check(key.shape[0] > 0, op, "key", "must have blocks")
     wanted = (*key.shape[:2], 1, _KEY_BYTES)
     for name, cache in (("key", key), ("value", value)):
@@ -293,7 +294,7 @@ def _check_attention(
 
 
 def _dequantised(keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return latents [keys, 512] and ropes [keys, 64] of int8 [keys, 656], in float32."""
+    """Return latents [keys, 512] and ropes [keys, 64] from int8 [keys, 656], in float32."""
     latents, ropes, scales = keys.contiguous().split([_LATENT, _ROPE_BYTES, _SCALE_BYTES], -1)
     factors = scales.contiguous().view(torch.float32).repeat_interleave(_TILE, -1)
     return (latents.float() * factors).to(dtype).float(), ropes.contiguous().view(dtype).float()

@@ -1,7 +1,7 @@
 """References for the kernels that write rows into a paged cache by runs of slots.
 
-The definitions are those of vllm-ascend 0.30.0rc2's sources: csrc/attention/store_kv_block and
-store_kv_block_metadata. Those of 0.23.0.post1 are the same.
+The definitions are vllm-ascend 0.30.0rc2's sources, csrc/attention/store_kv_block and
+store_kv_block_metadata. The sources in 0.23.0.post1 are the same.
 """
 
 import torch
@@ -20,16 +20,16 @@ def store_kv_block_metadata(
     group_key_cache_idx: torch.Tensor,
     block_size: int = 0,
 ) -> None:
-    """Write the runs of slots that follow one another in a block: lengths, first rows, first slots.
+    """Write the runs of consecutive slots in a block: lengths, first rows, first slots.
 
-    Negative slots are in no run. Entries after the last run become 0
+    Negative slots belong to no run. Entries after the last run become 0
     (op_kernel_aicpu/store_kv_block_metadata_aicpu.cpp:78 to 119).
 
     Args:
         slot_mapping_npu: int32 [T], not empty.
-        group_len, group_key_idx, group_key_cache_idx: int32 [n], written. The hardware writes out
-            of bounds if there are more runs.
-        block_size: of the cache.
+        group_len, group_key_idx, group_key_cache_idx: int32 [n], written. More than n runs raise;
+            hardware would write out of bounds.
+        block_size: rows per block of the cache.
     """
     op = "store_kv_block_metadata"
     check(block_size > 0, op, "block_size", f"{block_size} must be positive")
@@ -60,7 +60,7 @@ def store_kv_block_metadata(
         len(runs) <= group_len.shape[0],
         op,
         "group_len",
-        f"{group_len.shape[0]} entries are less than the {len(runs)} runs",
+        f"{group_len.shape[0]} entries are fewer than the {len(runs)} runs",
     )
     filled = torch.tensor(runs + [[0, 0, 0]] * (group_len.shape[0] - len(runs)), dtype=torch.int32)
     for column, tensor in enumerate((group_len, group_key_idx, group_key_cache_idx)):
@@ -77,13 +77,14 @@ def store_kv_block(
 ) -> None:
     """Copy runs of rows of ``key_in`` [T, ...] into the cache [blocks, block_size, ...].
 
-    Empty runs are passed over, and runs with a negative place (op_kernel/store_kv_block.h:115).
+    Empty runs and runs with a negative first row or slot are skipped
+    (op_kernel/store_kv_block.h:115).
 
     Args:
-        key_in, key_cache_in: int8, float16 or bfloat16. The cache must be contiguous: the operator
-            would write to a contiguous copy (store_kv_block_def.cpp:31).
-        group_len, group_key_idx, group_key_cache_idx: as ``store_kv_block_metadata`` writes them.
-            A run is no longer than a block, for which the kernel has a buffer.
+        key_in, key_cache_in: int8, float16 or bfloat16. The cache must be contiguous, because the
+            operator would write to a contiguous copy (store_kv_block_def.cpp:31).
+        group_len, group_key_idx, group_key_cache_idx: as ``store_kv_block_metadata`` writes them. A
+            run is at most as long as a block, the size of the kernel's buffer.
     """
     op = "store_kv_block"
     for name, tensor in (("key_in", key_in), ("key_cache_in", key_cache_in)):

@@ -1,1 +1,1 @@
-"""References for kernels that communicate themselves."""
+"""References for kernels that include communication."""

@@ -1,8 +1,8 @@
-"""How a kernel sends rows to the ranks of their experts and brings back what these made of them.
+"""Send rows to the ranks of their experts and return the results to the senders.
 
-Ranks exchange all of their rows, of which each takes its own: no shape depends on the rows' values,
-so that graphs can have them. `groups.gather` names ranks that disagree. Values are checked in calls
-that run, not in captures.
+Ranks exchange all rows, and each keeps the rows for local experts. No shape depends on the rows'
+values, so graphs can capture the exchange. `groups.gather` names ranks that disagree. Values are
+checked in calls that run, not in captures.
 """
 
 from typing import Any
@@ -16,16 +16,18 @@ from ascend_npu_emulator.ops.poison import poisoned
 
 
 class Exchange:
-    """What a call that sends rows to experts and back has in common with those of the other ranks.
+    """The part of a dispatch or combine call in which all ranks must agree.
 
     Rank r has the experts ``r * E .. r * E + E - 1``, with E experts on each rank.
 
     Attributes:
         tokens, top_k, hidden: the sizes BS, K and H.
-        local: experts of each rank. capacity: rows that a rank can receive.
-        ids: what the operator calls ``expert_ids``.
-        group: the EP group. text: the arguments in which ranks must agree.
-        active: bool [tokens], which tokens take part.
+        local: experts of each rank.
+        capacity: rows that a rank can receive.
+        ids: the operator's name for ``expert_ids``.
+        group: the EP group.
+        text: the arguments in which ranks must agree.
+        active: bool [tokens], True for tokens that take part.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Exchange:
             self._check_values(expert_ids)
 
     def captured(self, tensor: torch.Tensor) -> bool:
-        """Return whether the call is recorded, so that there are no values."""
+        """Return whether a graph captures the call. Values are then unknown."""
         return tensor.is_meta or bool(core.recordings() and core.recording(tensor.device.index))
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
@@ -77,31 +79,31 @@ class Exchange:
                 right,
                 self.op,
                 self.ids,
-                f"{chosen} of token {token} are not different experts of 0..{self.experts - 1}",
+                f"{chosen} of token {token} must be different experts in 0..{self.experts - 1}",
             )
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         return gather(self.group, self.op, self.text, mine)
 
     def receive(self, expert_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return which copies of tokens this rank receives, and how many.
+        """Return the copies of tokens that this rank receives, and their number.
 
-        Returns the places of copies among those of all ranks, int64 [capacity], sorted by expert,
-            then by rank and token. Which of them are received, bool [capacity]. The received ones
-            by expert and sender, int64 [local, size].
+        Three tensors: the indices of the copies among the copies of all ranks, int64 [capacity],
+        sorted by expert, then by rank and token; True for received copies, bool [capacity]; the
+        number of received copies by expert and sender, int64 [local, size].
         """
         chosen = self.gather(torch.where(self.active[:, None], expert_ids, self.experts)).flatten()
         own = chosen - self.rank * self.local
         own = torch.where(
             (own >= 0) & (own < self.local), own, self.local
-        )  # other ranks' copies come after all of ours
+        )  # copies for other ranks are last
         copies = torch.sort(own, stable=True).indices[: self.capacity]
         every = torch.arange(self.local, device=own.device).view(1, self.local, 1)
         counts = (own.view(self.size, 1, -1) == every).sum(-1).t()
         return copies, torch.arange(self.capacity, device=own.device) < counts.sum(), counts
 
     def origins(self, copies: torch.Tensor) -> torch.Tensor:
-        """Return rank, token and place among its experts of each copy, int32 [capacity, 3]."""
+        """Return rank, token and expert position (0 to K - 1) of each copy, int32 [capacity, 3]."""
         source = copies // self.top_k
         return torch.stack(
             [source // self.tokens, source % self.tokens, copies % self.top_k], 1
@@ -110,15 +112,16 @@ class Exchange:
     def bring_back(
         self, made: torch.Tensor, live: torch.Tensor, origins: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what all ranks made of this rank's copies, and where each rank's rows belong.
+        """Return the results for this rank's copies, and the index of each row of all ranks.
 
         Args:
-            made: [capacity, H], of which the ``live`` ones belong to a copy.
+            made: [capacity, H], results of this rank's experts.
+            live: bool [capacity], True for rows that belong to a copy.
             origins: see ``origins``.
 
         Returns:
-            [tokens, top_k, H], undefined where no row came back. The place of every row of every
-            rank among them, int64; ``tokens * top_k`` for rows of others.
+            [tokens, top_k, H], undefined without a result. For every row of every rank the index
+                into these results, int64; ``tokens * top_k`` for rows of other ranks.
         """
         rows, origins = self.gather(made), self.gather(torch.where(live[:, None], origins, -1))
         beyond = self.tokens * self.top_k  # for rows of other ranks
@@ -130,6 +133,6 @@ class Exchange:
         return returned[:-1].view(self.tokens, self.top_k, self.hidden), place
 
     def add(self, returned: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Return the sums of each token's rows times ``shares``, [tokens, H]; see combine."""
+        """Return the sum of each token's rows times ``shares``, [tokens, H]; see combine."""
         sums = (returned.float() * shares[..., None]).sum(1).to(returned.dtype)
         return torch.where(self.active[:, None], sums, poisoned((), returned))

@@ -1,7 +1,7 @@
 """Reference for fused MC2: dispatch, W8A8 experts and combine in one operator.
 
-The definition is that of vllm-ascend's kernel (csrc/mc2/dispatch_ffn_combine in v0.23.0). It has
-none of the limits of MC2's two operators but that of the buffer.
+The definition is vllm-ascend's kernel (csrc/mc2/dispatch_ffn_combine in v0.23.0). Of the limits of
+MC2's two operators, only the buffer size applies.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from ascend_npu_emulator.ops.quantization.linear import (
 )
 
 _OP = "dispatch_ffn_combine"
-_RESERVED = 10 << 20  # bytes of the buffer that are not for rows
-_ALIGNMENT = 32  # bytes of a row that the kernel copies at once
+_RESERVED = 10 << 20  # bytes of the buffer that hold no rows
+_ALIGNMENT = 32  # bytes that the kernel copies at once
 
 
 def dispatch_ffn_combine(
@@ -48,31 +48,31 @@ def dispatch_ffn_combine(
     *more: object,
     **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write to ``out`` [BS, H] the sums of what each row's experts make of it, times ``probs``.
+    """Write to ``out`` [BS, H] the sum of each row's expert results, times ``probs``.
 
     Each row of ``x`` is quantised by its own scale and sent to the ranks of its experts. There it
-    is multiplied by ``weight1`` in int32, scaled to float16, goes through SwiGLU in float32, is
+    is multiplied by ``weight1`` in int32 and scaled to float16. After SwiGLU in float32 it is
     quantised again, multiplied by ``weight2`` in int32, scaled to float16 and rounded to bfloat16.
     The sums are float32, rounded once. Rank r has the experts ``r * E .. r * E + E - 1``.
 
-    Undefined are rows of tokens that take no part, and of those with an expert that has got more
-    than ``max_output_size`` rows together with the experts before it on its rank. As on hardware,
-    ``expert_idx`` is overwritten with the number of experts where a token takes no part, and
-    ``bias1`` and ``bias2`` are not read. The hardware takes the weights' bytes for FRACTAL_NZ
-    whatever their format; the emulator has one layout only. Supported: bfloat16, W8A8, and one
-    tensor of each weight for all experts.
+    Rows of tokens that take no part are undefined. So are rows with an expert whose rows, together
+    with the rows of the preceding experts on the same rank, exceed ``max_output_size``. As on
+    hardware, ``expert_idx`` is overwritten with the number of experts where a token takes no part,
+    and ``bias1`` and ``bias2`` are not read. The hardware reads the weights' bytes as FRACTAL_NZ in
+    any format; the emulator has one layout only. Supported: bfloat16, W8A8, and one tensor of each
+    weight for all experts.
 
     Args:
         x: bfloat16 [BS, H].
-        weight1, weight2: one of int8 [E, H, N] and one of int8 [E, N / 2, H], with N <= H: the
-            kernel lays the rows of the first product out like those of ``x``.
-        expert_idx: int32 [BS, K], different ones for each token.
-        scale1, scale2: one of int64 with E * N and one with E * H numbers. Their low halves are the
-            bits of float32, of which the 13 lowest are not used.
+        weight1, weight2: one tensor of int8 [E, H, N] and one of int8 [E, N / 2, H], with N <= H,
+            because the kernel gives the rows of the first product the layout of ``x``.
+        expert_idx: int32 [BS, K], K different experts for each token.
+        scale1, scale2: one tensor of int64 with E * N and one with E * H numbers. The low half of
+            each number has the bits of a float32; the 13 lowest bits are ignored.
         probs: float32 [BS, K].
-        expert_token_nums: int32 [E], written: rows for each of this rank's experts.
+        expert_token_nums: int32 [E], written: number of rows for each expert of this rank.
         x_active_mask: bool [BS], false for tokens that take no part.
-        swiglu_limit: if positive, the gate is at most as large, and the other factor's magnitude.
+        swiglu_limit: if positive, the upper bound of the gate and of the other factor's magnitude.
 
     Returns:
         ``out`` and ``expert_token_nums``.
@@ -139,7 +139,7 @@ def dispatch_ffn_combine(
     copies, live, counts = call.receive(expert_idx)
     source, ends = copies // top_k, counts.sum(1).cumsum(0)
     place = torch.arange(call.capacity, device=x.device)
-    expert = (place[:, None] >= ends).sum(1)  # of each row; E after the last one
+    expert = (place[:, None] >= ends).sum(1)  # expert of each row; E after the last expert
     rows, row_scales = rows[source], row_scales[source]
     gate, other = (_product(rows, up, scales[0], expert) * row_scales[:, None]).chunk(2, 1)
     if swiglu_limit > 0:

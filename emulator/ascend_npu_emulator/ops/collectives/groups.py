@@ -1,4 +1,4 @@
-"""The hccl group that a kernel names, and the exchange of tensors with the kernel of each rank."""
+"""Find the hccl group of a kernel, and exchange tensors among the ranks."""
 
 import os
 from typing import Any
@@ -10,10 +10,10 @@ from ascend_npu_emulator.ops.checks import check
 
 
 def group_called(op: str, argument: str, hcom: str, world_size: int | None = None) -> Any:
-    """Return the process group whose communicator is called ``hcom``.
+    """Return the process group of the communicator named ``hcom``.
 
-    Raises ``ValueError`` naming operator and argument if there is none, or if it has another size
-    than ``world_size``, where one is given.
+    Raises ``ValueError`` naming operator and argument if there is no such group, or if the group's
+    size is not ``world_size``.
     """
     npu = torch.device("npu")
     for group in dist.distributed_c10d._world.pg_map:
@@ -23,17 +23,17 @@ def group_called(op: str, argument: str, hcom: str, world_size: int | None = Non
                 world_size in (None, group.size()),
                 op,
                 "world_size",
-                f"{world_size} is not the size {group.size()} of {hcom}",
+                f"{world_size} must be {group.size()}, the size of {hcom}",
             )
             return group
-    raise ValueError(f"{op}: {argument}: there is no hccl group called {hcom!r} in this process")
+    raise ValueError(f"{op}: {argument}: this process has no hccl group {hcom!r}")
 
 
 def gather(group: Any, op: str, call: str, mine: torch.Tensor) -> torch.Tensor:
     """Return the tensors of all ranks, in rank order along the first dimension.
 
-    It is launched like a collective. Every rank must call it for the same operator with a tensor of
-    the same shape and type, and with the same ``call``: the arguments in which ranks must agree.
+    This is launched like a collective. Every rank must call it for the same operator, with a tensor
+    of the same shape and dtype and with the same ``call``, the arguments in which ranks must agree.
     """
     everyones = torch.empty(
         (group.size() * mine.shape[0], *mine.shape[1:]), dtype=mine.dtype, device=mine.device

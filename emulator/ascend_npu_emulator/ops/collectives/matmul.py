@@ -29,8 +29,8 @@ def npu_mm_reduce_scatter_base(
 ) -> torch.Tensor:
     """Sum ``input`` [m, k] @ ``x2`` [k, n] over the ranks; return this rank's share.
 
-    The share is [m / world_size, n]. Each rank's product is summed in float32 and rounded to the
-    input's dtype before the ranks' products are added. Unlike hardware, this accepts float32 too
+    The share is [m / world_size, n]. Each rank computes the product in float32 and rounds it to the
+    input's dtype before the ranks' products are added. Unlike hardware, this also accepts float32
     (the exactness mode).
     """
     op = "npu_mm_reduce_scatter_base"

@@ -1,10 +1,8 @@
-"""References for MC2: rows travel to the ranks of their experts, and back.
+"""References for MC2: send rows to the ranks of their experts, and back.
 
-The definitions are those of aclnnMoeDistributeDispatchV2 and -CombineV2 of CANN, without shared
-experts and without a TP domain. Every rank must call them, with the same arguments and as many
-rows; `groups.gather` names ranks that disagree. Ranks exchange all of their rows, of which each
-takes its own: no shape depends on the rows' values, so that graphs can have them. Values are
-checked in calls that run, not in captures.
+The definitions are CANN's aclnnMoeDistributeDispatchV2 and -CombineV2, without shared experts and
+without a TP domain. Every rank must call them with the same arguments and the same number of rows;
+`groups.gather` names ranks that disagree. See exchange.py for the exchange of rows.
 """
 
 from typing import Any
@@ -26,7 +24,7 @@ from ascend_npu_emulator.ops.quantization.linear import rows_to_int8
 
 _UNQUANTISED, _DYNAMIC = 0, 2  # quant_mode
 _RUNNING_TOTALS, _COUNTS = 0, 1  # expert_token_nums_type
-_INFO = 128  # int32 of assist_info_for_combine per row; here rank, token and place are used
+_INFO = 128  # int32 of assist_info_for_combine per row; used are three, Exchange.origins
 _MOST_ROWS = {"a2": 256, "a3": 512}  # of x
 _WIDEST = {"a2": 7168, "a3": 8192}
 _MOST_EXPERTS = {"a2": 512, "a3": 1024}
@@ -35,7 +33,7 @@ _MOST_CHOSEN = 16
 
 
 class _Call(Exchange):
-    """The arguments that both operators share, checked."""
+    """The checked arguments that both operators share."""
 
     def __init__(
         self, op: str, expert_ids: torch.Tensor, hidden: int, x_active_mask: torch.Tensor | None, group_ep: str, ep_world_size: int,
@@ -49,7 +47,7 @@ class _Call(Exchange):
             ep_world_size in _EP_SIZES[chip],
             op,
             "ep_world_size",
-            f"{ep_world_size} is no size that an {chip.upper()} has",
+            f"{ep_world_size} is not supported on {chip.upper()}",
         )
         check(
             0 < moe_expert_num <= _MOST_EXPERTS[chip],
@@ -84,7 +82,7 @@ class _Call(Exchange):
                 (group_tp, tp_world_size) == ("", 0),
                 op,
                 "group_tp",
-                "an A2 has no TP domain: give '' and tp_world_size=0",
+                "A2 has no TP domain: give '' and tp_world_size=0",
             )
         if global_bs not in (0, tokens * ep_world_size):
             raise unsupported(op, "global_bs", global_bs)  # ranks with different numbers of rows
@@ -96,7 +94,7 @@ class _Call(Exchange):
             ep_rank_id == group.rank(),
             op,
             "ep_rank_id",
-            f"{ep_rank_id} is rank {group.rank()} of {group_ep}",
+            f"{ep_rank_id} must be {group.rank()}, this process's rank in {group_ep}",
         )
         agreed = {"moe_expert_num": moe_expert_num, "global_bs": global_bs, **agreed}
         super().__init__(
@@ -109,7 +107,7 @@ class _Call(Exchange):
             all(active[: sum(active)]),
             self.op,
             "x_active_mask",
-            f"true must precede false, not {active}",
+            f"true must precede false, got {active}",
         )
         super()._check_values(expert_ids)
 
@@ -117,7 +115,7 @@ class _Call(Exchange):
 def _check_window(
     op: str, chip: str, tokens: int, top_k: int, hidden: int, size: int, local: int
 ) -> None:
-    """Refuse rows that exceed the group's buffer, of which two halves take turns."""
+    """Raise an error if the rows exceed half of the group's buffer. The two halves alternate."""
     row = 2 * hidden
     if chip == "a2":
         needed = 2 * (tokens * size * min(local, top_k) * row + (2 << 20))
@@ -162,24 +160,24 @@ def npu_moe_distribute_dispatch_v2(
     """Send each row of ``x`` [BS, H] to the ranks of its experts, and return the received rows.
 
     Rank r has the experts ``r * E .. r * E + E - 1`` with ``E = moe_expert_num / ep_world_size``.
-    Received rows are sorted by expert, then by the rank that sent them, then by token. There is
-    room for ``A = BS * ep_world_size * min(E, K)``; rows after the received ones are undefined (see
-    poison.py), and so are the scales of experts and the counts of a TP domain. Unlike hardware, an
-    A3 accepts fewer than 1024 columns, because tiny models have fewer.
+    Received rows are sorted by expert, then by the rank that sent them, then by token. The results
+    have ``A = BS * ep_world_size * min(E, K)`` rows. Rows after the received ones are undefined
+    (see poison.py), and so are the scales of experts and the counts of a TP domain. Unlike
+    hardware, an A3 accepts fewer than 1024 columns, because tiny models have fewer.
 
     Args:
         x: float16 or bfloat16.
-        expert_ids: int32 [BS, K], different ones for each token.
+        expert_ids: int32 [BS, K], K different experts for each token.
         x_active_mask: bool [BS], true before false; tokens with false are sent to no expert.
-        quant_mode: 0, or 2: each row is quantised by its own scale (see ``rows_to_int8``).
+        quant_mode: 0, or 2 to quantise each row with a scale per row (see ``rows_to_int8``).
         global_bs: 0, or BS * ep_world_size.
         expert_token_nums_type: 1 for rows per expert, 0 for their running totals.
 
     Returns:
-        Rows [A, H], int8 if quantised. Their scales, float32 [A]. What combine needs to know, int32
-            [max(BS * K, 128 * A)]. Rows of each expert, int64 [E]. Running totals of rows by expert
-            and then rank, int32 [E * ep_world_size]. Counts of a TP domain, int32 [tp_world_size],
-            and scales of experts, float32 [A].
+        Rows [A, H], int8 if quantised; scales of the rows, float32 [A]; assist info for combine,
+            int32 [max(BS * K, 128 * A)]; rows of each expert, int64 [E]; running totals of rows by
+            expert and then rank, int32 [E * ep_world_size]; counts of a TP domain, int32
+            [tp_world_size]; scales of experts, float32 [A].
     """
     op = "npu_moe_distribute_dispatch_v2"
     refuse_options(op, scales=scales, expert_scales=expert_scales, expert_shard_type=expert_shard_type,
@@ -262,8 +260,8 @@ def npu_moe_distribute_combine_v2(
     rounded once. Rows of tokens that take no part are undefined.
 
     Args:
-        expand_x: what the experts made of the rows that dispatch returned, float16 or bfloat16.
-        expert_ids, x_active_mask: as given to dispatch.
+        expand_x: the experts' results for the rows that dispatch returned, float16 or bfloat16.
+        expert_ids, x_active_mask: the arguments of dispatch.
         assist_info_for_combine, ep_send_counts: the third and fifth result of dispatch.
         expert_scales: float32 [BS, K].
     """
@@ -307,6 +305,6 @@ def npu_moe_distribute_combine_v2(
             bool((arrived == 1).all()),
             op,
             "assist_info_for_combine",
-            f"of the rows of each token came back {arrived.tolist()}",
+            f"must return each row once; rows were returned {arrived.tolist()} times",
         )
     return call.add(returned, expert_scales)

@@ -1,1 +1,1 @@
-"""References for int8 and int4: quantising rows, and products of what is quantised."""
+"""References for int8 and int4: quantisation of rows, and products of quantised tensors."""

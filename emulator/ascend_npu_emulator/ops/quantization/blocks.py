@@ -12,7 +12,7 @@ from ascend_npu_emulator.ops.checks import (
 from ascend_npu_emulator.ops.quantization.linear import dtype_of, to_int8
 
 _BLOCK = 128
-_LARGEST = 127.0  # what a block's largest magnitude becomes
+_LARGEST = 127.0  # the quantised value of a block's largest magnitude
 
 
 def npu_dynamic_block_quant(
@@ -25,10 +25,10 @@ def npu_dynamic_block_quant(
     col_block_size: int = 128,
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each block of 128 elements of ``x`` [..., H] by its own scale.
+    """Quantise ``x`` [..., H] with one scale for each block of 128 elements.
 
     The scale is the block's largest magnitude * (1 / 127), and the result round(x * (127 * (1 /
-    largest))), in float32. A block of zeros has scale 0, and zeros. (ops-nn of 22 Aug 2026,
+    largest))), in float32. A block of zeros gives scale 0 and zeros. (ops-nn of 22 Aug 2026,
     quant/dynamic_block_quant: op_kernel/dynamic_block_quant.h:347 and 427, checks in
     op_host/dynamic_block_quant_i8_tiling.cpp.) Supported: rows of whole blocks, ``min_scale`` 0.
 

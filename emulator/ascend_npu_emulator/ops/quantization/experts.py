@@ -1,4 +1,4 @@
-"""References for W8A8 experts: products of int8 rows by groups."""
+"""References for W8A8 experts: grouped products of int8 rows and int8 matrices."""
 
 from collections.abc import Sequence
 
@@ -58,23 +58,26 @@ def quantised_grouped_matmul(
     """Multiply int8 rows of each group by its int8 matrix in int32, and scale in float32.
 
     Returns bfloat16 [M, n], rounded once; rows after the last group are undefined. The definition
-    is that of aclnnGroupedMatmulV4 of CANN.
+    is CANN's aclnnGroupedMatmulV4.
 
     Args:
         rows: int8 [M, k].
         matrices: int8 [groups, k, n].
-        scale: one of float32 or bfloat16 [groups, n].
-        per_token_scale: one of float32 [M].
-        groups: first row and end of each group.
+        scale: one tensor of float32 or bfloat16 [groups, n].
+        per_token_scale: one tensor of float32 [M].
+        groups: rows [first, end) of each group.
     """
     _check_factors(op, rows, matrices)
     if dtype_of(output_dtype) is not torch.bfloat16:
         raise unsupported(op, "output_dtype", output_dtype)
     if scale is None or per_token_scale is None:
         raise unsupported(op, "x of int8 without scale or per_token_scale", None)
-    check(len(scale) == 1, op, "scale", f"{len(scale)} tensors for 1 weight")
+    check(len(scale) == 1, op, "scale", f"{len(scale)} tensors must be 1")
     check(
-        len(per_token_scale) == 1, op, "per_token_scale", f"{len(per_token_scale)} tensors for 1 x"
+        len(per_token_scale) == 1,
+        op,
+        "per_token_scale",
+        f"{len(per_token_scale)} tensors must be 1",
     )
     _check_scale(
         op, "scale", scale[0], (matrices.shape[0], matrices.shape[2]), torch.float32, torch.bfloat16
@@ -103,9 +106,9 @@ def grouped_matmul_swiglu_quant_weight_nz(
     """Multiply int8 rows by their group's matrix, scale, apply SwiGLU, and quantise each row again.
 
     The sums are int32, the rest is float32; see ``rows_to_int8`` for the last step. Rows after the
-    last group are undefined, and so is the third result, float32 []. vllm-ascend's form of
-    aclnnGroupedMatmulSwigluQuantWeightNZ, from which the definition is. The hardware takes the
-    weight's bytes for FRACTAL_NZ whatever its format; the emulator has one layout only.
+    last group are undefined, and so is the third result, float32 []. The definition is CANN's
+    aclnnGroupedMatmulSwigluQuantWeightNZ; this is vllm-ascend's form. The hardware reads the
+    weight's bytes as FRACTAL_NZ in any format; the emulator has one layout only.
 
     Args:
         x: int8 [M, K].
@@ -115,7 +118,7 @@ def grouped_matmul_swiglu_quant_weight_nz(
         group_list: int64 [groups], running totals of rows.
 
     Returns:
-        int8 [M, N / 2] and its scales, float32 [M].
+        int8 [M, N / 2] and the scales, float32 [M].
     """
     op = "grouped_matmul_swiglu_quant_weight_nz"
     refuse_options(op, bias=bias, offset=offset, swiglu_limit=swiglu_limit)

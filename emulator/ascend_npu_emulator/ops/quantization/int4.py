@@ -1,17 +1,18 @@
-"""References for W4A8 experts: products of int8 rows and int4 matrices, by groups.
+"""References for W4A8 experts: grouped products of int8 rows and int4 matrices.
 
-A tensor of int32 holds eight int4 numbers in each element, the first in the lowest four bits.
+An int32 element holds eight int4 numbers, the first in the lowest four bits.
 
 CANN has no product of int8 and int4. Its kernels write a number x of a row as 16 * high + low + 8,
 with high = floor(x / 16) and low = x mod 16 - 8, multiply both halves as int4, and scale each sum
-to float16. The 8 is put in by a float32 summand that the checkpoint brings: 8 times the sum of
-each column's scaled weights. See aclnnGroupedMatmulV5.md of ops-transformer, section A8W4, and its
+to float16. The checkpoint supplies a float32 summand for the 8: 8 times the sum of each column's
+scaled weights. See aclnnGroupedMatmulV5.md of ops-transformer, section A8W4, and its
 gmm/grouped_matmul of 15 Nov 2025 (c29bc10): op_kernel/grouped_matmul_antiquant_a8w4_msd_pre.h:177
 for the halves, grouped_matmul_antiquant_a8w4_msd.h:310 for sums of float16 over parts of a column,
-and :402 for what becomes of them. vllm-ascend's own kernel, csrc/gmm/grouped_matmul_swiglu_quant_v2
-of 0.23.0.post1 and 0.30.0rc2, does the same before it applies SwiGLU.
+and :402 for the steps after the sums. vllm-ascend's own kernel,
+csrc/gmm/grouped_matmul_swiglu_quant_v2 of 0.23.0.post1 and 0.30.0rc2, does the same before it
+applies SwiGLU.
 
-The kernels take the weight's bytes for FRACTAL_NZ; the emulator has one layout only.
+The kernels read the weight's bytes as FRACTAL_NZ; the emulator has one layout only.
 """
 
 from collections.abc import Sequence
@@ -34,26 +35,26 @@ from ascend_npu_emulator.ops.quantization.linear import (
     to_int8,
 )
 
-_IN_INT32 = 8  # int4 numbers
+_IN_INT32 = 8  # int4 numbers in an int32
 _MULTIPLE = 64  # of both dimensions of a matrix: int4 numbers in 32 bytes
 _LONGEST_INNER, _LONGEST_GROUPED, _LONGEST_OUTER = 19999, 18432, 10240
-_PART = 256  # of a column, where it has several scales
+_PART = 256  # rows of each part of a column that has several scales
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Return int32 [..., N / 8] as int8 [..., N], each number from -8 to 7."""
+    """Unpack int32 [..., N / 8] to int8 [..., N], each number from -8 to 7."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     nibbles = (packed.unsqueeze(-1) >> shifts) & 15
     return (nibbles - 16 * (nibbles > 7).int()).to(torch.int8).flatten(-2)
 
 
 def _scaled_product(rows: torch.Tensor, matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return float32 [M, N]: the product without the 8 of each number of a row.
+    """Return float32 [M, N]: the scaled product, without the 8 in each number of a row.
 
     Args:
         rows: int8 [M, K].
         matrix: int4 numbers as int8 [K, N].
-        scales: int64 [parts, N], of equal parts of each column; see ``matrix_unit_scale``.
+        scales: int64 [parts, N], for equal parts of each column; see ``matrix_unit_scale``.
     """
 
     def of_half(numbers: torch.Tensor) -> torch.Tensor:
@@ -119,20 +120,20 @@ def int4_grouped_matmul(
 ) -> torch.Tensor:
     """Multiply int8 rows of each group by its int4 matrix, add the bias, and scale each row.
 
-    Returns bfloat16 [M, N], rounded once. Rows after the last group are undefined, and all of
-    ``rows`` is afterwards: the kernel keeps the halves there.
+    Returns bfloat16 [M, N], rounded once. Rows after the last group are undefined. The kernel
+    stores the halves in ``rows``, so all of ``rows`` is undefined afterwards.
 
-    This is the kernel for calls without ``tuning_config``. CANN of Nov 2025 takes another one for
-    one scale per column and groups of more than a fifth of N rows on average, which later ones do
-    not (op_host/op_tiling/grouped_matmul_tiling.cpp:1631). It rounds scales down to bfloat16.
+    This is the kernel for calls without ``tuning_config``. For one scale per column and groups of
+    more than N / 5 rows on average, CANN of Nov 2025 runs another kernel, which rounds scales down
+    to bfloat16. Later versions do not (op_host/op_tiling/grouped_matmul_tiling.cpp:1631).
 
     Args:
         rows: int8 [M, K].
         matrices: int32 [groups, K, N / 8].
-        bias: one of float32 [groups, N].
-        scale: one of int64 [groups, parts, N], where a part is 256 rows of a matrix, or all.
-        per_token_scale: one of float32 [M].
-        groups: first row and end of each group.
+        bias: one tensor of float32 [groups, N].
+        scale: one tensor of int64 [groups, parts, N]; a part is 256 rows of a matrix, or all rows.
+        per_token_scale: one tensor of float32 [M].
+        groups: rows [first, end) of each group.
     """
     count, inner, outer = _check_factors(op, rows, matrices, _LONGEST_GROUPED)
     if dtype_of(output_dtype) is not torch.bfloat16:
@@ -148,7 +149,7 @@ def int4_grouped_matmul(
         parts in (1, inner / _PART),
         op,
         "scale",
-        f"{parts} parts of {inner} rows; must be 1, or parts of {_PART}",
+        f"{parts} parts of {inner} rows must be 1, or parts of {_PART} rows",
     )
     _check_tensor(op, "scale", scales, torch.int64, (count, parts, outer))
     _check_tensor(op, "bias", summand, torch.float32, (count, outer))
@@ -182,24 +183,24 @@ def grouped_matmul_swiglu_quant_v2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply int8 rows by their group's int4 matrix, apply SwiGLU, and quantise each row again.
 
-    The product is that of ``int4_grouped_matmul``, in float32. A positive limit holds for the gate
-    from above, and for the other half on both sides. A row is divided by its scale, rounded to
+    The product is that of ``int4_grouped_matmul``, in float32. A positive limit bounds the gate
+    from above and the other half on both sides. A row is divided by the row's scale, rounded to
     float16, and then to int8 (op_kernel/grouped_matmul_swiglu_quant_v2_a8w4_msd_post.h:197, :232,
     and grouped_matmul_swiglu_quant_v2_utils.h:268; checks in op_host/op_api/gmm_dsq_base.h:99 and
-    :402 of 0.30.0rc2). Rows after the last group are undefined. Supported: one tensor of each, with
-    one scale per column.
+    :402 of 0.30.0rc2). Rows after the last group are undefined. Supported: one weight and one scale
+    per column.
 
     Args:
         x: int8 [M, K].
-        weight: one of int32 [groups, K, N / 8].
-        weight_scale: one of int64 [groups, N].
+        weight: one tensor of int32 [groups, K, N / 8].
+        weight_scale: one tensor of int64 [groups, N].
         x_scale: float32 [M].
         group_list: int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group
             (1).
-        weight_assist_matrix: one of float32 [groups, N], the summand.
+        weight_assist_matrix: one tensor of float32 [groups, N], the summand.
 
     Returns:
-        int8 [M, N / 2] and its scales, float32 [M].
+        int8 [M, N / 2] and the scales, float32 [M].
     """
     op = "grouped_matmul_swiglu_quant_v2"
     refuse_options(
@@ -238,6 +239,6 @@ def grouped_matmul_swiglu_quant_v2(
 
 
 def _rows_to_int8(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row of float32 [M, H] by its own scale, as this kernel rounds."""
+    """Quantise each row of float32 [M, H] with a scale per row, rounded as by this kernel."""
     scale = exact.abs().amax(-1) / 127
     return to_int8((exact * (1 / scale).unsqueeze(-1)).half().float()), scale

@@ -1,4 +1,4 @@
-"""References for W8A8 layers: rows to int8, with a given scale or their own, and their product."""
+"""References for W8A8 layers: quantisation to int8, static or per row, and int8 products."""
 
 import torch
 
@@ -11,7 +11,7 @@ from ascend_npu_emulator.ops.checks import (
     unsupported,
 )
 
-# What torch passes for a dtype where the schema says int (c10/core/ScalarType.h).
+# Codes that torch passes for a dtype where the schema has int (c10/core/ScalarType.h).
 _DTYPES = {
     1: torch.int8,
     3: torch.int32,
@@ -20,32 +20,32 @@ _DTYPES = {
     12: torch.qint8,
     15: torch.bfloat16,
 }
-_LARGEST = 127  # what a row's largest magnitude becomes
-_LONGEST = 65535  # of the last dimensions of a product's factors (aclnnQuantMatmulV4, constraints)
+_LARGEST = 127  # the quantised value of a row's largest magnitude
+_LONGEST = 65535  # limit of a factor's last dimension (aclnnQuantMatmulV4, constraints)
 _SCALE_BITS = (
-    0xFFFFE000  # what the matrix unit reads of a scale's float32: aclnnTransQuantParamV2 of CANN
+    0xFFFFE000  # bits of a float32 scale that the matrix unit reads (CANN, aclnnTransQuantParamV2)
 )
 
 
 def dtype_of(code: int | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that an argument declared as int stands for; None if it is another one."""
+    """Return the dtype of an argument declared as int; None for an unknown code."""
     return code if code is None or isinstance(code, torch.dtype) else _DTYPES.get(code)
 
 
 def to_int8(exact: torch.Tensor) -> torch.Tensor:
-    """Round float32 half to even and saturate.
+    """Round float32 to int8, half to even, and saturate.
 
-    As CANN's kernels do (ops-nn quant/ascend_quant_v2/op_kernel: CAST_RINT, then a saturating
-    conversion). NaN becomes 0.
+    This is the rounding of CANN's kernels (ops-nn quant/ascend_quant_v2/op_kernel: CAST_RINT, then
+    a saturating conversion). NaN becomes 0.
     """
     return exact.nan_to_num(nan=0.0).round().clamp(-128, 127).to(torch.int8)
 
 
 def rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row of ``x`` [..., H] by its own scale; return int8 [..., H] and float32 [...].
+    """Quantise ``x`` [..., H] with a scale per row; return int8 [..., H] and scales float32 [...].
 
     The scale is the row's largest magnitude / 127, and the result round(x / scale), in float32. A
-    row of zeros has scale 0, and zeros.
+    row of zeros gives scale 0 and zeros.
     """
     exact = x.float()
     scale = exact.abs().amax(-1) / _LARGEST
@@ -55,15 +55,15 @@ def rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def int8_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return the int32 product of int8 [M, K] and int8 [K, N], exactly.
 
-    float64 holds each sum: with K <= 65535 none exceeds 2^30.
+    float64 is exact for each sum: with K <= 65535 none exceeds 2^30.
     """
     return (rows.double() @ matrix.double()).to(torch.int32)
 
 
 def matrix_unit_scale(scales: torch.Tensor) -> torch.Tensor:
-    """Return as float32 what the matrix unit takes for a scale, of int64.
+    """Return the float32 scales that the matrix unit reads from int64.
 
-    The low half of a number has the bits of a float32, of which the 13 lowest are not used.
+    The low half of a number has the bits of a float32. The 13 lowest bits are ignored.
     """
     return (scales & _SCALE_BITS).to(torch.int32).view(torch.float32)
 
@@ -78,8 +78,8 @@ def npu_quantize(
 ) -> torch.Tensor:
     """Return round(input * scales + zero_points) as int8, computed in float32 and saturated.
 
-    This is ``div_mode`` False, aclnnAscendQuantV3 of CANN. Supported: ``dtype`` torch.qint8, and
-    ``axis`` the last dimension.
+    The definition is CANN's aclnnAscendQuantV3. Supported: ``div_mode`` False, ``dtype``
+    torch.qint8, and ``axis`` the last dimension.
 
     Args:
         input: float [..., H].
@@ -133,10 +133,10 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row of ``input`` [..., H], float16 or bfloat16, by its own scale.
+    """Quantise each row of ``input`` [..., H], float16 or bfloat16, with a scale per row.
 
-    Returns int8 like ``input`` and the scales, float32 [...]: see ``rows_to_int8``, and
-    aclnnDynamicQuant of CANN for the definition. Supported: int8, ``quant_mode`` "pertoken".
+    Returns int8 like ``input`` and the scales, float32 [...]; see ``rows_to_int8``. The definition
+    is CANN's aclnnDynamicQuant. Supported: int8, ``quant_mode`` "pertoken".
     """
     op = "npu_dynamic_quant"
     refuse_options(
@@ -166,13 +166,13 @@ def npu_quant_matmul(
 ) -> torch.Tensor:
     """Multiply int8 ``x1`` [M, K] by int8 ``x2`` [K, N] in int32; return [M, N].
 
-    An int32 ``bias`` is added to the sums, which are then scaled: by ``scale`` of the column, and
-    ``pertoken_scale`` of the row. Another bias is added after that. All but the sums is float32,
-    rounded once at the end (aclnnQuantMatmulV4 of CANN). Supported: matrices, and ``output_dtype``
-    bfloat16 or int32.
+    An int32 ``bias`` is added to the sums. The sums are then scaled by ``scale`` of the column and
+    ``pertoken_scale`` of the row. A bias of another dtype is added after scaling. All steps after
+    the sums are float32, rounded once at the end (aclnnQuantMatmulV4 of CANN). Supported: matrices,
+    and ``output_dtype`` bfloat16 or int32.
 
-    An int32 result is the sums alone. ``scale`` must be given for it, and has no effect (ops-nn of
-    22 Aug 2026, matmul/quant_batch_matmul_v3: docs/aclnnQuantMatmulV4.md:468 for the dtypes,
+    An int32 result is the sums alone. ``scale`` is required for it but has no effect (ops-nn of 22
+    Aug 2026, matmul/quant_batch_matmul_v3: docs/aclnnQuantMatmulV4.md:468 for the dtypes,
     op_kernel/quant_batch_matmul_v3.h:266 for the scale).
 
     Args:

@@ -1,4 +1,4 @@
-"""The reference for SwiGLU between two products of int8, as shared experts use it."""
+"""The reference for SwiGLU between two int8 products, as in shared experts."""
 
 import math
 
@@ -15,12 +15,12 @@ from ascend_npu_emulator.ops.checks import (
 from ascend_npu_emulator.ops.poison import poisoned
 from ascend_npu_emulator.ops.quantization.linear import to_int8
 
-_MULTIPLE = 64  # of the last dimension: two halves, each of 32 bytes as int8
+_MULTIPLE = 64  # of the last dimension: two halves of 32 bytes of int8
 _LONGEST = {
     0: 10496,
     1: 9280,
-}  # the last dimension that 192 KiB of a core's memory hold, by swiglu_mode
-_OF_LARGEST = torch.tensor(1 / 127)  # the kernel multiplies by this float32
+}  # the largest last dimension that fits 192 KiB of a core's memory, by swiglu_mode
+_OF_LARGEST = torch.tensor(1 / 127)  # the float32 by which the kernel multiplies
 
 
 def npu_dequant_swiglu_quant(
@@ -39,24 +39,24 @@ def npu_dequant_swiglu_quant(
     glu_alpha: float = 1.0,
     glu_bias: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale sums of int8 products, apply SwiGLU, and quantise each row by its own scale.
+    """Scale sums of int8 products, apply SwiGLU, and quantise each row with a scale per row.
 
     The definition is vllm-ascend's kernel: csrc/moe/dequant_swiglu_quant of 0.23.0.post1, the same
     in 0.30.0rc2 (op_kernel/dequant_swiglu_quant.h:374, 432, 630, 677; checks in
     op_host/dequant_swiglu_quant_tiling.cpp:110, 178, 194, 396, 515, 597, and in
-    csrc/torch_binding.cpp:2044). All is float32. Rows after the last group are undefined.
+    csrc/torch_binding.cpp:2044). All steps are float32. Rows after the last group are undefined.
     Supported: int32 sums, ``quant_mode`` 1 and ``activate_left``, with groups or ``swiglu_mode`` 1.
-    Other calls take another kernel.
+    Other calls run another kernel.
 
     With ``swiglu_mode`` 1 the gate is limited to ``clamp_limit`` and multiplied by ``glu_alpha`` in
     the exponent. The other half is limited on both sides, and ``glu_bias`` is added to it. Mode 0
-    ignores the three.
+    ignores the three arguments.
 
     Args:
         x: int32 [..., 2 H].
         weight_scale: float32 [2 H], or [groups, 2 H].
-        activation_scale: float32, one element for each row.
-        group_index: int64 [groups], the rows of each group.
+        activation_scale: float32, one element per row.
+        group_index: int64 [groups], number of rows of each group.
 
     Returns:
         int8 [..., H] and the scales, float32 [...].
@@ -106,7 +106,7 @@ def _sums(op: str, x: torch.Tensor, longest: int) -> torch.Tensor:
         width % _MULTIPLE == 0, op, "x", f"last dimension {width} must be a multiple of {_MULTIPLE}"
     )
     check(width <= longest, op, "x", f"last dimension {width} must not exceed {longest}")
-    check(x.numel() > 0, op, "x", f"shape {tuple(x.shape)} has no rows")
+    check(x.numel() > 0, op, "x", f"shape {tuple(x.shape)} must have rows")
     return x.reshape(-1, width)
 
 
@@ -160,6 +160,6 @@ def _row_scales(op: str, scale: torch.Tensor | None, rows: int) -> torch.Tensor:
 
 
 def _rows_to_int8(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row of float32 [M, H] by its own scale, as this kernel rounds the scale."""
+    """Quantise each row of float32 [M, H] with a scale per row, rounded as by this kernel."""
     scale = exact.abs().amax(-1) * _OF_LARGEST
     return to_int8(exact / scale.unsqueeze(-1)), scale

@@ -1,6 +1,6 @@
-"""Reference for the causal convolution before GatedDeltaNet, vllm-ascend's own kernel.
+"""Reference for vllm-ascend's kernel of the causal convolution before GatedDeltaNet.
 
-It keeps a state per request.
+The convolution keeps a state per request.
 """
 
 import torch
@@ -26,28 +26,30 @@ def npu_causal_conv1d_custom(
     pad_slot_id: int,
     run_mode: int,
 ) -> torch.Tensor:
-    """Convolve each channel of each sequence with its own ``width`` taps, into ``output``.
+    """Convolve each channel of each sequence with ``width`` taps per channel, into ``output``.
 
-    The last tap belongs to the token itself. The inputs before a sequence's first token come from
-    its row of ``conv_state``, whose first ``width - 1`` places then receive the last inputs of
-    state and sequence together. Products and sums are float32, silu follows if ``activation_mode``
-    is 1, and the result is rounded once. (The kernel's source is in vllm-ascend 0.23.0's wheel:
+    The last tap belongs to the current token. The inputs before a sequence's first token come from
+    the sequence's row of ``conv_state``. The first ``width - 1`` places of the row then receive the
+    last inputs of state and sequence together. Products and sums are float32, silu follows if
+    ``activation_mode`` is 1, and the result is rounded once. (The kernel's source is in vllm-ascend
+    0.23.0's wheel:
     causal_conv1d.h, causal_conv1d_fn_tasks.h.)
 
     Args:
-        output, x: [tokens, channels]. Rows outside all sequences, and of a sequence whose row is
+        output, x: [tokens, channels]. Rows outside all sequences, and of sequences with the row
             ``pad_slot_id``, are not written.
         weight: [width, channels], width 2 to 4.
         conv_state: [rows, state_len, channels], written in place.
-        query_start_loc_opt: [sequences + 1], first token of each. It is not read in update mode
-            with as many sequences as tokens: then token i is sequence i.
-        cache_indices_opt: row of each sequence; of several columns only the first counts. None:
-            sequence i has row i.
-        initial_state_mode_opt: for prefill (``run_mode`` 0): whether each sequence has a state; one
-            without begins with zeros. In an update (``run_mode`` 1) all have one.
+        query_start_loc_opt: [sequences + 1], first token of each. Update mode with one token per
+            sequence ignores it: token i is sequence i.
+        cache_indices_opt: row of each sequence in ``conv_state``; only the first column is used.
+            None: sequence i has row i.
+        initial_state_mode_opt: for prefill (``run_mode`` 0): whether each sequence has a state; a
+            sequence without a state begins with zeros. In an update (``run_mode`` 1) all have a
+            state.
         num_accepted_tokens_opt: for an update with draft tokens: number of tokens accepted in each
-            sequence's last update. Its state begins that number less one places further on, and
-            then receives the last inputs of the accepted and all new tokens, if they fit.
+            sequence's last update. The state begins (number - 1) places further on, and then
+            receives the last inputs of the accepted and all new tokens, if they fit.
     """
     check_rank(_OP, "conv_state", conv_state, 3)
     check(
@@ -77,15 +79,15 @@ def convolve(
     pad_slot_id: int,
     run_mode: int,
 ) -> torch.Tensor:
-    """Do what npu_causal_conv1d_custom does, for the operator `op`, with a state of any strides."""
+    """Compute npu_causal_conv1d_custom for the operator `op`, with a state of any strides."""
     check_dtype(op, "x", x, FLOATS)
     check_rank(op, "x", x, 2)
     check_rank(op, "weight", weight, 2)
     check_rank(op, "conv_state", conv_state, 3)
     width, channels = weight.shape
-    check(2 <= width <= 4, op, "weight", f"width {width} is not 2, 3 or 4")
+    check(2 <= width <= 4, op, "weight", f"width {width} must be 2, 3 or 4")
     check(
-        channels % _CHANNELS == 0, op, "x", f"{channels} channels are not a multiple of {_CHANNELS}"
+        channels % _CHANNELS == 0, op, "x", f"{channels} channels must be a multiple of {_CHANNELS}"
     )
     for name, tensor in (("x", x), ("conv_state", conv_state)):
         check(
@@ -115,7 +117,7 @@ def convolve(
         not with_drafts or (run_mode == _UPDATE and width == 4),
         op,
         "num_accepted_tokens_opt",
-        "is for updates (run_mode 1) of width 4",
+        "must be given for updates (run_mode 1) of width 4 only",
     )
     rows = (
         cache_indices_opt
@@ -127,7 +129,7 @@ def convolve(
             initial_state_mode_opt is None,
             op,
             "initial_state_mode_opt",
-            "is for prefill (run_mode 0)",
+            "must be given for prefill (run_mode 0) only",
         )
         sequences = x.shape[0] if query_start_loc_opt is None else query_start_loc_opt.shape[0] - 1
         if sequences == x.shape[0] and not with_drafts:
@@ -137,7 +139,7 @@ def convolve(
         query_start_loc_opt is not None,
         op,
         "query_start_loc_opt",
-        "is needed: x has the tokens of several sequences",
+        "must be given: x has the tokens of several sequences",
     )
     assert query_start_loc_opt is not None
     bounds = (
@@ -149,7 +151,7 @@ def convolve(
         rows is None or rows.shape[0] == len(bounds) - 1,
         op,
         "cache_indices_opt",
-        f"{len(bounds) - 1} sequences need as many rows",
+        f"one row per sequence must be given, {len(bounds) - 1} in all",
     )
     places = range(len(bounds) - 1) if rows is None else rows.tolist()
     if run_mode == _UPDATE:
@@ -193,14 +195,14 @@ def _update(
     activation_mode: int,
     pad_slot_id: int,
 ) -> None:
-    """Convolve one token per sequence. Read nothing on the host, so that a graph can capture it."""
+    """Convolve one token per sequence, without reads on the host, so that graphs can capture it."""
     width = weight.shape[0]
     rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows.long()
     check(
         rows.shape[0] == x.shape[0],
         op,
         "cache_indices_opt",
-        f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}",
+        f"{rows.shape[0]} rows must be {x.shape[0]}, one per sequence",
     )
     written = ((rows != pad_slot_id) & (rows >= 0) & (rows < conv_state.shape[0])).view(-1, 1)
     rows = rows.clamp(0, conv_state.shape[0] - 1)
@@ -208,7 +210,7 @@ def _update(
     windows = torch.cat((before, x.unsqueeze(1)), 1)
     convolved = _convolve(windows, weight, bias, activation_mode).to(output.dtype)
     output.copy_(torch.where(written, convolved, output))
-    # Padding repeats the write of the first sequence: two values for one place would be a race.
+    # Padding repeats the write of the first sequence, because two values for one place would race.
     sequence = torch.arange(rows.shape[0], device=rows.device)
     source = torch.where(written.flatten(), sequence, written.flatten().int().argmax())
     conv_state[rows[source], : width - 1] = torch.where(

@@ -1,8 +1,8 @@
-"""References for the package fla_npu, whose kernels vllm-ascend 0.30 uses for GatedDeltaNet.
+"""References for the package fla_npu. vllm-ascend 0.30 uses its kernels for GatedDeltaNet.
 
-`FUNCTIONS` replaces the module fla_npu.ops.ascendc. Each function validates its arguments like the
-original and calls an operator; this module has the references of these operators. The original's
-sources are at github.com/flashserve/flash-linear-attention-npu. From CANN 9.1 on, rows of states
+`FUNCTIONS` replaces the module fla_npu.ops.ascendc. Each function validates the arguments like the
+original and calls an operator. The references of these operators are here. The original sources are
+at github.com/flashserve/flash-linear-attention-npu. From CANN 9.1 on, rows of states
 need not be contiguous (fla/ops/ascendc/gdn/*/README.md).
 """
 
@@ -26,7 +26,7 @@ from ascend_npu_emulator.ops.recurrent.gated_delta_rule import (
     recur,
 )
 
-_MOST_TOKENS = 8  # of one sequence that the recurrent kernel takes
+_MOST_TOKENS = 8  # limit of the recurrent kernel, per sequence
 _PREFILL, _UPDATE = 0, 1
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
 _NO_PAD = -(1 << 31)  # no row has this number
@@ -51,7 +51,7 @@ def causal_conv1d(
 ) -> None:
     """Convolve as npu_causal_conv1d_custom does; the kernels are alike (causal_conv1d.h).
 
-    A sequence with the row `null_block_id` is skipped, too.
+    A sequence with the row `null_block_id` is skipped too.
 
     Args:
         conv_states: [rows, state_len, channels]; the rows may have gaps between them.
@@ -104,15 +104,18 @@ def chunk_gated_delta_rule_fwd(
     """Apply the rule chunk by chunk; return o [1, tokens, value heads, V] and the last states.
 
     With the matrix A of a chunk, strictly lower, beta_i (k_i . k_j) exp(g_i - g_j), where g is
-    summed from the chunk's start: w = (I + A)^-1 (beta exp(g) k), u = (I + A)^-1 (beta v). Then as
-    chunk_gated_delta_rule_fwd_h and chunk_fwd_o. The inverse, w and u are rounded to bfloat16.
+    summed from the chunk's start: w = (I + A)^-1 (beta exp(g) k), u = (I + A)^-1 (beta v).
+    chunk_gated_delta_rule_fwd_h and chunk_fwd_o follow. The inverse, w and u are rounded to
+    bfloat16.
 
     Args:
-        q, k: [1, key heads, tokens, 128]; v: [1, value heads, tokens, 128], bfloat16.
+        q, k: [1, key heads, tokens, 128], bfloat16.
+        v: [1, value heads, tokens, 128], bfloat16.
         g, beta: [1, tokens, value heads]; g is float32.
-        initial_state: [sequences, value heads, K, V], float32 or bfloat16; the last states are
-            alike.
-        cu_seqlens: bounds of the sequences. chunk_indices: as of chunk_fwd_o.
+        initial_state: [sequences, value heads, K, V], float32 or bfloat16. The last states have
+            this shape and dtype.
+        cu_seqlens: bounds of the sequences.
+        chunk_indices: see chunk_fwd_o.
     """
     op = "chunk_gated_delta_rule_fwd"
     check_dtype(op, "g", g, (torch.float32,))
@@ -170,11 +173,11 @@ def _check_rows(op: str, name: str, states: torch.Tensor, rank: int) -> None:
         states[:1].is_contiguous(),
         op,
         name,
-        f"strides {states.stride()}: only rows may have gaps between them",
+        f"strides {states.stride()} must have gaps between rows only",
     )
 
 
-# ---- what vllm-ascend calls ----
+# ---- functions that vllm-ascend calls ----
 
 
 def _conv1d(
@@ -187,12 +190,12 @@ def _conv1d(
     activation: str | None,
     **metadata: torch.Tensor | None,
 ) -> None:
-    """Refuse what both functions refuse, and what has no reference."""
+    """Check the arguments that both functions check, and options without a reference."""
     check(
         activation in _ACTIVATIONS,
         op,
         "activation",
-        f"{activation!r} is not None, 'silu' or 'swish'",
+        f"{activation!r} must be None, 'silu' or 'swish'",
     )
     if x.dim() != 2:
         raise unsupported(op, "x", x)
@@ -222,7 +225,7 @@ def _conv1d(
                 tensor.shape[0] == count,
                 op,
                 name,
-                f"{tensor.shape[0]} entries, the sequences need {count}",
+                f"{tensor.shape[0]} entries must be {count}, as the sequences",
             )
 
 
@@ -239,7 +242,7 @@ def causal_conv1d_fn(
     null_block_id: int | None = 0,
     **others: Any,
 ) -> torch.Tensor:
-    """Convolve prompts, and keep each one's last inputs in `conv_states`."""
+    """Convolve prompts, and write the last inputs of each to `conv_states`."""
     op = "causal_conv1d_fn"
     refuse_options(op, **others)
     _conv1d(
@@ -276,7 +279,7 @@ def causal_conv1d_update(
     out: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Convolve decodes, and advance `conv_state`; return `out`, or else `x`, which is written."""
+    """Convolve decodes and advance `conv_state`. Write and return `out`, by default `x`."""
     op = "causal_conv1d_update"
     refuse_options(op, **others)
     _conv1d(
@@ -293,7 +296,7 @@ def causal_conv1d_update(
         max_query_len >= 0,
         op,
         "max_query_len",
-        f"{max_query_len} is negative, and there is query_start_loc",
+        f"{max_query_len} must not be negative with query_start_loc",
     )
     null = _NO_PAD if null_block_id is None else null_block_id
     made = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -350,9 +353,9 @@ def _chunked(
     disable_recompute: bool = True,
     **others: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Apply the rule to prompts; return ten places, of which all but o and the states are None.
+    """Apply the rule to prompts. Return ten results: o, the states, and None otherwise.
 
-    The real function also returns what a backward pass needs.
+    The real function also returns tensors for a backward pass.
     """
     op = "chunk_gated_delta_rule_fwd"
     refuse_options(op, **others)
@@ -380,7 +383,7 @@ def _chunked(
         heads % q.shape[1] == 0,
         op,
         "v",
-        f"{heads} heads are not a multiple of the keys' {q.shape[1]}",
+        f"{heads} heads must be a multiple of the {q.shape[1]} key heads",
     )
     for name, tensor in (("g", g), ("beta", beta)):
         check(
@@ -391,7 +394,7 @@ def _chunked(
         )
     bounds = [int(bound) for bound in cu_seqlens]
     fits = len(bounds) > 1 and bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, tokens)
-    check(fits, op, "cu_seqlens", f"{bounds} do not divide {tokens} tokens")
+    check(fits, op, "cu_seqlens", f"{bounds} must rise from 0 to {tokens}")
     lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
     expected = [
         part

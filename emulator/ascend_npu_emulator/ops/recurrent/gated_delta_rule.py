@@ -1,4 +1,4 @@
-"""References for vllm-ascend's kernels of GatedDeltaNet: gates, rule by token, rule by chunk.
+"""References for vllm-ascend's GatedDeltaNet kernels: gates, rule by token, rule by chunk.
 
 The rule, for one value head with state S [K, V], decay exp(g), learning rate beta:
     S <- exp(g) S;  S <- S + k (beta (v - k^T S))^T;  o = scale * q^T S
@@ -21,8 +21,8 @@ from ascend_npu_emulator.ops.checks import (
 )
 
 CHUNK = 64
-_HEAD_SIZE = 128  # tile size of the chunk kernels, which skip smaller tiles
-_MOST_TOKENS = 16  # of one sequence that the recurrent kernel takes
+_HEAD_SIZE = 128  # tile size of the chunk kernels; they skip smaller tiles
+_MOST_TOKENS = 16  # limit of the recurrent kernel, per sequence
 
 
 def npu_fused_gdn_gating(
@@ -35,8 +35,8 @@ def npu_fused_gdn_gating(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return g = -exp(A_log) softplus(a + dt_bias), float32, and sigmoid(b) in b's dtype.
 
-    Both are [1, tokens, heads]. softplus(x) is log(1 + exp(beta x)) / beta, and x itself where beta
-    x exceeds ``threshold``. (fused_gdn_gating.h)
+    Both are [1, tokens, heads]. softplus(x) is log(1 + exp(beta x)) / beta, or x where beta x
+    exceeds ``threshold``. (fused_gdn_gating.h)
     """
     op = "npu_fused_gdn_gating"
     check_rank(op, "a", a, 2)
@@ -80,21 +80,22 @@ def npu_recurrent_gated_delta_rule(
 ) -> torch.Tensor:
     """Apply the rule token by token; return [tokens, value heads, V], bfloat16.
 
-    The state after each token is written into ``state``. Computed in float32; the state has its own
-    dtype only in memory. (recurrent_gated_delta_rule.h)
+    The state after each token is written to ``state``. All is computed in float32; only the stored
+    state has the dtype of ``state``. (recurrent_gated_delta_rule.h)
 
     Args:
         query, key: [tokens, key heads, K], bfloat16; value head h uses key head h // (value heads /
             key heads).
         value: [tokens, value heads, V], bfloat16.
         state: [rows, value heads, V, K], float32 or bfloat16, written in place.
-        beta: [tokens, value heads], bfloat16; g: the same in float32, the decay in log space.
-        actual_seq_lengths: int32: the first token of the first sequence, then the tokens of each
-            sequence, at most 16.
-        ssm_state_indices: int32 [tokens]: a sequence begins with the state in its first token's
-            row, and each token writes its own row.
-        num_accepted_tokens: int32 [sequences]: a sequence begins with the row of this token of its
-            own instead, counted from 1.
+        beta: [tokens, value heads], bfloat16.
+        g: the same in float32, the decay in log space.
+        actual_seq_lengths: int32: the first token of the first sequence, then the number of tokens
+            of each sequence, at most 16.
+        ssm_state_indices: int32 [tokens], the row of each token. A sequence begins with the state
+            in the first token's row. Each token writes the state to the token's row.
+        num_accepted_tokens: int32 [sequences]: a sequence begins with the row of this token
+            instead, counted from 1.
     """
     op = "npu_recurrent_gated_delta_rule"
     check_rank(op, "state", state, 4)
@@ -126,7 +127,7 @@ def recur(
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what npu_recurrent_gated_delta_rule does, for the operator `op`.
+    """Compute npu_recurrent_gated_delta_rule for the operator `op`.
 
     A sequence has at most `most_tokens`, and the state may have any strides.
     """
@@ -141,7 +142,7 @@ def recur(
         ("actual_seq_lengths", actual_seq_lengths, (torch.int32,)),
         ("ssm_state_indices", ssm_state_indices, (torch.int32,)),
     ):
-        check(tensor is not None, op, name, "is needed")
+        check(tensor is not None, op, name, "must be given")
         assert tensor is not None
         check_dtype(op, name, tensor, dtypes)
     assert (
@@ -150,7 +151,7 @@ def recur(
         and actual_seq_lengths is not None
         and ssm_state_indices is not None
     )
-    check(scale is not None, op, "scale", "is needed")
+    check(scale is not None, op, "scale", "must be given")
     assert scale is not None
     check_rank(op, "state", state, 4)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -162,12 +163,14 @@ def recur(
         "key",
         f"shape {tuple(key.shape)} must equal query's {tuple(query.shape)}",
     )
-    check(value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens, query has {tokens}")
+    check(
+        value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens must be query's {tokens}"
+    )
     check(
         heads % key_heads == 0,
         op,
         "value",
-        f"{heads} heads are not a multiple of the keys' {key_heads}",
+        f"{heads} heads must be a multiple of the {key_heads} key heads",
     )
     check(
         state.shape[1:] == (heads, value_size, key_size),
@@ -196,7 +199,7 @@ def recur(
     def advance(before: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and state after one token of each sequence.
 
-        ``before`` is their state, float32 [sequences, heads, V, K].
+        ``before`` is the state of the sequences, float32 [sequences, heads, V, K].
         """
         k, q = (
             part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2)
@@ -208,7 +211,7 @@ def recur(
         return (after * (q * scale)).sum(-1).to(out.dtype), after
 
     if sequences == tokens and num_accepted_tokens is None:
-        # Decodes, then padding. Nothing is read on the host, so that a graph can capture it.
+        # Decodes, then padding, without reads on the host, so that a graph can capture them.
         token = torch.arange(tokens, device=query.device)
         active = token < actual_seq_lengths.sum()
         stored = state[ssm_state_indices.long()]
@@ -227,7 +230,7 @@ def recur(
         max(lengths) <= most_tokens,
         op,
         "actual_seq_lengths",
-        f"{max(lengths)} tokens of one sequence; the kernel takes {most_tokens}",
+        f"{max(lengths)} tokens of one sequence exceed {most_tokens}",
     )
     rows, accepted = ssm_state_indices.tolist(), [1] * sequences
     if num_accepted_tokens is not None:
@@ -257,14 +260,14 @@ def _sequences(op: str, cu_seqlens: Sequence[int] | None, tokens: int) -> list[t
     """Return the tokens [first, end) of every sequence that has tokens."""
     bounds = [0, tokens] if cu_seqlens is None else list(cu_seqlens)
     fits = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= tokens
-    check(fits, op, "cu_seqlens", f"{bounds} are no bounds of {tokens} tokens")
+    check(fits, op, "cu_seqlens", f"{bounds} must rise from 0 to at most {tokens}")
     return [(first, last) for first, last in pairwise(bounds) if last > first]
 
 
 def _check_chunk_inputs(
     op: str, chunk_size: int | None, g: torch.Tensor | None, **heads_first: torch.Tensor
 ) -> None:
-    check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} is not {CHUNK}")
+    check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} must be {CHUNK}")
     if g is None:
         raise unsupported(op, "g", g)
     check_dtype(op, "g", g, (torch.float32,))
@@ -275,13 +278,13 @@ def _check_chunk_inputs(
             tensor.shape[0] == 1,
             op,
             name,
-            "sequences are given by cu_seqlens: the first dimension is 1",
+            "the first dimension must be 1: cu_seqlens divides sequences",
         )
         check(
             tensor.shape[-1] == _HEAD_SIZE,
             op,
             name,
-            f"head size {tensor.shape[-1]} is not {_HEAD_SIZE}",
+            f"head size {tensor.shape[-1]} must be {_HEAD_SIZE}",
         )
 
 
@@ -301,10 +304,10 @@ def chunk_gated_delta_rule_fwd_h(
     use_exp2: bool | None = False,
     transpose_state_layout: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the state before every chunk of 64 tokens, what each token adds, and the last state.
+    """Return the state before each chunk of 64 tokens, each token's v_new, and the last state.
 
     For a chunk with state S: v_new = u - w S, and then S <- exp(g_last) S + k^T (exp(g_last - g)
-    v_new). Between chunks a state is bfloat16, as are v_new and its decayed form; sums are float32.
+    v_new). States between chunks, v_new and decayed v_new are bfloat16; sums are float32.
     (gdn_fwd_h_kernel.hpp, block_epilogue_gdn_fwdh_*.hpp)
 
     Args:
@@ -376,16 +379,17 @@ def chunk_fwd_o(
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = False,
 ) -> torch.Tensor:
-    """Return o [1, value heads, tokens, 128], bfloat16, chunk by chunk of 64 tokens.
+    """Return o [1, value heads, tokens, 128], bfloat16, computed in chunks of 64 tokens.
 
     o = scale (exp(g) q h + (q k^T exp(g_i - g_j), j <= i) v). The masked product of q and k is
     rounded to bfloat16; everything else is float32 until the end. (gdn_fwd_o_kernel.hpp and
     block_epilogue_gdn_fwdo_*.hpp)
 
     Args:
-        q, k, h, g, cu_seqlens: as of chunk_gated_delta_rule_fwd_h; v: its v_new.
-        chunk_indices: for every chunk of h the number of its sequence and its own number in that
-            sequence.
+        q, k, h, g, cu_seqlens: as in chunk_gated_delta_rule_fwd_h.
+        v: the v_new that it returns.
+        chunk_indices: for every chunk of h the number of the sequence, and the number of the chunk
+            in that sequence.
     """
     op = "chunk_fwd_o"
     refuse_options(op, g_gamma=g_gamma, transpose_state_layout=transpose_state_layout)

@@ -1,1 +1,1 @@
-"""Triton on the emulated NPU: the language, a launcher, and references for kernels."""
+"""Triton on the emulated NPU: the language, a launcher, and references for some kernels."""

@@ -1,15 +1,15 @@
-"""The emulated ``triton``: ``jit`` and its relatives, and the launch of kernels.
+"""The emulated ``triton``: ``jit`` and related decorators, and the launch of kernels.
 
 The emulated stack has no Triton package, so vLLM's HAS_TRITON would be False and vllm-ascend would
-not take the paths that it takes on hardware (MiniMax-M2 would not run:
-vllm::split_qkv_tp_rmsnorm_rope exists only with Triton). With this module HAS_TRITON is True and
-all paths are those of hardware. A launch runs the kernel's own, unmodified source in the language
-of language.py, or the reference in plain torch from references.py.
+take other paths than on hardware (MiniMax-M2 would not run: vllm::split_qkv_tp_rmsnorm_rope exists
+only with Triton). With this module HAS_TRITON is True and all paths are the same as on hardware. A
+launch runs the unmodified source of the kernel in the language of language.py, or a reference in
+plain torch from references.py.
 
 Unlike on hardware, the programs of a grid run one after the other, autotuning takes the first
-configuration, and nothing is compiled, so a kernel that would exceed the device's scratch memory
-runs here. torch.compile does not know these kernels: it raises for a launch that it would have to
-trace; a launch inside a custom operator works.
+configuration, and nothing is compiled. A kernel that exceeds the device's scratch memory therefore
+runs here. torch.compile does not know these kernels: tracing a launch raises an error, but a launch
+inside a custom operator works.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ascend_npu_emulator.ops.triton.language import tl
 from ascend_npu_emulator.ops.triton.pointers import PROGRAM, Pointer
 
 Arguments = dict[str, Any]
-# Launch options that change only the compiled code (triton-ascend adds the last two).
+# Launch options that affect only compilation (triton-ascend adds the last two).
 _LAUNCH_OPTIONS = frozenset(
     {
         "num_warps",
@@ -42,7 +42,7 @@ REFERENCES: dict[str, Callable[[tuple[int, ...], Arguments], None]] = {}
 class Kernel:
     """A function decorated with ``triton.jit``.
 
-    ``kernel[grid](arguments)`` launches it; a kernel calls another one directly.
+    ``kernel[grid](arguments)`` launches the kernel. A kernel calls another kernel directly.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -87,7 +87,9 @@ class Kernel:
         sizes = grid(bound) if callable(grid) else grid
         sizes = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
         if not 1 <= len(sizes) <= 3 or any(size < 0 for size in sizes):
-            raise ValueError(f"Triton kernel {self.name}: grid {sizes} must be one to three sizes")
+            raise ValueError(
+                f"Triton kernel {self.name}: grid {sizes} must have one to three sizes"
+            )
         if any(size > 65535 for size in sizes):
             raise ValueError(
                 f"Triton kernel {self.name}: grid {sizes} exceeds the 65535 programs that the "
@@ -118,7 +120,7 @@ class Kernel:
             PROGRAM.index, PROGRAM.grid, PROGRAM.kernel = before
 
     def _scalar(self, name: str, value: Any) -> Any:
-        """Make a number a scalar of the language, with ``.to``; return a constexpr unchanged."""
+        """Convert a number to a scalar that has ``.to``; return a constexpr unchanged."""
         constant = "constexpr" in str(self.fn.__annotations__.get(name, ""))
         if constant or self.fn.__annotations__.get(name) == tl.constexpr or isinstance(value, bool):
             return value
@@ -132,7 +134,7 @@ class Kernel:
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``@triton.jit`` with or without options, which only affect compilation."""
+    """``@triton.jit``, with or without options. Options affect only compilation."""
     return Kernel(function) if function is not None else Kernel
 
 
@@ -145,7 +147,7 @@ class Config:
 
 
 class Autotuner(Kernel):
-    """A kernel decorated with ``triton.autotune``. It runs with its first configuration."""
+    """A kernel decorated with ``triton.autotune``. It runs with the first configuration."""
 
     def __init__(self, kernel: Kernel, configs: Sequence[Config]) -> None:
         super().__init__(kernel.fn)
@@ -154,7 +156,7 @@ class Autotuner(Kernel):
 
 
 def autotune(configs: Sequence[Config], **options: Any) -> Callable[[Kernel], Autotuner]:
-    """Take the first of ``configs``."""
+    """``@triton.autotune``: use the first of ``configs``."""
     return functools.partial(Autotuner, configs=configs)
 
 
@@ -177,7 +179,7 @@ def cdiv(x: int, y: int) -> int:
 
 
 def _device_properties(device: int) -> dict[str, int]:
-    """Return a 910B3's counts, by which vllm-ascend sizes grids (ops/triton/triton_utils.py)."""
+    """Return a 910B3's core counts, for vllm-ascend's grid sizes (ops/triton/triton_utils.py)."""
     return {"num_aicore": 20, "num_vectorcore": 40}
 
 

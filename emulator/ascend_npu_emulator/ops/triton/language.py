@@ -1,9 +1,9 @@
 """A Triton language that runs on the host, one program of the grid after the other.
 
-Blocks are torch tensors on the host, and scalars 0-dimensional ones. Only loads and stores touch
-device memory (pointers.py). They use the emulated device's own operators, so a kernel keeps
-its place in the order of its stream. A function of ``tl`` that is missing here raises
-NotImplementedError with its name.
+Blocks are torch tensors on the host, and scalars are 0-dimensional tensors. Only loads and stores
+access device memory (pointers.py). They use the emulated device's operators, so a kernel runs in
+the order of the stream. A missing function of ``tl`` raises NotImplementedError with the function's
+name.
 """
 
 import builtins
@@ -24,7 +24,7 @@ from ascend_npu_emulator.ops.triton.pointers import (
 
 
 class _PropagateNan(enum.Enum):
-    """``tl.PropagateNan``: whether a maximum with NaN is NaN (ALL), or the other value (NONE)."""
+    """``tl.PropagateNan``: a maximum with NaN is NaN (ALL) or the other value (NONE)."""
 
     NONE = 0
     ALL = 0xFFFF
@@ -182,7 +182,7 @@ class _Language:
 
     @staticmethod
     def argmax(input: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return the index of the largest element, the lowest of equal ones."""
+        """Return the index of the largest element; the lowest index for ties."""
         best = input.amax(axis, keepdim=True)
         return (input == best).to(torch.int8).argmax(axis).to(torch.int32)
 
@@ -247,7 +247,7 @@ class _Language:
 
 
 class _Unknown:
-    """A name that the emulated language lacks. It may be mentioned, but raises when used."""
+    """A name that the emulated language lacks. It can be referenced but raises when used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,8 +1,8 @@
 """Pointers of the emulated Triton: loads and stores of a running program, checked.
 
-A write outside a pointer's tensor raises; hardware would overwrite something else. A read close to
-it returns POISON, as hardware returns whatever is there (vllm-ascend's rejection kernels read
-element -1 and discard it). A read further away raises, because hardware may fault.
+A write outside a pointer's tensor raises; hardware would overwrite other memory. A read close to
+the tensor returns POISON, where hardware returns arbitrary bytes (vllm-ascend's rejection kernels
+read element -1 and discard it). A read further away raises, because hardware may fault.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import torch
 from ascend_npu_emulator.devices import current_device
 from ascend_npu_emulator.ops.poison import POISON
 
-# Bytes around a tensor that may be read without a fault: the device aligns allocations to them.
+# Bytes around a tensor that can be read without a fault: the device's alignment of allocations.
 _NEIGHBOURHOOD = 512
-Value = Any  # a block, a scalar, or a Python number: kernels mix them freely
+Value = Any  # a block, a scalar, or a Python number; kernels mix them
 
 
 @dataclass
 class Program:
-    """The program that is running, and its grid. The launcher sets it before each program."""
+    """The running program and the grid. The launcher sets both before each program."""
 
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
@@ -32,15 +32,15 @@ PROGRAM = Program()
 
 @dataclass(frozen=True)
 class PointerType:
-    """The dtype of a pointer, ``tl.pointer_type``: where it leads."""
+    """The dtype of a pointer, ``tl.pointer_type``, with the dtype of the elements."""
 
     element_ty: torch.dtype
 
 
 class Address(torch.Tensor):
-    """A scalar of 64 bits that was loaded, or was computed from one.
+    """A 64-bit scalar that was loaded, or computed from a loaded scalar.
 
-    A kernel may make a pointer of it.
+    A kernel may convert it to a pointer.
     """
 
     def to(self, dtype: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -52,10 +52,10 @@ class Address(torch.Tensor):
 
 
 class Pointer:
-    """A pointer argument: a tensor's storage from its first element on, and offsets into it."""
+    """A pointer argument: a tensor's storage from the first element on, and offsets into it."""
 
     def __init__(self, tensor: torch.Tensor, name: str, offsets: Value = 0) -> None:
-        if tensor.dtype == torch.uint64:  # addresses, for which torch has few operators
+        if tensor.dtype == torch.uint64:  # addresses; torch has few operators for uint64
             tensor = tensor.view(torch.int64)
         size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
         self._memory = torch.as_strided(tensor.detach(), (size,), (1,))
@@ -77,7 +77,7 @@ class Pointer:
     def _places(
         self, mask: Value, what: str, margin: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return offsets, mask and whether they are inside, all of one shape.
+        """Return offsets, mask and whether each offset is inside the tensor, all of one shape.
 
         Raises IndexError for an active offset more than ``margin`` elements outside the tensor.
         """
@@ -88,8 +88,7 @@ class Pointer:
         if far.numel():
             raise IndexError(
                 f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} "
-                f"at {far.tolist()[:8]}, "
-                f"which lies outside its {size} elements"
+                f"at {far.tolist()[:8]}, outside the {size} elements"
             )
         return offsets, active, (offsets >= 0) & (offsets < size)
 
@@ -121,7 +120,7 @@ class Pointer:
             self._memory.index_put_((places,), values, accumulate=accumulate)
 
     def write_or(self, value: Value, mask: Value) -> None:
-        """Set the bits of ``value``, also where several elements of the block meet in a place."""
+        """Set the bits of ``value``, also where elements of the block share an offset."""
         offsets, active, block = torch.broadcast_tensors(
             *self._places(mask, "writes", 0)[:2], torch.as_tensor(value)
         )
@@ -143,10 +142,10 @@ class Pointer:
 
 
 class AddressPointer(Pointer):
-    """A pointer that a kernel has made of an address.
+    """A pointer that a kernel made from an address.
 
-    Accesses are not checked, because where the memory ends is not known, and the race detector does
-    not see them: it knows memory by its tensors.
+    Accesses are not checked, because the size of the memory is unknown. The race detector does not
+    see them, because it tracks tensors.
     """
 
     def __init__(self, address: int, dtype: PointerType, offsets: Value = 0) -> None:
@@ -178,6 +177,6 @@ class AddressPointer(Pointer):
 
 
 def memory_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return ``size`` bytes of device memory as a tensor that does not own them."""
+    """Return ``size`` bytes of device memory as a tensor that does not own the memory."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,))  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
 """Triton's random numbers: Philox 4x32 with ten rounds, keyed by a seed and counting offsets.
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), and the
-layout of Triton's library: the counter is (offset, 0, 0, 0), the key is the seed's two halves.
+layout of Triton's library: the counter is (offset, 0, 0, 0), the key has both halves of the seed.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ _ROUNDS = 10
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
-_SCALE = 4.6566127342e-10  # the largest float32 for which 2**31 - 1 times it is below 1
+_SCALE = 4.6566127342e-10  # the largest float32 whose product with 2**31 - 1 is below 1
 
 
 def philox(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def philox(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tens
 
 
 def _high(factor: int, words: torch.Tensor) -> torch.Tensor:
-    """Return the upper words of products, which do not fit int64, by halves of the factor."""
+    """Return the upper words of products. They exceed int64, so the factor is split in halves."""
     low = (factor & 0xFFFF) * words
     return ((factor >> 16) * words + (low >> 16)) >> 16
 

@@ -1,8 +1,8 @@
 """References in plain torch for the Triton kernels that run for every layer or every step.
 
-They compute what the kernels' sources do (vllm 0.23.0 and vllm_ascend 0.23.0; the file is named in
-each), for all programs of the grid at once. Running the sources, program by program, would take
-most of the time of a forward pass.
+They compute the same as the kernels' sources (vllm 0.23.0 and vllm_ascend 0.23.0; each reference
+names the file), for all programs of the grid at once. Running the sources, program by program,
+would take most of the time of a forward pass.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None
 def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Write the slot of each token, and PAD_ID to the rest of the buffer.
 
-    A slot is the number of the block times the block size, plus the place in the block. The grid
-    has one program per request and one for the padding. With context parallelism a token whose
-    block is on another rank gets PAD_ID. (vllm/v1/worker/block_table.py:326; vllm_ascend 0.26,
-    ops/triton/compute_slot_mapping.py, whose block table may have several blocks of `block_size`
-    for one of the KV cache)
+    A slot is the block number times the block size, plus the position in the block. The grid has
+    one program per request and one for the padding. With context parallelism a token whose block is
+    on another rank gets PAD_ID. (vllm/v1/worker/block_table.py:326; vllm_ascend 0.26,
+    ops/triton/compute_slot_mapping.py, where a block of the KV cache may be several blocks of
+    `block_size` in the block table)
     """
     op = "_compute_slot_mapping_kernel"
     requests = grid[0] - 1
@@ -65,7 +65,7 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
             int(where.max()) < numbers.numel(),
             op,
             "positions",
-            f"request {request} points past its block table",
+            f"request {request} needs blocks past the end of block_table",
         )
         mine = (place // turn) % ranks == int(arguments["TOTAL_CP_RANK"])
         found = numbers.index_select(0, where).long() * size + local % size
@@ -84,13 +84,14 @@ def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
     tokens, width = int(arguments["num_tokens"]), int(arguments["rope_dim"])
     if arguments["USE_COS_SIN"]:
         chosen = arguments["cos_sin_ptr"].index_select(0, arguments["pos_ptr"][:tokens])
-        # The kernel reads sin at the padded half: the real half only if rope_dim is a power of two.
+        # The kernel reads sin at the padded half. This is the real half only if rope_dim is a power
+        # of two.
         pad = int(arguments["pad_rope_dim"]) // 2
         check(
             pad + width // 2 <= chosen.shape[1],
             "_triton_rope",
             "rope_dim",
-            f"{width} is not a power of two: sin would be misread",
+            f"{width} must be a power of two: the kernel would misread sin",
         )
         cos, sin = chosen[:, : width // 2], chosen[:, pad : pad + width // 2]
     else:
@@ -116,7 +117,7 @@ _SPLIT = "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope"
 
 @refers_to(f"{_SPLIT}._split_qkv_and_compute_local_qk_var_kernel")
 def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Copy q, k and v out of the rows of ``input``; write the mean squares of q and k.
+    """Copy q, k and v from the rows of ``input``; write the mean squares of q and k.
 
     (split_qkv_tp_rmsnorm_rope.py:38)
     """
@@ -134,8 +135,8 @@ def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
 def normalise_and_rotate(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Apply RMSNorm to q and k over all ranks' columns, then rotate them.
 
-    Rotary covers each head's first ``rotary_dim``. Computed in float32 and rounded once at the end.
-    (split_qkv_tp_rmsnorm_rope.py:113)
+    The first ``rotary_dim`` elements of each head are rotated. Computed in float32 and rounded once
+    at the end. (split_qkv_tp_rmsnorm_rope.py:113)
     """
     tokens, half = int(arguments["num_tokens"]), int(arguments["HALF"])
     cos, sin = (

@@ -1,8 +1,8 @@
 """References in plain torch for the Triton kernels of GatedDeltaNet and gated attention.
 
-See references.py. They prepare the chunk kernels of gated_delta_rule.py: with A the strictly lower
-part of beta k k^T exp(g_i - g_j), the inverse of I + A gives w and u, with which a chunk is applied
-to a state at once. The files are below ops/triton/ of vllm_ascend 0.23.0.
+See references.py. They prepare the inputs of the chunk kernels in gated_delta_rule.py. A is the
+strictly lower part of beta k k^T exp(g_i - g_j). The inverse of I + A gives w and u, and these
+apply a whole chunk to a state. The files are below ops/triton/ of vllm_ascend 0.23.0.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from ascend_npu_emulator.ops.triton.kernels import Arguments
 from ascend_npu_emulator.ops.triton.references import refers_to
 
 _FLA = "vllm_ascend.ops.triton.fla"
-_DIAGONAL = 16  # size of the blocks on the diagonal, which are inverted first
+_DIAGONAL = 16  # size of the diagonal blocks that are inverted first
 
 
 def _chunks(arguments: Arguments, size: int) -> Iterator[slice]:
@@ -100,7 +100,7 @@ def invert_diagonal(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.solve_tril.merge_16x16_to_64x64_inverse_kernel")
 def merge_inverse(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Write Ai [1, tokens, heads, 64]: the inverse of I + A from those of its diagonal blocks.
+    """Write Ai [1, tokens, heads, 64]: the inverse of I + A from the inverted diagonal blocks.
 
     Computed in float32. (fla/solve_tril.py:192)
     """
@@ -159,7 +159,7 @@ def l2norm(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.utils._clear_ssm_states_kernel")
 def clear_ssm_states(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Write zeros for every sequence that has no state yet. (fla/utils.py:78)"""
+    """Write zeros to the state of every new sequence. (fla/utils.py:78)"""
     states = arguments["states_ptr"]
     has_state = arguments["has_initial_state_ptr"].bool().view(-1, *[1] * (states.dim() - 1))
     states.copy_(torch.where(has_state, states, 0.0))
@@ -169,8 +169,8 @@ def clear_ssm_states(grid: tuple[int, ...], arguments: Arguments) -> None:
 def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Split Qwen3-Next's projections into q, k, v and z, and b and a.
 
-    They are grouped by key head: mixed_qkvz is [tokens, key heads * (2 K + 2 V r)] with r value
-    heads per key head; mixed_qkv receives all q, then all k, then all v.
+    The projections are grouped by key head: mixed_qkvz is [tokens, key heads * (2 K + 2 V r)] with
+    r value heads per key head; mixed_qkv receives all q, then all k, then all v.
     (fla/fused_qkvzba_split_reshape.py:17)
     """
     mixed, gates = arguments["mixed_qkvz"], arguments["mixed_ba"]
@@ -193,9 +193,9 @@ def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
 def split_qkv_rmsnorm_mrope(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Split rows into q with its gates, k and v; normalise and rotate q and k.
 
-    Rotary covers the first ``rope_dim`` elements. cos_sin is [3, tokens, rope_dim]: cosines, then
-    sines, by the position in time, height and width; the number of a frequency decides which of the
-    three it uses. Computed in float32. (linearnorm/split_qkv_rmsnorm_mrope.py:29)
+    The first ``rope_dim`` elements are rotated. cos_sin is [3, tokens, rope_dim]: cosines, then
+    sines, by the position in time, height and width. The index of a frequency selects one of the
+    three positions. Computed in float32. (linearnorm/split_qkv_rmsnorm_mrope.py:29)
     """
     if arguments["has_bias"]:
         raise unsupported("split_qkv_rmsnorm_mrope_kernel", "has_bias", True)

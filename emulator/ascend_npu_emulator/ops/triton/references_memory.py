@@ -11,8 +11,8 @@ from ascend_npu_emulator.ops.triton.references import refers_to
 def batch_memcpy(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to ``dst_ptrs[i]``, in stream order.
 
-    The race detector does not see these copies: it knows memory by its tensors. (vllm_ascend
-    0.23.0, ops/triton/batch_memcpy.py:10)
+    The race detector does not see these copies, because it tracks tensors. (vllm_ascend 0.23.0,
+    ops/triton/batch_memcpy.py:10)
     """
     lists = (arguments[name][: grid[0]].tolist() for name in ("src_ptrs", "dst_ptrs", "sizes"))
     for source, target, size in zip(*lists, strict=True):

@@ -1,1 +1,1 @@
-"""CANN's Python binding, as far as vllm-ascend imports it."""
+"""The part of CANN's Python binding that vllm-ascend imports."""

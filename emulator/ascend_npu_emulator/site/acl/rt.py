@@ -1,4 +1,4 @@
-"""acl.rt, as far as vllm-ascend imports it."""
+"""The part of acl.rt that vllm-ascend imports."""
 
 from ascend_npu_emulator.native import core
 

@@ -1,15 +1,15 @@
-"""The emulated torch_npu; everything is in ascend_npu_emulator.runtime."""
+"""The emulated torch_npu. ascend_npu_emulator.runtime fills it."""
 
 import importlib.util
 import os
 import sys
 
 if importlib.util.find_spec("ascend_npu_emulator") is None:
-    # A process that was started outside the environment in which the emulator is installed.
+    # This process runs outside the environment in which the emulator is installed.
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
 
-# torch imports this package itself, as a backend, unless this package is the first one: then, as the
-# real one does, it stops torch from that.
+# torch imports this package as a backend. If this package is imported before torch, it turns that
+# off, as the real torch_npu does.
 _autoload_wish = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch  # noqa: E402, F401
@@ -27,4 +27,4 @@ if not hasattr(_package, "npu"):
 
 
 def _autoload():
-    """What torch calls after it has imported this package (entry point torch.backends)."""
+    """Do nothing. torch calls this after it imports the package (entry point torch.backends)."""
