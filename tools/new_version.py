@@ -34,7 +34,7 @@ from vllm_ascend_hsx.compat.versions import installed_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm_ascend_hsx"
-SCHEMAS = OURS / "emulator" / "ops" / "schemas"
+SCHEMAS = ROOT / "emulator" / "ascend_npu_emulator" / "ops" / "schemas"
 # pip runs a source distribution's setup.py for metadata.
 BUILD = {
     "VLLM_TARGET_DEVICE": "empty",

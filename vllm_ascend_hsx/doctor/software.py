@@ -93,7 +93,7 @@ def installed_version(name: str) -> str | None:
 def npu_is_emulated() -> bool:
     """Return True if the metadata of torch_npu names the emulator."""
     try:
-        return EMULATOR in (distribution("torch_npu").metadata.get("Summary") or "")
+        return EMULATOR in str(distribution("torch_npu").metadata["Summary"])
     except PackageNotFoundError:
         return False
 

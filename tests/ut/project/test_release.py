@@ -1,6 +1,5 @@
-"""What a release says of itself, its image, and its page for the docs of vllm-ascend."""
+"""Version, changelog, classifiers, issue forms and the image of a release agree."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -17,10 +16,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.cli import doctor, generate, plan
 from vllm_ascend_hsx.cli.main import COMMANDS
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
-from vllm_ascend_hsx.config import HsxConfig
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -165,59 +162,3 @@ def test_the_build_context_has_what_the_wheel_is_built_from() -> None:
 def test_what_the_page_of_containers_runs_in_one_is_a_command() -> None:
     command = words("doctor")
     assert command[0] == "hsx" and command[1] in COMMANDS
-
-
-# The page for vllm-ascend's docs
-
-FEATURE = "upstream/hidden_states_extraction.md"
-# What shows each row of its support matrix, in docs/compatibility.json.
-SHOWN_BY = {
-    "Tensor, data and expert parallelism": ("test_tensor_parallel", "test_data_parallel"),
-    "Sequence parallelism": ("test_data_parallel",),
-    "Chunked prefill, prefix caching, preemption, async scheduling": (
-        "test_scenarios",
-        "test_any_traffic",
-    ),
-    "ACLGraph, `PIECEWISE` and `FULL_DECODE_ONLY`": ("test_graph_modes",),
-    "Model runner V2": ("test_model_runner_v2",),
-    "W8A8, also rotated (QuaRot)": ("test_quantised_targets",),
-    "LoRA": ("test_lora",),
-    "Images in prompts (Qwen2.5-VL, Qwen3-VL)": ("test_vision_targets",),
-    "Prefill nodes of P/D disaggregation, by `MultiConnector`": ("test_multi_connector",),
-}
-REFUSED = {"Pipeline parallelism", "Context parallelism"}
-
-
-def test_the_support_matrix_is_what_ran_on_each_release() -> None:
-    runs = json.loads((DOCS / "compatibility.json").read_text())
-    matrix = page(FEATURE).partition("## Support Matrix")[2]
-    releases = re.findall(r"vLLM Ascend ([\w.]+)", matrix.splitlines()[2])
-    assert set(releases) <= {pair.vllm_ascend for pair in CHECKED_PAIRS}
-    for feature, *cells in rows(matrix):
-        for release, cell in zip(releases, cells, strict=True):
-            shown = feature in SHOWN_BY and all(
-                runs[release].get(name, {}).get("passed") for name in SHOWN_BY[feature]
-            )
-            assert cell.startswith("✅") == shown, (feature, release)
-            assert shown or cell == ("❌" if feature in {*REFUSED, "Model runner V2"} else "❔"), (
-                feature,
-                release,
-            )
-
-
-def test_the_options_of_the_feature_page_are_the_codes_with_their_defaults() -> None:
-    table = page(FEATURE).partition("<!-- options -->")[2].partition("\n\n")[0] + "\n"
-    for key, default, _ in rows(table):
-        field = HsxConfig.model_fields[key.strip("`")]
-        assert default == "required" or json.loads(default.strip("`")) == field.default, key
-
-
-def test_the_commands_of_the_feature_page_are_ones_that_hsx_accepts() -> None:
-    parsers = {"doctor": doctor, "generate": generate, "plan": plan}
-    for name, command in parsers.items():
-        (block,) = blocks(FEATURE, name)
-        assert shlex.split(block)[:2] == ["hsx", name]
-        command.parse_arguments(shlex.split(block)[2:])
-    assert blocks(FEATURE, "hsx-serve") == blocks("README.md", "hsx-serve")
-    assert blocks(FEATURE, "serve") == blocks("README.md", "serve")
-    compile(*blocks(FEATURE, "request"), FEATURE, "exec")
