@@ -14,7 +14,7 @@ NOT_EXTRACTED = {"kv_transfer_params": {"hidden_states": False}}
 
 
 class Count(NamedTuple):
-    """One value of a metric. `labels` lacks labels that every metric has."""
+    """One value of a metric. `labels` omits the labels that every metric has."""
 
     name: str
     engine: str

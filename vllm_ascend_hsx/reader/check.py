@@ -144,7 +144,7 @@ class Examination:
 
     @property
     def verdict(self) -> str:
-        """One word for a table."""
+        """Return the result in one word, for a table."""
         if self.problem is not None:
             return "bad" if self.is_there else "absent"
         return "verified" if names_checksum(self.metadata) else "plausible"
