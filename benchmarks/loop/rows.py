@@ -58,7 +58,7 @@ def shifted(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def of_other_requests(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give each request the rows of the next two requests, as if its buffer was read too late."""
+    """Give each request the rows of the next two requests, as if a buffer was read too late."""
     found = []
     for index, rows in enumerate(all_rows):
         following = torch.cat([all_rows[(index + n) % len(all_rows)] for n in (1, 2)])
