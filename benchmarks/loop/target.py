@@ -29,7 +29,7 @@ LAYER_IDS = (
     2,
     3,
     4,
-)  # three inputs of the draft, and the last layer: its training target
+)  # three inputs of the draft, and the last layer, the training target of the draft
 BATCH = 32
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 30
