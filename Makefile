@@ -1,19 +1,20 @@
-# Everything here works in .venv, which `make setup` (called by the others) makes once.
+# All targets use .venv. `make setup` creates it once; the other targets call `make setup`.
 PYTHON ?= python3.11
-# The release of vllm-ascend, with its vllm: a file in requirements/. Any other than DEFAULT has an environment of its own.
+# The release of vllm-ascend with the matching vllm: a file in requirements/. Releases other than
+# DEFAULT have separate environments.
 DEFAULT := 0.23.0
 VLLM_ASCEND ?= $(DEFAULT)
 export VLLM_ASCEND
 BIN := .venv$(addprefix -,$(filter-out $(DEFAULT),$(VLLM_ASCEND)))/bin
-# Tests that run at the same time, each file in one process, in the order of tests/conftest.py: longest
-# first. An e2e test has up to four emulated NPUs of 1 GiB.
+# Parallel test processes. Each file runs in one process, the longest files first (conftest.py). An
+# e2e test has up to four emulated NPUs of 1 GiB.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 $(LONG)
 # `--long` adds the tests that `make test-all` runs.
 LONG ?=
-# Each emulated NPU is a process; more threads than cores only wait for each other.
+# Each emulated NPU is a process. More threads than cores would only wait for each other.
 export OMP_NUM_THREADS ?= 1
-# Set on some machines: every process would compile our sources, and pytest rewrite its tests, anew.
+# Some machines set it. Every process would then compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all releases matrix lint ut emulator e2e defects mutants benchmark docs dist clean
@@ -30,7 +31,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# A test that hangs ends in minutes here, not after the hour that three of them take otherwise.
+# The timeout stops a test that hangs after ten minutes. `--long` has the timeout of pyproject.toml.
 ut: setup
 	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut emulator/tests
 
@@ -44,7 +45,7 @@ e2e: setup
 defects: setup
 	$(PYTEST) --long -k "defect or upstream" tests/e2e
 
-# Each with the time that it took. `lint` uses one processor: unit tests run beside it.
+# Prints the duration of each part. `lint` uses one processor, so unit tests run at the same time.
 test:
 	@for part in setup "-j2 lint ut" e2e; do \
 	  start=$$(date +%s); \
@@ -52,17 +53,19 @@ test:
 	  echo "make $$part: $$(($$(date +%s) - start)) s"; \
 	done
 
-# The emulator's own tests; `make ut` runs them only if emulator, tests or pins have changed since this passed.
+# The emulator's tests. `make ut` skips them if emulator, tests and pins have not changed since this
+# target passed.
 emulator: setup
 	$(PYTEST) emulator/tests
 	$(BIN)/python tests/depth.py
 
-# Mistakes planted one at a time, each of which a test must notice; a tenth of them, another one each day, in `make test-all`.
+# Plants mistakes one at a time; a test must fail for each. `make test-all` runs a tenth of them,
+# another tenth each day.
 mutants: setup
 	$(BIN)/python tests/mutations/run.py $(MUTANTS)
 
-# Engines and the demo on the other releases, which have environments of their own, and on both model
-# runners. LONG=--long adds what upstream gets wrong there, and takes hours.
+# Engines and the demo on the other releases and on both model runners. LONG=--long adds tests of
+# upstream's defects there, and takes hours.
 OTHERS ?= 0.23.0.post1 0.26.0rc1 0.30.0rc2
 V2 ?= 0.30.0rc2
 releases:
@@ -71,7 +74,7 @@ releases:
 	  VLLM_USE_V2_MODEL_RUNNER=1 $(MAKE) --no-print-directory VLLM_ASCEND=$$release e2e demo || exit; \
 	done
 
-# Writes what passed on which release, by the reports of `make e2e`, into docs/compatibility.md.
+# Writes the results of `make e2e` on each release into docs/compatibility.md.
 matrix: setup
 	$(BIN)/python tools/compatibility.py $(REPORTS)/*.xml
 
@@ -85,11 +88,11 @@ test-all: setup
 benchmark: setup
 	@$(BIN)/python -m benchmarks
 
-# The site, into site/; a broken link or a page that is not in the navigation is an error.
+# Builds the site in site/. A broken link or a page outside of the navigation is an error.
 docs: setup
 	@$(BIN)/python -m mkdocs build --strict
 
-# sdist and wheel of both distributions, into dist/.
+# Builds sdist and wheel of both distributions in dist/.
 dist: setup
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/python -m build --no-isolation --outdir dist emulator

@@ -1,5 +1,5 @@
-"""Benchmarks: the path to the file beside its limits and vLLM's own, latency, engine, step cost."""
+"""Benchmarks: path to the file compared with limits and vLLM, latency, engine, cost of a step."""
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent  # where `python -m benchmarks` is found
+ROOT = Path(__file__).resolve().parent.parent  # directory for `python -m benchmarks`

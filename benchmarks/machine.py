@@ -28,7 +28,7 @@ def describe() -> dict[str, str]:
 
 
 def load_average() -> float:
-    """Return the load of the last minute; above the number of cores, other programs run too."""
+    """Return the load of the last minute. Above the number of cores, other programs are running."""
     return os.getloadavg()[0]
 
 

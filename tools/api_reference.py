@@ -36,7 +36,7 @@ def page(text: str) -> str:
 
 def reference() -> str:
     """Return all public names of the package in Markdown."""
-    # griffe warns of sections that it does not know. They become paragraphs here.
+    # griffe warns about unknown sections. They become paragraphs here.
     logging.getLogger("griffe").setLevel(logging.ERROR)
     loader = griffe.GriffeLoader(search_paths=[ROOT], allow_inspection=False)
     package = loader.load(PACKAGE)
@@ -143,7 +143,7 @@ def _section(section: griffe.DocstringSection) -> Iterator[str]:
             for each in section.value
         )
     else:
-        raise TypeError(f"a section of a docstring is not known here: {section.kind}")
+        raise TypeError(f"unknown section of a docstring: {section.kind}")
 
 
 def _keys(text: str) -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ def read_report(report: Path) -> dict[str, Counts]:
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # A module that cannot be collected has an empty class, and the module's name as name.
+        # A module that cannot be collected has an empty class, and the name of the module as name.
         module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
         counts = files.setdefault(module, Counts(passed=0, failed=[]))
         if any(case.find(kind) is not None for kind in _FAILED):

@@ -1,8 +1,8 @@
-"""Put the missing system libraries of Mooncake's package beside it. Standard library only.
+"""Add the missing system libraries to Mooncake's package. Standard library only.
 
-Debian's packages are downloaded and unpacked; nothing is installed, and apt's own lists are not
-changed. The libraries go beside the package's own, where the loader finds them by RPATH: no process
-needs an environment variable. Exits with 1 and a reason if Mooncake will not work.
+Debian packages are downloaded and unpacked. Nothing is installed, and apt's lists are not changed.
+The loader finds the libraries by RPATH in the package's folder of libraries, without an environment
+variable. The exit code is 1, with a reason, if Mooncake cannot work.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROVIDERS = {
 
 
 class LibrariesError(Exception):
-    """Some libraries are missing and not available; the message has names and reason."""
+    """Some libraries are missing and not available. The message has names and reason."""
 
 
 def missing_libraries(package: Path) -> set[str]:
@@ -46,7 +46,7 @@ def missing_libraries(package: Path) -> set[str]:
 
 
 def provide(package: Path) -> None:
-    """Provide every library. Raises LibrariesError."""
+    """Provide every library, or raise LibrariesError."""
     missing = missing_libraries(package)
     if not missing:
         return
@@ -123,7 +123,7 @@ def run(command: Sequence[str | Path], where: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Put the libraries that Mooncake needs beside its package."
+        description="Add the missing system libraries to Mooncake's package."
     )
     parser.add_argument("package", type=Path, help="the directory `mooncake` in site-packages")
     try:

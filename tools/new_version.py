@@ -1,10 +1,10 @@
-"""Compare a release of vLLM, and of vllm-ascend, with the installed one, before trying it.
+"""Compare new releases of vLLM and vllm-ascend with the installed pair.
 
-`python tools/new_version.py 0.31.0 0.31.0rc1`, in the environment of the newest checked pair.
-Downloads the source distributions with pip, imports neither, and prints a Markdown list for review:
-patch points, methods that we override, their callers, operators. Without a release of vllm-ascend
-it compares only vLLM. Exits with 1 if there is something to review, and with 2 if a release is not
-available.
+Run `python tools/new_version.py 0.31.0 0.31.0rc1` in the environment of the newest checked pair. It
+downloads the source distributions with pip, imports neither, and prints a Markdown list for review:
+patch points, methods that we override, callers of both, and operators. Without a release of
+vllm-ascend it compares only vLLM. The exit code is 1 if there is something to review, and 2 if a
+release is not available.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 class UnavailableError(Exception):
-    """A release is not available; the message has the reason."""
+    """A release is not available. The message has the reason."""
 
 
 class Override(NamedTuple):
@@ -247,7 +247,7 @@ def schemas(source: Path, known: Mapping[str, str]) -> Iterator[str]:
                 found[text.partition("(")[0]] = text
     for name in sorted(found.keys() | known.keys()):
         if name not in found:
-            yield f"`{name}`: not there"
+            yield f"`{name}`: missing"
         elif name not in known:
             yield f"`{found[name]}`: new"
         elif _plain(found[name]) != _plain(known[name]):

@@ -27,7 +27,7 @@ from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-# In the description of a size. The head of the page says it for all of them.
+# Removed from the descriptions of sizes, because the head of the page has it.
 SIZE_HINT = re.compile(r"(\.|;) [Bb]ytes, or a size(?: such as '\w+')?\.")
 SHARED_OPTIONS = {"help", "json", "quiet"}
 
@@ -49,8 +49,8 @@ The keys of the option `mooncake`, named as in the Mooncake store of hs_connecto
 COMMANDS_HEAD = """
 ## Commands
 
-`--json` prints one JSON object. `-q` or `--quiet` prints no progress and no result in words: errors go
-to stderr, and the exit code tells the rest.
+`--json` prints one JSON object. `-q` or `--quiet` prints neither progress nor results in words. Errors
+go to stderr, and the exit code shows the result.
 """
 
 
@@ -89,7 +89,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def is_size(field: FieldInfo) -> bool:
-    """Whether an option takes text such as "4GiB"."""
+    """Return True if an option takes text such as "4GiB"."""
     kinds = [*field.metadata, *getattr(field.annotation, "__metadata__", ())]
     return any(isinstance(each, BeforeValidator) and each.func is parse_size for each in kinds)
 
@@ -171,7 +171,7 @@ class _Found(Exception):
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser | None:
-    """Return the parser of a command. None: it passes all arguments to another program."""
+    """Return the parser of a command, or None if it passes all arguments to another program."""
 
     def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         raise _Found(parser)

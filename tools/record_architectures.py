@@ -1,7 +1,7 @@
 """Record the collector of the hidden states of each architecture in the installed release.
 
-`hsx emulate -- python tools/record_architectures.py`, in the environment of the release. Writes
-vllm_ascend_hsx/compat/architectures.json.
+Run `hsx emulate -- python tools/record_architectures.py` in the environment of the release. The
+output is vllm_ascend_hsx/compat/architectures.json.
 """
 
 from __future__ import annotations

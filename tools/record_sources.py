@@ -1,7 +1,7 @@
 """Record the sources of the installed vLLM and vllm-ascend as the sources of a checked pair.
 
-`hsx emulate -- python tools/record_sources.py`, in the environment of the pair, after the tests
-have passed. Writes vllm_ascend_hsx/compat/sources.json; see compat/installed.py.
+Run `hsx emulate -- python tools/record_sources.py` in the environment of the pair, after the tests
+have passed. It writes vllm_ascend_hsx/compat/sources.json; see compat/installed.py.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Make a virtual environment: unmodified vllm and vllm-ascend, pinned, on emulated NPUs.
+"""Create a virtual environment with unmodified, pinned vllm and vllm-ascend on emulated NPUs.
 
-VLLM_ASCEND in the environment chooses the release of vllm-ascend, and with it that of vllm: one of
-those with a file in requirements/. The default has the environment .venv, another one
-.venv-RELEASE. Standard library only.
+The variable VLLM_ASCEND selects the release of vllm-ascend and the matching vllm. requirements/ has
+a file for each release. The environment is .venv for the default release, and .venv-RELEASE for
+others. Standard library only.
 
-Every package is pinned and installed without its dependencies, because vllm-ascend requires another
-torch and torch_npu, and pip would answer with CUDA builds. torch is the CPU build of the pinned
-version that pip finds with the user's own configuration (index, find-links); a CUDA build is
-refused before anything is installed. A second call does nothing, and an interrupted one is resumed.
+Every package is pinned and installed without dependencies. vllm-ascend requires another torch and
+torch_npu, and pip would install CUDA builds. torch is the CPU build of the pinned version that pip
+finds with the user's configuration (index, find-links). A CUDA build is refused before anything is
+installed. A second call does nothing, and an interrupted set-up is resumed.
 """
 
 import argparse
@@ -38,24 +38,24 @@ LOG = VENV / "hsx-setup.log"
 MOONCAKE_LIBRARIES = ROOT / "tools" / "mooncake_libraries.py"
 PINS = ROOT / "requirements"
 PIN_FILES = (PINS / "common.txt", PINS / "dev.txt", PINS / f"{VLLM_ASCEND}.txt")
-SOURCES = ("vllm", "vllm-ascend")  # installed after all others, whose build imports them
-PYTHON_VERSION = (3, 11)  # the pins were taken on it
+SOURCES = ("vllm", "vllm-ascend")  # installed last: the builds import the other packages
+PYTHON_VERSION = (3, 11)  # the version of the pins
 FREE_BYTES = 4 << 30
-# Packages that replace the CPU stack, or that mark a machine with a real accelerator.
+# Packages that replace the CPU stack or belong to a machine with a real accelerator.
 FOREIGN = re.compile(r"^(nvidia|cuda)-|^torch-npu$|^triton-ascend$")
 
 
 class SetupError(Exception):
-    """A failure with a message for the person who called, which names the remedy."""
+    """A failure. The message names the remedy."""
 
 
 def canonical(name: str) -> str:
-    """The form in which package names are compared (PEP 503)."""
+    """Return the normalized name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Return {canonical name: exact version}; any other kind of line is an error."""
+    """Return {canonical name: exact version}; any other line is an error."""
     pins: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         text = line.partition("#")[0].strip()
@@ -83,7 +83,7 @@ def releases() -> list[str]:
 
 
 def setup_key() -> str:
-    """Hash all inputs of the environment; a different key means that it must be updated."""
+    """Return a hash of all inputs of the environment. After a change, it must be updated."""
     digest = hashlib.sha256()
     projects = [path for top in (ROOT, ROOT / "emulator") for path in top.glob("*/_version.py")]
     projects += [ROOT / "pyproject.toml", ROOT / "emulator" / "pyproject.toml"]
@@ -104,7 +104,7 @@ def is_current() -> bool:
 
 
 def check_host() -> None:
-    """Raises SetupError for what this machine lacks, before anything is downloaded."""
+    """Raise SetupError if this machine lacks a requirement, before any download."""
     if VLLM_ASCEND not in releases():
         raise SetupError(
             f"VLLM_ASCEND={VLLM_ASCEND} is not known; choose one of {', '.join(releases())}"
@@ -112,16 +112,15 @@ def check_host() -> None:
     if sys.version_info[:2] != PYTHON_VERSION:
         want = ".".join(map(str, PYTHON_VERSION))
         raise SetupError(
-            f"the emulated stack is pinned for Python {want}, this is "
+            f"the emulated stack is pinned for Python {want}, but this is Python "
             f"{platform.python_version()} ({sys.executable}); "
             f"call `make PYTHON=/path/to/python{want} ...`"
         )
     if sys.platform != "linux":
-        raise SetupError(f"the emulated NPU runs on Linux only, this is {sys.platform}")
+        raise SetupError(f"the emulated NPU runs only on Linux, but this is {sys.platform}")
     if shutil.which("g++") is None and shutil.which("c++") is None:
         raise SetupError(
-            "no C++ compiler found (g++); the emulated NPU has one C++ file. Install g++ and "
-            "call again"
+            "no C++ compiler found (g++); the emulated NPU has a C++ file. Install g++ and call again"
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
@@ -131,12 +130,13 @@ def check_host() -> None:
     free = shutil.disk_usage(ROOT).free
     if free < FREE_BYTES and not VENV.exists():
         raise SetupError(
-            f"{free >> 20} MiB are free in {ROOT}; the set-up needs {FREE_BYTES >> 20} MiB"
+            f"{free >> 20} MiB are free in {ROOT}, but the set-up needs {FREE_BYTES >> 20} MiB; free "
+            "some space and call again"
         )
 
 
 def venv_works() -> bool:
-    """Return True if the venv has pip and this very Python; a moved venv mixes two of them."""
+    """Return True if the venv has pip and this Python. A moved venv mixes two versions."""
     python = VENV / "bin" / "python"
     if not python.exists():
         return False
@@ -151,7 +151,7 @@ def venv_works() -> bool:
 def running(
     command: Sequence[str | Path], output: IO[bytes] | int, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command, and wait for its end after the block; if that fails, end the command."""
+    """Start a command, and wait for the end after the block. Stop it if the block fails."""
     added = {**os.environ, **environment}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=added
@@ -166,7 +166,7 @@ def running(
 
 
 class Steps:
-    """Numbered steps on the terminal with elapsed time; commands print to the log."""
+    """Numbered steps on the terminal, with elapsed time. Output of commands goes to the log."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -219,7 +219,7 @@ class Steps:
 
 
 def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
-    """Ask pip which torch it would install and refuse a CUDA build by its metadata."""
+    """Ask pip which torch it would install, and refuse a CUDA build by the metadata."""
     report = VENV / "hsx-torch.json"
     command = [
         *pip,
@@ -244,7 +244,7 @@ def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
 
 
 def refuse_cuda_metadata(metadata: dict[str, object]) -> None:
-    """Raises SetupError if a torch wheel's metadata asks for CUDA packages."""
+    """Raise SetupError if a torch wheel's metadata requires CUDA packages."""
     requires = metadata.get("requires_dist") or []
     assert isinstance(requires, list)
     foreign = [
@@ -266,7 +266,7 @@ def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
     problems = [
         f"{name} is {installed.get(name, 'missing')}, the pin is {version}"
         for name, version in all_pins().items()
-        # A CPU build calls itself 2.13.0+cpu.
+        # A CPU build has the version 2.13.0+cpu.
         if installed.get(name, "").partition("+")[0] != version
     ]
     problems += [
@@ -280,7 +280,7 @@ def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
 
 
 def check_environment() -> list[str]:
-    """List the problems of this interpreter's environment, one line each; empty if it is sound."""
+    """List the problems of this interpreter's environment, one line each."""
     import torch
 
     installed = {
@@ -297,7 +297,7 @@ def check_environment() -> list[str]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Two calls of make for one environment wait for each other."""
+    """Hold the lock of the environment; a second call of make waits."""
     with VENV.with_name(f"{VENV.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,7 +311,7 @@ def set_up() -> None:
     started = time.monotonic()
     check_host()
     if not venv_works():
-        # Neither half a venv nor another Python's can be repaired by pip.
+        # pip cannot repair an incomplete venv or a venv of another Python.
         shutil.rmtree(VENV, ignore_errors=True)
     STAMP.unlink(missing_ok=True)
     steps = Steps(total=8)
@@ -322,19 +322,18 @@ def set_up() -> None:
     pins = all_pins()
     others = [f"{name}=={version}" for name, version in pins.items() if name not in SOURCES]
     install = [*pip, "install", "--no-deps", "--no-compile"]
-    # Each half by a pip of its own, which uses one processor.
+    # pip uses one processor: two processes install one half each.
     steps.run(
         f"{len(others)} pinned packages", [*install, *others[0::2]], [*install, *others[1::2]]
     )
     site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
-    # Few models of transformers are used.
+    # Only few models of transformers are in use.
     rarely_used = r"[\\/](tests?|testing|transformers[\\/]models)[\\/]"
     byte_code = [python, "-m", "compileall", "-q", "-j", "0", "-x", rarely_used, site_packages]
-    with running(
-        byte_code, subprocess.DEVNULL
-    ):  # of what is there already: a build uses one processor
+    # A build uses one processor: compile the installed packages at the same time.
+    with running(byte_code, subprocess.DEVNULL):
         build_sources(steps, python, pip, pins, site_packages)
-    # Otherwise the first server's eight processes would all do it at once.
+    # Otherwise the eight processes of the first server would all compile at once.
     steps.run("byte code", byte_code)
     steps.run("checks", [python, __file__, "--check"])
     partial = STAMP.with_suffix(".partial")
@@ -352,16 +351,16 @@ def build_sources(
     pins: Mapping[str, str],
     site_packages: str,
 ) -> None:
-    # No cache: pip would take a wheel that was built earlier for another device.
+    # No cache: pip would install a wheel built earlier for another device.
     build = [*pip, "install", "--no-deps", "--no-compile", "--no-cache-dir", "--no-build-isolation"]
     for_vllm = {
         "VLLM_TARGET_DEVICE": "empty",
-        "VLLM_VERSION_OVERRIDE": pins[
-            "vllm"
-        ],  # without it the version ends in +empty, which vllm-ascend does not know
-        "CARGO": "no-cargo",  # vllm's optional Rust programs take minutes to compile, and nothing here runs them
+        # The default version ends in +empty. vllm-ascend does not know this version.
+        "VLLM_VERSION_OVERRIDE": pins["vllm"],
+        # vllm's optional Rust programs take minutes to compile and are not used.
+        "CARGO": "no-cargo",
     }
-    # A source distribution: Python alone, without CANN's compiler and npu-smi.
+    # A source distribution with Python code only, without CANN's compiler and npu-smi.
     for_ascend = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
     for name, title, options, environment in (
         (
@@ -385,9 +384,9 @@ def build_sources(
         steps.run(
             "libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")]
         )
-    except SetupError as error:  # all else works without it
+    except SetupError as error:  # everything else works without Mooncake
         print(
-            f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped",
+            f"set-up: {error}\nset-up: continuing; tests that need Mooncake will be skipped",
             file=sys.stderr,
         )
 
@@ -405,10 +404,10 @@ def is_installed(python: Path, package: str, version: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Set up the emulated stack; a second call does nothing."
+        description="Set up the emulated stack. A second call does nothing."
     )
     parser.add_argument(
-        "--check", action="store_true", help="only check the environment that runs this"
+        "--check", action="store_true", help="only check the environment of this interpreter"
     )
     arguments = parser.parse_args()
     try:
@@ -426,7 +425,7 @@ def main() -> int:
         print(f"set-up: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("set-up: interrupted; call again to go on", file=sys.stderr)
+        print("set-up: interrupted; call again to continue", file=sys.stderr)
         return 130
     return 0
 

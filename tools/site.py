@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: README.md is the home page of the site."""
+"""Hooks of mkdocs: add pages of the repository root, and adapt links to the site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# Pages of the site that are not in docs/. The navigation has the READMEs only.
+# Pages of the site outside of docs/. The navigation has only the READMEs.
 PAGES = {
     "README.md": "index.md",
     "README.zh.md": "index.zh.md",
@@ -33,12 +33,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Let links from docs/ to other files of the repository work in the site."""
+    """Return a page of docs/ with links that work in the site."""
     return markdown if page.file.generated_by else relinked(markdown, "docs")
 
 
 def relinked(markdown: str, folder: str) -> str:
-    """Return the text of a page in `folder` of the repository with the links of the site.
+    """Return the text of a page in `folder` of the repository, with links for the site.
 
     A link to a file outside of the site becomes the text of the link.
     """

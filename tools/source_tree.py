@@ -89,7 +89,7 @@ class Tree:
         return Definition(where, inspect.Signature(named), body)
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield the path below the tree's folder, and the text, of each Python file."""
+        """Yield the path below the tree's folder and the text of each Python file."""
         for folder in self.packages.values():
             for file in sorted(folder.rglob("*.py")):
                 yield str(file.relative_to(folder.parent)), file.read_text(errors="replace")

@@ -1,1 +1,1 @@
-"""What layouts of hidden states leave of the KV cache, by vLLM's own planner."""
+"""KV cache that remains with each layout of hidden states, as planned by vLLM."""

@@ -181,7 +181,7 @@ def _group_bytes(group: Any) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of a server's log; an assertion without a message gets its location."""
+    """Return the last line of a server's log. An assertion without a message gets the location."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     text = (
         str(error).split("\n")[0].split(". ")[0].strip()

@@ -1,1 +1,1 @@
-"""Train a target, extract its rows, train drafts on them and serve the drafts."""
+"""Train a target, extract rows, train drafts on the rows and serve the drafts."""

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.loop`: from a target to drafts that a server accepts, on emulated NPUs."""
+"""`python -m benchmarks.loop`: extract rows, train drafts on them and count accepted tokens.
+
+All servers and trainers run on emulated NPUs.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +29,40 @@ HBM_BYTES = 2 << 30  # memory of one emulated NPU
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options. Exit with code 2 and one line for an invalid one."""
+    """Parse the options. Exit with code 2 and one line for an invalid option."""
     parser = Parser(
         prog=f"python -m {NAME}",
-        description="Trains a target, extracts rows, trains drafts on them, serves the drafts and "
-        "counts accepted tokens. Exit code 0 only if right rows make better drafts than wrong ones.",
+        description="Train a target, extract rows, train drafts on the rows, serve the drafts and "
+        "count accepted tokens. The exit code is 0 only if correct rows make better drafts than "
+        "wrong rows.",
     )
     add = parser.add_argument
     add(
         "--output",
         type=Path,
         metavar="DIR",
-        help="directory of all results; another call continues there (default: a temporary one)",
+        help="directory for all results; another call continues there (default: a temporary directory)",
     )
     add(
         "--seeds",
         type=whole(1, 10),
         default=1,
         metavar="N",
-        help="drafts for each kind of rows; several seeds add kinds (default: 1)",
+        help="number of drafts for each kind of rows; more than one seed adds kinds (default: 1)",
     )
     add(
         "--start-timeout",
         type=seconds,
         default=600.0,
         metavar="S",
-        help="seconds for the start of a server (default: 600)",
+        help="timeout for the start of a server, in seconds (default: 600)",
     )
     add(
         "--request-timeout",
         type=seconds,
         default=120.0,
         metavar="S",
-        help="seconds for one request (default: 120)",
+        help="timeout for one request, in seconds (default: 120)",
     )
     parser.add_output("the acceptance length of each draft, and the problems")
     return parser.parse_args(argv)
@@ -67,7 +71,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the loop and return the exit code.
 
-    It is 0 if right rows make better drafts, 1 for a difference or failure, 130 if interrupted.
+    The code is 0 if correct rows make better drafts, 1 after a problem or a failure, and 130 if
+    interrupted.
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     out = Output(options)
@@ -84,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Run all steps that have no result yet, and print the table.
+    """Run the steps that have no result yet, and print the table.
 
     Raises:
         DemoError: if a package is missing or a step failed.
@@ -92,8 +97,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
         raise DemoError(
-            f"not installed here: {', '.join(missing)}, which trains the drafts; `make setup` "
-            "installs it"
+            f"missing packages: {', '.join(missing)}; they train the drafts. Install them with "
+            "`make setup`"
         )
     from httpx import HTTPError
     from openai import OpenAIError
@@ -104,7 +109,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     work = (options.output or Path(tempfile.mkdtemp(prefix="hsx-loop-"))).absolute()
     console = out.progress
     console.print(
-        f"everything is in {work}; call again with --output {work} to continue there",
+        f"results are in {work}; continue with --output {work}",
         highlight=False,
         soft_wrap=True,
     )
@@ -128,8 +133,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
             console.print(problem, style="red", markup=False, highlight=False)
         if not problems:
             console.print(
-                "rows of hsx generate make as good a draft as those of transformers, and wrong "
-                "rows a worse one",
+                "rows of hsx generate make as good a draft as rows of transformers, and wrong rows "
+                "make a worse draft",
                 style="green",
             )
 

@@ -1,4 +1,4 @@
-"""Serve a target with a draft, and measure how many of its tokens are accepted."""
+"""Serve a target with a draft, and count the accepted tokens."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ PREFIX = "vllm:spec_decode_num_"
 
 
 class Acceptance(NamedTuple):
-    """What vLLM counts: steps with a draft, tokens of all drafts, and those that were accepted."""
+    """vLLM's counts: steps with a draft, tokens of all drafts, and accepted tokens."""
 
     drafts: int
     draft_tokens: int
@@ -28,7 +28,7 @@ class Acceptance(NamedTuple):
 
 
 def serve_command(method: str, target: Target, draft: Path, port: int) -> list[str]:
-    """Return `vllm serve` of the target with the draft, on one NPU."""
+    """Return the `vllm serve` command for the target with the draft, on one NPU."""
     speculative = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFT_TOKENS}
     return [
         *(
@@ -60,35 +60,30 @@ def serve_command(method: str, target: Target, draft: Path, port: int) -> list[s
     ]
 
 
-def measure(
-    url: str, prompts: Sequence[Sequence[int]], timeout: float
-) -> tuple[Acceptance, list[list[int]]]:
-    """Let the server continue the prompts greedily; return what was accepted, and its tokens.
+def measure(url: str, prompts: Sequence[Sequence[int]], timeout: float) -> Acceptance:
+    """Let the server continue the prompts greedily, and return the counts.
 
     Raises:
         OpenAIError, HTTPError: if a request failed or took longer than timeout seconds.
-        DemoError: if the server has drafted nothing.
+        DemoError: if the server drafted nothing.
     """
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
     model = client.models.list().data[0].id
 
-    def answer(prompt: Sequence[int], tokens: int = ANSWER_TOKENS) -> list[int]:
-        body = {"return_token_ids": True}
-        response = client.completions.create(
-            model=model, prompt=list(prompt), max_tokens=tokens, temperature=0, extra_body=body
+    def answer(prompt: Sequence[int], tokens: int = ANSWER_TOKENS) -> None:
+        client.completions.create(
+            model=model, prompt=list(prompt), max_tokens=tokens, temperature=0
         )
-        return list(getattr(response.choices[0], "token_ids"))  # noqa: B009 - vLLM's, unknown to openai's types
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = list(pool.map(answer, prompts))
-    answer(prompts[0], 1)  # one more step, with which the counts of the last one are reported
-    return parse(
-        httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text
-    ), answers
+        list(pool.map(answer, prompts))
+    answer(prompts[0], 1)  # one more step reports the counts of the step before
+    response = httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False)
+    return parse(response.raise_for_status().text)
 
 
 def parse(text: str) -> Acceptance:
-    """Return the counts in the text of /metrics. Raises DemoError if there are none."""
+    """Return the counts in the text of /metrics. Raise DemoError if there are none."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples = [
@@ -99,5 +94,5 @@ def parse(text: str) -> Acceptance:
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     ]
     if not counts[0]:
-        raise DemoError("the server has drafted nothing: /metrics has no steps with a draft")
+        raise DemoError("the server drafted nothing: /metrics counts no step with a draft")
     return Acceptance(*counts)

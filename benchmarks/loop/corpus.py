@@ -1,7 +1,7 @@
-"""Generated stories over some fifty words, which a tiny model learns to continue in a minute.
+"""Generate stories with a vocabulary of about fifty words. A tiny model learns them in a minute.
 
-Half of the words follow from what the story has said before, so that a draft that sees the wrong
-hidden states guesses them no better than chance.
+Half of the words in a story follow from earlier words. A draft with wrong hidden states predicts
+them no better than chance.
 """
 
 import random
@@ -34,12 +34,12 @@ OTHERS = (
 )
 WORDS = (*PEOPLE, *THINGS, *COLOURS, *PLACES, *NUMBERS, *OTHERS)
 VOCABULARY = {word: number for number, word in enumerate((*SPECIAL_TOKENS, *WORDS))}
-# Of each story, the beginning up to its second line: what prompts are made of.
+# A prompt is BOS and the first two lines of a story.
 PROMPT_TOKENS = 1 + 2 * 6
 
 
 def story(draw: random.Random) -> str:
-    """Return two people with a thing each, a place, what can be said of them, and a count."""
+    """Return a story: two people with a thing each, a place, facts about them, and a count."""
     people, things, colours = (draw.sample(names, 2) for names in (PEOPLE, THINGS, COLOURS))
     place = draw.choice(PLACES)
     lines = [
@@ -67,7 +67,7 @@ def stories(count: int, *, seed: int) -> list[list[int]]:
 
 
 def encode(text: str) -> list[int]:
-    """Return the ids of words separated by spaces. Raises KeyError for a word that is not known."""
+    """Return the ids of words separated by spaces. Raise KeyError for an unknown word."""
     return [VOCABULARY[word] for word in text.split()]
 
 

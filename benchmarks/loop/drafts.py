@@ -11,9 +11,10 @@ from benchmarks.loop.target import LAYER_IDS
 from vllm_ascend_hsx.demo import DemoError
 
 EAGLE3, DFLASH = "eagle3", "dflash"
-# Options of each method beside those that all have. vLLM 0.23.0 refuses an EAGLE-3 draft that was
-# trained with --norm-output. vllm-ascend serves DFlash with attention in both directions within a
-# block, as the trainer has it in layers without a window.
+# Additional options of each method. vLLM 0.23.0 accepts an EAGLE-3 draft trained with --norm-output
+# but ignores `norm_output` (update_eagle3, transformers_utils/configs/speculators/algos.py:16).
+# vllm-ascend serves DFlash with bidirectional attention within a block. The trainer does the same
+# in layers without a window.
 OPTIONS = {
     EAGLE3: ("--no-norm-output",),
     DFLASH: (
@@ -27,18 +28,18 @@ OPTIONS = {
         "0",
     ),
 }
-# For a rotated target vllm-ascend rotates the layer of an EAGLE-3 draft that reads rows, which is
-# exact only without a norm before that layer.
+# For a rotated target, vllm-ascend rotates `fc`, the layer of an EAGLE-3 draft that reads rows. The
+# result is exact only without a norm before this layer.
 OPTIONS_OF_TARGET = {PLAIN: (), QUAROT: ("--no-norm-before-fc",)}
-# Type of products in training. A CPU without instructions for bfloat16 needs twice as long for it.
+# dtype of training. A CPU without bfloat16 instructions takes twice as long with bfloat16.
 TRAINED_IN = "float32"
-# One batch of the trainer: rows of as many stories as fit.
+# The trainer packs as many stories into a batch as fit into this many rows.
 BATCH_TOKENS = 512
 LEARNING_RATE = "2e-3"
 
 
 def write_dataset(directory: Path, dataset: Sequence[Sequence[int]]) -> None:
-    """Write token ids as `speculators prepare-data` does, all of them trained on."""
+    """Write token ids like `speculators prepare-data`, with a loss mask of ones."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
@@ -53,10 +54,10 @@ def write_dataset(directory: Path, dataset: Sequence[Sequence[int]]) -> None:
 def train_command(
     kind: Kind, model: Path, dataset: Path, rows: Path, draft: Path, *, epochs: int, seed: int
 ) -> list[str]:
-    """Return `hsx speculators train ...` with implementations that an NPU can run.
+    """Return the `hsx speculators train` command with implementations that an NPU can run.
 
     Args:
-        model: directory of the target before it was quantised, with embedding and head.
+        model: directory of the target before quantisation, for embedding and head of the draft.
     """
     return [
         *(
@@ -102,22 +103,22 @@ def train_command(
 
 
 def finished_epochs(draft: Path) -> int:
-    """Return the number of epochs after which the trainer has written a checkpoint."""
+    """Return the number of epochs with a checkpoint."""
     return sum(path.parent.name.isdigit() for path in draft.glob("*/training_state.json"))
 
 
 def checkpoint(draft: Path) -> Path:
     """Return the directory of the epoch with the least validation loss.
 
-    It alone is sure to have its validation beside it. Raises DemoError if there is none.
+    Other epochs may lack the file with the validation loss. Raise DemoError without a checkpoint.
     """
     directory = draft / "checkpoint_best"
     if not (directory / "config.json").is_file():
-        raise DemoError(f"speculators has written no checkpoint to {directory}")
+        raise DemoError(f"speculators wrote no checkpoint to {directory}")
     return directory
 
 
 def validation_loss(directory: Path) -> float:
-    """Return the loss of a checkpoint on the tenth of the dataset that it was not trained on."""
+    """Return the loss of a checkpoint on the tenth of the dataset held out from training."""
     loss: float = json.loads((directory / "val_metrics.json").read_text())["loss_epoch"]
     return loss

@@ -1,4 +1,4 @@
-"""Servers that extract the rows of a target: with our connector, and with vLLM's own."""
+"""Extract the rows of a target with our connector and with vLLM's own connector."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ SERVE_OPTIONS = (
 def extraction_command(
     target: Target, storage: Path, port: int, options: Mapping[str, str]
 ) -> list[str]:
-    """Return `hsx serve` of the target with DP=2 x TP=2 and these options of the connector."""
+    """Return the `hsx serve` command for the target with DP=2 x TP=2 and connector options."""
     return [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(target.directory)),
         *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage)),
@@ -37,9 +37,9 @@ def extraction_command(
 
 
 def vllms_command(target: Target, storage: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return `vllm serve` with vLLM's own connector on one NPU, and variables for it.
+    """Return the `vllm serve` command with vLLM's own connector on one NPU, and the environment.
 
-    vLLM refuses its connector together with chunked prefill.
+    Chunked prefill is off, because vLLM refuses it with this connector.
     """
     options = {"shared_storage_path": str(storage)}
     transfer = {
@@ -67,11 +67,11 @@ def rows_of_vllms_connector(
     timeout: float,
     on_row: Callable[[int], None],
 ) -> None:
-    """Write the rows that the server extracts of each prompt.
+    """Write the rows that the server extracts from each prompt.
 
     Raises:
         OpenAIError: if a request failed or took longer than timeout seconds.
-        DemoError: if a file has other tokens than its prompt.
+        DemoError: if a file does not have the tokens of the prompt.
     """
     directory.mkdir(parents=True)
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
@@ -79,12 +79,12 @@ def rows_of_vllms_connector(
 
     def extract(prompt: Sequence[int]) -> Path:
         answer = client.completions.create(model=model, prompt=list(prompt), max_tokens=1)
-        return Path(getattr(answer, "kv_transfer_params")[PATH_KEY])  # noqa: B009 - vLLM's, unknown to openai's types
+        return Path(getattr(answer, "kv_transfer_params")[PATH_KEY])  # noqa: B009 - vLLM adds it to openai's types
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         for index, path in enumerate(pool.map(extract, dataset)):
             states = load(path, timeout=timeout)
             if states.token_ids.tolist() != list(dataset[index]):
-                raise DemoError(f"{path} has other tokens than prompt {index}")
+                raise DemoError(f"{path} does not have the tokens of prompt {index}")
             write_rows(directory, index, states.hidden_states, states.token_ids)
             on_row(index + 1)

@@ -1,4 +1,4 @@
-"""What the loop has measured: a file of it, a table, and the verdict."""
+"""Results of the loop: the file, the table and the verdict."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ OURS = "of hsx generate"
 TRANSFORMERS = "of transformers"
 VLLMS = "of vLLM's own connector"
 KEPT = "not turned back"
-# Which rows must make equally good drafts; those of vLLM's connector are only shown.
+# Correct rows. The verdict compares the first two; rows of vLLM's connector are only shown.
 RIGHT = (OURS, TRANSFORMERS, VLLMS)
-# The drafts on our rows and on those of transformers may differ by this share of what a draft on
-# wrong rows loses.
+# Tolerance for the difference between our rows and rows of transformers, as a share of the drop of
+# the acceptance length with wrong rows.
 NOISE = 0.25
 
 
 class Kind(NamedTuple):
-    """What drafts of one line of the table have in common.
+    """Kind of a draft: one line of the table.
 
     Attributes:
-        target: whose rows were extracted, and with which the draft is served.
+        method: method of speculators.
+        rows: origin of the rows.
+        target: kind of the target, for extraction and for serving.
     """
 
     method: str
@@ -38,7 +40,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """One draft. `seconds` is the time of its training; the counts are those of Acceptance."""
+    """A draft. `seconds` is the training time; for the counts see Acceptance."""
 
     method: str
     rows: str
@@ -56,20 +58,20 @@ class Trained:
 
     @property
     def length(self) -> float:
-        """Tokens per step of a request: those accepted, and the target's own one."""
+        """Mean tokens per step of a request: the accepted tokens and one token of the target."""
         return 1 + self.accepted / self.drafts
 
 
 @dataclass
 class Results:
-    """All drafts of a run, in the order in which they were trained."""
+    """All drafts of a run, in the order of training."""
 
     target_loss: float = float("nan")
     trained: list[Trained] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Return the results of an earlier call, or none."""
+        """Return the results of an earlier call. They are empty if the file does not exist."""
         if not path.is_file():
             return cls()
         content = json.loads(path.read_text())
@@ -89,7 +91,7 @@ class Results:
 
     @property
     def kinds(self) -> list[Kind]:
-        """Return the kinds in the order in which they were trained."""
+        """Return the kinds in the order of training."""
         return list(dict.fromkeys(each.kind for each in self.trained))
 
     def drafts(self, kind: Kind) -> list[Trained]:
@@ -99,7 +101,7 @@ class Results:
         return [each.length for each in self.drafts(kind)]
 
     def problems(self) -> list[str]:
-        """Return how the drafts contradict what is expected of right and wrong rows."""
+        """Return a line for each kind of wrong rows that contradicts the expected results."""
         found = []
         for kind in self.kinds:
             if kind.rows in RIGHT:
@@ -110,15 +112,15 @@ class Results:
             )
             if abs(ours - theirs) >= NOISE * (theirs - wrong):
                 found.append(
-                    f"{kind.method}, {kind.target}: rows {OURS} give {ours:.2f} and those "
-                    f"{TRANSFORMERS} {theirs:.2f}, which "
-                    f"differ by at least {NOISE:.0%} of what rows {kind.rows} lose ({wrong:.2f})"
+                    f"{kind.method}, {kind.target}: the acceptance lengths {ours:.2f} with rows {OURS} "
+                    f"and {theirs:.2f} with rows {TRANSFORMERS} differ by at least {NOISE:.0%} of "
+                    f"the drop with rows {kind.rows} ({wrong:.2f})"
                 )
         return found
 
 
 def cells(results: Results) -> Iterable[tuple[str, ...]]:
-    """Return a line for each kind of rows, with the cells of HEADINGS."""
+    """Yield the cells of a line for each kind; see HEADINGS."""
     for kind in results.kinds:
         own, lengths = results.drafts(kind), results.lengths(kind)
         accepted, drafted = (
@@ -146,12 +148,12 @@ HEADINGS = (
     "accepted",
     "validation loss",
 )
-TEXTS = 3  # the others are numbers
+TEXTS = 3  # number of columns with text; the others have numbers
 
 
 def table(results: Results) -> Table:
     """Return the table for a terminal."""
-    found = Table(title="drafts by the rows that they were trained on", title_justify="left")
+    found = Table(title="drafts by kind of training rows", title_justify="left")
     for number, heading in enumerate(HEADINGS):
         found.add_column(heading, justify="right" if number >= TEXTS else "left")
     for line in cells(results):
@@ -160,6 +162,6 @@ def table(results: Results) -> Table:
 
 
 def markdown(results: Results) -> str:
-    """Return the same table for docs/loop.md."""
+    """Return the same table in Markdown."""
     lines = [HEADINGS, (*["---"] * TEXTS, *["---:"] * (len(HEADINGS) - TEXTS)), *cells(results)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,6 +1,6 @@
-"""The rows that drafts are trained on: those of transformers, and wrong ones to compare with.
+"""Write rows of transformers and wrong rows, for the training of drafts to compare with ours.
 
-Each kind is a directory of `hs_<index>.safetensors`, as `hsx generate` writes them.
+Each kind is a directory with files `hs_<index>.safetensors`, like the output of `hsx generate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def write_rows(directory: Path, index: int, rows: torch.Tensor, token_ids: torch
 def rows_of_transformers(
     directory: Path, target: Target, dataset: Sequence[Sequence[int]], on_row: Callable[[int], None]
 ) -> None:
-    """Compute rows with the same weights, and round them once to bfloat16."""
+    """Compute rows with the weights of the target, and round them once to bfloat16."""
     if target.quantised:
         compute: Reference = partial(rows_in_the_models_basis, target.directory)
     else:
@@ -53,12 +53,12 @@ def read_rows(directory: Path, count: int) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def shifted(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each row at the next position; the first one is there twice."""
+    """Return each row one position later. The first row appears twice."""
     return [torch.cat([rows[:1], rows[:-1]]) for rows in all_rows]
 
 
 def of_other_requests(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return to each request the rows of the next ones, as from a buffer that is read too late."""
+    """Give each request the rows of the next two requests, as if a buffer was read too late."""
     found = []
     for index, rows in enumerate(all_rows):
         following = torch.cat([all_rows[(index + n) % len(all_rows)] for n in (1, 2)])
@@ -67,7 +67,7 @@ def of_other_requests(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def rotated(all_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return rows in another basis, as a rotated target has them if they are not turned back."""
+    """Return rows in another basis, like rows of a rotated target that were not turned back."""
     hidden = all_rows[0].shape[-1]
     noise = torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(ROTATION_SEED))
     basis = torch.linalg.qr(noise).Q
@@ -82,7 +82,7 @@ WRONG: dict[str, Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]] = {
 
 
 def write_wrong(kind: str, source: Path, directory: Path, count: int) -> None:
-    """Write the rows of `source`, made wrong in one of the ways of WRONG, with the right tokens."""
+    """Write the rows of `source` as changed by the function WRONG[kind], with correct tokens."""
     directory.mkdir(parents=True)
     rows, token_ids = zip(*read_rows(source, count), strict=True)
     for index, (wrong, tokens) in enumerate(zip(WRONG[kind](rows), token_ids, strict=True)):

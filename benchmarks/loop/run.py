@@ -1,4 +1,4 @@
-"""The steps of `python -m benchmarks.loop`: each leaves its result where another call finds it."""
+"""Run the steps of `python -m benchmarks.loop`. Another call continues with stored results."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ Plan = Sequence[tuple[Kind, int]]
 
 
 def plan_of(seeds: int) -> Plan:
-    """Return kind and seed of each draft. With several seeds there are more kinds."""
+    """Return kind and seed of each draft. More than one seed adds kinds."""
     if seeds == 1:
         return [(kind, 0) for kind in KINDS]
     several = [
@@ -63,14 +63,14 @@ def plan_of(seeds: int) -> Plan:
 
 
 def file_name(rows: str, target: str) -> str:
-    """Return a name for files about these rows."""
+    """Return a name for files and directories of these rows."""
     known = {OURS: "hsx", TRANSFORMERS: "transformers", VLLMS: "vllms"}
     return f"{known.get(rows, rows.replace(' ', '-'))}{'' if target == PLAIN else '-quarot'}"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is trained and measured."""
+    """Amounts of training and measurement."""
 
     target_steps: int = 300
     stories: int = 512
@@ -80,11 +80,11 @@ class Sizes:
 
 @dataclass
 class Loop:
-    """One run.
+    """A run of all steps.
 
     Attributes:
-        work: directory of everything that is written.
-        emulated: returns the environment of a process, given its number of emulated NPUs.
+        work: directory for all output.
+        emulated: returns the environment of a process for a number of emulated NPUs.
         plan: kind and seed of each draft.
     """
 
@@ -97,7 +97,7 @@ class Loop:
     sizes: Sizes = field(default_factory=Sizes)
 
     def run(self) -> Results:
-        """Go through the loop and return what was measured."""
+        """Run all steps without a stored result, and return all results."""
         self.started = self.shown_at = time.monotonic()
         self.refuse_other_sizes()
         self.model = self.target()
@@ -112,12 +112,12 @@ class Loop:
         return results
 
     def refuse_other_sizes(self) -> None:
-        """Raise UserError if the directory is of a run with other sizes, as of another version."""
+        """Raise UserError if the directory has results of other sizes."""
         sizes = json.dumps(asdict(self.sizes))
         path = self.work / "sizes.json"
         if path.exists() and path.read_text() != sizes:
-            problem = f"has a loop of other sizes, {path.read_text()} instead of {sizes}"
-            raise UserError("--output", str(self.work), problem, "Name a new directory.")
+            problem = f"has results with the sizes {path.read_text()}, not {sizes}"
+            raise UserError("--output", str(self.work), problem, "Choose a new directory.")
         self.work.mkdir(parents=True, exist_ok=True)
         path.write_text(sizes)
 
@@ -133,7 +133,7 @@ class Loop:
         return build_target(self.work / "target", steps=self.sizes.target_steps, on_step=on_step)
 
     def served(self, name: str) -> Target:
-        """Return the target as it is served."""
+        """Return the target of this kind for serving."""
         if name == PLAIN:
             return Target(self.model)
         return Target(
@@ -144,7 +144,7 @@ class Loop:
         )
 
     def rows(self, target: str, rows: str) -> Path:
-        """Return a directory of these rows."""
+        """Return the directory of these rows; write it if it does not exist."""
         served = self.served(target)
         name = f"rows-{file_name(rows, target)}"
         if rows in WRONG:
@@ -159,7 +159,7 @@ class Loop:
         return self.once(name, lambda path: makers[rows](served, path))
 
     def generate(self, target: Target, rows: Path, **options: str) -> None:
-        """Extract rows from a server with DP=2 x TP=2 and these options of the connector."""
+        """Extract rows from a server with DP=2 x TP=2 and connector options."""
         storage = rows.with_name("hidden_states")
         shutil.rmtree(storage, ignore_errors=True)
         port, count = free_port(), len(self.stories)
@@ -190,7 +190,7 @@ class Loop:
             ]
 
             def written() -> str:
-                return f"{sum(1 for _ in storage.glob('hs_*.safetensors'))} of {count} rows"
+                return f"{sum(1 for _ in storage.glob('hs_*.safetensors'))} of {count} files"
 
             self.process(command, "generate", {}, "hsx generate", written)
         storage.rename(rows)
@@ -217,13 +217,13 @@ class Loop:
         rows_of_transformers(rows, target, self.stories, self.counter(TRANSFORMERS))
 
     def counter(self, rows: str) -> Callable[[int], None]:
-        """Return a function that shows how many rows there are."""
+        """Return a function that shows the number of written files."""
         return lambda done: self.show(
-            f"rows {rows}: {done} of {len(self.stories)}", done == len(self.stories)
+            f"rows {rows}: {done} of {len(self.stories)} files", done == len(self.stories)
         )
 
     def draft(self, kind: Kind, rows: Path, seed: int) -> Trained:
-        """Train a draft, serve it, and measure."""
+        """Train a draft, serve it, and measure acceptance."""
         name = f"{kind.method}-{file_name(kind.rows, kind.target)}-{seed}"
         directory = self.work / name
         shutil.rmtree(directory, ignore_errors=True)
@@ -248,7 +248,7 @@ class Loop:
         with self.server(
             command, port, f"{name}-server", 1, f"the target ({kind.target}) with the {title}"
         ) as server:
-            counts, _ = acceptance.measure(server.url, prompts, self.request_timeout)
+            counts = acceptance.measure(server.url, prompts, self.request_timeout)
         found = Trained(*kind, seed, drafts.validation_loss(checkpoint), took, *counts)
         self.show(f"{title}: acceptance length {found.length:.2f}", True)
         return found
@@ -256,7 +256,7 @@ class Loop:
     # Processes and progress
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
-        """Return a directory that `make` writes, unless an earlier call has finished it."""
+        """Return a directory. If it does not exist, `make` writes it under a hidden name first."""
         path = self.work / name
         if not path.is_dir():
             scratch = self.work / f".{name}"
@@ -289,7 +289,7 @@ class Loop:
         title: str,
         state: Callable[[], str],
     ) -> None:
-        """Run a command to its end. Raises DemoError with the end of its output if it fails."""
+        """Run a command and wait. Raise DemoError with the end of the output if it fails."""
         with Program(command, log=self.work / f"{name}.log", environment=environment) as program:
             code = program.wait(lambda: self.show(f"{title}: {state()}"))
         if code:
@@ -308,7 +308,7 @@ class Loop:
 
 @dataclass
 class Serving:
-    """A server that has answered; a context manager."""
+    """Context manager for a server that is ready."""
 
     server: Server
     loop: Loop

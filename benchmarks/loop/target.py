@@ -1,4 +1,4 @@
-"""Train a tiny Qwen3 on the stories, until it predicts what a story has told."""
+"""Train a tiny Qwen3 on the stories until it predicts words that follow from earlier words."""
 
 import json
 import shutil
@@ -24,19 +24,25 @@ from benchmarks.loop.corpus import (
 MARKER = "hsx_loop_target.json"
 VOCAB_SIZE = 128
 LAYERS = 4
-LAYER_IDS = (1, 2, 3, 4)  # three for the draft, and the last, which the draft learns to predict
+LAYER_IDS = (
+    1,
+    2,
+    3,
+    4,
+)  # three inputs of the draft, and the last layer, the training target of the draft
 BATCH = 32
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 30
-TRAINING_SEED = 1  # of its stories; those of rows and of the evaluation have other seeds
+TRAINING_SEED = 1  # of the stories; rows and evaluation use stories of other seeds
 
 
 def build_target(
     directory: Path, *, steps: int, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> Path:
-    """Train a model of `steps` steps of 32 stories, and return its directory.
+    """Train a model for `steps` steps of 32 stories, and return the directory.
 
-    One that was trained with as many steps is kept. Calls on_step(step, loss) after each step.
+    An existing model with the same number of steps is kept. Call on_step(step, loss) after each
+    step.
     """
     recipe = {"steps": steps, "vocabulary": len(VOCABULARY)}
     if (directory / MARKER).is_file() and json.loads((directory / MARKER).read_text()) == recipe:
@@ -58,19 +64,19 @@ def build_target(
 
 
 class Target(NamedTuple):
-    """A checkpoint, and how it is served."""
+    """A checkpoint to serve."""
 
     directory: Path
     quantised: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of vllm serve."""
+        """Additional options of `vllm serve`."""
         return ("--quantization", "ascend") if self.quantised else ()
 
 
 def loss_of(directory: Path) -> float:
-    """Return the mean loss of the last steps, in nats per token."""
+    """Return the mean loss of the last twenty training steps, in nats per token."""
     loss: float = json.loads((directory / "loss.json").read_text())["loss"]
     return loss
 

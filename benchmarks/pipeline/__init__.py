@@ -1,1 +1,1 @@
-"""Our path of rows against its peers: host path, latency, main thread, engine, slow storage."""
+"""Our path of rows compared with peers: host path, latency, main thread, engine, slow storage."""

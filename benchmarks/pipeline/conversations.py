@@ -33,7 +33,7 @@ RELEASE = "0.30.0rc2"
 PYTHON = ROOT / f".venv-{RELEASE}" / "bin" / "python"
 OFF, OURS, WITHOUT = "off", "ours", "ours, prefix_reuse_bytes=0"
 OFF_THERE, VLLM = f"off, {RELEASE}", f"vLLM's connector, {RELEASE}"
-# Each contestant and its baseline.
+# The baseline of each contestant.
 CONTESTANTS = {OFF: OFF, OURS: OFF, WITHOUT: OFF, OFF_THERE: OFF_THERE, VLLM: OFF_THERE}
 COUNTER, SOURCE = "vllm:prompt_tokens_by_source", "local_compute"
 _PUBLISHED_S = 60.0
@@ -170,7 +170,7 @@ def run(
             )
             for name in random.Random(index).sample(list(engines), len(engines)):
                 if name == WITHOUT and index > 0:
-                    continue  # the first round of this one takes longer than all of another
+                    continue  # one round without reuse takes longer than all rounds of another contestant
                 found = engines[name].order(
                     {"scale": asdict(scale), "first": numbers.start, "last": numbers.stop}
                 )

@@ -270,7 +270,7 @@ def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: boo
             len(states.hidden_states) == len(found[-1])
             and torch.isfinite(states.hidden_states).all()
         ):
-            raise AssertionError("a file of ours lacks rows")
+            raise AssertionError("a file of this plugin lacks rows")
         vllm_ascend_hsx.remove(path)
     if sorted(found) != sorted(map(list, prompts)):
         raise AssertionError("the files do not match the prompts")

@@ -1,4 +1,4 @@
-"""An engine in its own process that serves batches of requests on demand; engine.py starts it.
+"""An engine in a separate process that serves batches of requests. engine.py starts it.
 
 Usage: python -m benchmarks.pipeline.engine_process READ_FD WRITE_FD
 

@@ -60,7 +60,7 @@ class Samples:
             name.
         from_step: the same from the end of the step, when the lander receives the last chunk's
             first row.
-        told: from then until the reader is woken. loaded: until it has mapped the tensors.
+        told: from publication until the reader is woken. loaded: until it has mapped the tensors.
         raw: a raw write of the last chunk's bytes in the same turn: the lower limit for a complete
             file.
     """

@@ -32,7 +32,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Contestant(ABC):
-    """Writes the rows of a load to files in `directory`, which is empty before and after."""
+    """Writes the rows of a load to files in `directory`. It is empty before and after."""
 
     def __init__(self, source: Source, directory: Path) -> None:
         self.source = source

@@ -24,7 +24,7 @@ KINDS = ("files", "shards")
 
 
 def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
-    """Compare shards with files. Return each figure's description and its ratio in words.
+    """Compare shards with files. Return the description and the ratio of each figure, in words.
 
     Above 1, shards are faster.
 

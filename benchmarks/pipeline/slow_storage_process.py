@@ -1,4 +1,4 @@
-"""An engine in its own process: a stream without extraction, extracted prompts, slow storage.
+"""An engine in a separate process: a stream without extraction, extracted prompts, slow storage.
 
 slow_storage.py starts it and sets the storage's speed.
 

@@ -1,4 +1,4 @@
-"""From a target to drafts that vllm-ascend accepts, as benchmarks/loop/README.md says."""
+"""The loop of benchmarks/loop/README.md: train, extract, train drafts, count accepted tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.loop.run import KINDS
 
 
 @pytest.mark.long
-def test_our_rows_make_as_good_a_draft_as_those_of_transformers_and_wrong_rows_a_worse_one(
+def test_our_rows_make_as_good_a_draft_as_rows_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--output", str(tmp_path / "loop")]) == 0

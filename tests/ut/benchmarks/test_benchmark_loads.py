@@ -67,17 +67,17 @@ def test_prompts_fill_steps_like_vllms_scheduler() -> None:
     assert [(span.request_id, span.first, span.num_rows) for span in third.spans] == [(d, 4, 16)]
 
 
-def test_rows_are_finite_and_no_two_are_alike(source: Source) -> None:
+def test_rows_are_finite_and_distinct(source: Source) -> None:
     assert torch.isfinite(source.host).all()
     assert len({bytes(source.bytes_of(row, 1)) for row in range(SOURCE_TOKENS)}) == SOURCE_TOKENS
     assert torch.equal(source.device.cpu(), source.host)
 
 
-def test_the_rows_are_those_of_minimax_m2_with_four_layers() -> None:
+def test_rows_have_the_size_of_minimax_m2_with_four_layers() -> None:
     assert MINIMAX_M2.row_bytes == 4 * 3072 * 2
 
 
-def test_a_file_with_a_wrong_row_or_a_wrong_token_is_an_error(source: Source) -> None:
+def test_wrong_row_or_wrong_token_is_an_error(source: Source) -> None:
     rows = source.host[:3]
     right = {"hidden_states": rows.clone(), "token_ids": torch.from_numpy(token_ids(3))}
     assert_files_are_right([(right, rows)])
@@ -87,7 +87,7 @@ def test_a_file_with_a_wrong_row_or_a_wrong_token_is_an_error(source: Source) ->
         assert_files_are_right([({**right, "token_ids": torch.arange(3)}, rows)])
 
 
-def test_turns_of_a_conversation_extend_each_other_after_the_common_beginning() -> None:
+def test_turns_of_a_conversation_extend_each_other_after_a_common_prefix() -> None:
     scale = conversations.Scale(conversations=3, turns=4, system=20, least=5, most=9)
     prompts = conversations.prompts_of(scale, range(3))
     assert prompts == conversations.prompts_of(scale, range(3)) != sorted(prompts)

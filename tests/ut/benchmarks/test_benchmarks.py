@@ -132,7 +132,7 @@ def results(
 # Contestants
 
 
-def test_the_ring_is_resident_before_anything_is_measured(source: Source, tmp_path: Path) -> None:
+def test_ring_is_resident_before_the_measurement(source: Source, tmp_path: Path) -> None:
     before = measure.resident_bytes()
     with closing(Pipeline(source, tmp_path, with_copy=True)) as made:
         assert measure.resident_bytes() - before > 0.9 * made.ring.pinned_bytes
@@ -228,7 +228,9 @@ def test_every_view_has_every_cell(host: list[Cell]) -> None:
         assert all(figures.gb_per_s > 0 and figures.of_raw > 0 for figures in cell.figures.values())
 
 
-def test_nothing_is_left_behind(host: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_measurements_leave_no_files(
+    host: list[Cell], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     assert [path for path in tmp_path_factory.getbasetemp().rglob("hsx-benchmark-*")] == []
 
 
@@ -288,7 +290,7 @@ def judged(cells: list[Cell], goal: str) -> goals.Verdict:
     return verdict
 
 
-def test_a_goal_is_met_only_if_every_cell_meets_it() -> None:
+def test_goal_is_met_only_if_every_cell_meets_it() -> None:
     goal = "durable, from 2,048 tokens on"
     assert judged([durable_cell(0.96), durable_cell(0.99)], goal).met == "yes"
     missed = judged([durable_cell(0.96), durable_cell(0.94)], goal)
@@ -296,7 +298,7 @@ def test_a_goal_is_met_only_if_every_cell_meets_it() -> None:
     assert judged([durable_cell(0.1, tokens=128), durable_cell(0.96)], goal).met == "yes"
 
 
-def test_conversations_have_their_goals() -> None:
+def test_conversations_have_goals() -> None:
     results = goals.Results({}, (0, 0), 1 << 20, [], {}, [], None, None, None, None, TALK)
     assert [verdict.met for verdict in goals.judge(results)] == ["yes", "yes"]
     ours = replace(TALK.cells[1], of_off=1.11, wall_of_off=1.16)
@@ -308,7 +310,7 @@ def test_conversations_have_their_goals() -> None:
     assert [verdict.measured for verdict in verdicts] == ["1.11 times", "1.16 times"]
 
 
-def test_the_report_has_every_part_and_its_words(results: goals.Results, tmp_path: Path) -> None:
+def test_report_has_figures_and_words_of_every_part(results: goals.Results, tmp_path: Path) -> None:
     as_json, cost_image, image, text = report.write(results, tmp_path / "docs")
     report.show(Console(quiet=True), results)
     for title, headings, rows in report.tables(results):
@@ -348,9 +350,7 @@ def test_the_report_has_every_part_and_its_words(results: goals.Results, tmp_pat
     assert not re.search(r"/tmp|/work|/home|\{|nan", page)
 
 
-def test_the_page_is_written_again_without_measuring(
-    results: goals.Results, tmp_path: Path
-) -> None:
+def test_page_is_written_again_without_measuring(results: goals.Results, tmp_path: Path) -> None:
     written = report.write(results, tmp_path)
     before = [path.read_bytes() for path in written]
     written[-1].unlink()
@@ -358,9 +358,7 @@ def test_the_page_is_written_again_without_measuring(
     assert [path.read_bytes() for path in written] == before
 
 
-def test_the_page_has_the_goals_of_other_machines_too(
-    results: goals.Results, tmp_path: Path
-) -> None:
+def test_page_also_has_goals_of_other_machines(results: goals.Results, tmp_path: Path) -> None:
     (as_json, *_) = report.write(
         replace(results, machine={"processor": "a large one, 16 cores"}, capacity=None), tmp_path
     )

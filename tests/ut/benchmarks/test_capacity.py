@@ -130,7 +130,7 @@ def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a
     assert upstream.groups[-1] == (1, rows)
 
 
-def test_missing_field_of_the_stand_in_is_not_a_refusal(
+def test_missing_field_of_the_stand_in_is_not_a_layout_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = vllm_planner.server_config
@@ -147,7 +147,7 @@ def test_missing_field_of_the_stand_in_is_not_a_refusal(
         counted(DENSE, DENSE_OPTIONS, 1 << 20, 0, 3)
 
 
-def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
+def test_too_little_memory_is_a_layout_error_with_vllms_reason() -> None:
     (plain, *_) = capacity.capacities(shape_of(DENSE), DENSE_OPTIONS, 3, 1 << 10, 0).values()
     assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
 
@@ -181,7 +181,7 @@ def test_performance_md_has_the_planners_figures(measured: capacity.Result) -> N
     assert all(f"| {' | '.join(line)} |\n" in text for line in rows)
 
 
-def test_performance_md_has_the_plan_s_cost_of_turning_rows_back() -> None:
+def test_performance_md_has_the_planned_cost_of_turning_rows_back() -> None:
     planned = plan.plan(plan.parse_arguments(["minimax-m2", "--rotated"]))
     cost = (
         f"{planned.turn_back_flops / 1e6:.0f} MFLOP per token and "
@@ -211,6 +211,6 @@ def test_our_kv_cache_share_equals_the_plan_within_a_block(
 
 
 @pytest.mark.parametrize(("name", "kv_cache"), [("minimax-m2", 63488), ("deepseek-v3", 70272)])
-def test_bytes_of_a_token_in_the_kv_cache_are_the_published_ones(name: str, kv_cache: int) -> None:
+def test_kv_cache_bytes_per_token_equal_published_values(name: str, kv_cache: int) -> None:
     plain, *_ = counted(CONFIGS[name], OPTIONS, 30 << 30, 0, 4)
     assert plain.block_bytes == 128 * kv_cache

@@ -18,7 +18,7 @@ RIGHT = {OURS: 20, TRANSFORMERS: 20, SHIFTED: 1}
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
-    """Record the loops that are run. Each returns ten drafts of three tokens per kind of rows."""
+    """Record the loops that run. Each returns ten drafts of three tokens for each kind of rows."""
     found: list[Loop] = []
 
     def run(self: Loop) -> Results:
@@ -35,19 +35,19 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
     return found
 
 
-def test_lengths_are_shown_and_the_exit_code_is_zero(
+def test_lengths_are_shown_and_exit_code_is_zero(
     ran: list[Loop], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert __main__.main(["--output", str(tmp_path)]) == 0
     output, progress = (" ".join(text.split()) for text in capsys.readouterr())
-    assert f"call again with --output {tmp_path}" in progress
+    assert f"continue with --output {tmp_path}" in progress
     assert "3.00" in output
     assert "1.10" in output
-    assert "make as good a draft as those of transformers" in output
+    assert "make as good a draft as rows of transformers" in output
     assert ran[0].emulated(3)["NPU_EMULATOR_NPUS"] == "3"
 
 
-def test_wrong_rows_that_cost_nothing_are_named_and_the_exit_code_is_one(
+def test_wrong_rows_with_full_acceptance_are_named_and_exit_code_is_one(
     ran: list[Loop],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -55,13 +55,13 @@ def test_wrong_rows_that_cost_nothing_are_named_and_the_exit_code_is_one(
 ) -> None:
     monkeypatch.setitem(RIGHT, SHIFTED, 20)
     assert __main__.main(["--output", str(tmp_path)]) == 1
-    assert f"what rows {SHIFTED} lose (3.00)" in " ".join(capsys.readouterr().out.split())
+    assert f"the drop with rows {SHIFTED} (3.00)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "seeds", "wrong"), [([], 1, 1), (["--seeds", "3"], 3, len(WRONG))]
 )
-def test_with_several_seeds_there_are_more_kinds_of_wrong_rows(
+def test_more_than_one_seed_adds_kinds_of_wrong_rows(
     arguments: list[str], seeds: int, wrong: int, ran: list[Loop], tmp_path: Path
 ) -> None:
     __main__.main(["--output", str(tmp_path), *arguments])
@@ -72,7 +72,7 @@ def test_with_several_seeds_there_are_more_kinds_of_wrong_rows(
     assert len({kind.rows for kind, _ in plan} & WRONG.keys()) == wrong
 
 
-def test_without_speculators_the_remedy_is_named(
+def test_missing_speculators_is_an_error_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lacking(name: str) -> Any:
@@ -80,6 +80,6 @@ def test_without_speculators_the_remedy_is_named(
 
     monkeypatch.setattr(__main__, "find_spec", lacking)
     assert __main__.main([]) == 1
-    assert "not installed here: speculators, which trains the drafts" in " ".join(
+    assert "missing packages: speculators; they train the drafts" in " ".join(
         capsys.readouterr().err.split()
     )

@@ -1,4 +1,4 @@
-"""The servers that extract the loop's rows, and what is asked of vLLM's own connector."""
+"""Extraction for the loop: the commands of both servers, and rows of vLLM's connector."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(autouse=True)
 def short_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of the fake server ignores SIGTERM."""
+    """Shorten the wait for a process of the fake server that ignores SIGTERM."""
     monkeypatch.setattr("vllm_ascend_hsx.demo.server.STOP_SECONDS", 1.0)
 
 
 def extract(target: Target, directory: Path, fault: str) -> list[int]:
-    """Extract the rows of the dataset from a fake server; return the numbers that were shown."""
+    """Extract the rows of the dataset from a fake server; return the numbers shown as progress."""
     port, shown = free_port(), list[int]()
     storage, layers = directory.with_name("storage"), json.dumps(LAYER_IDS)
     known = target.directory.with_name("known")
@@ -63,7 +63,7 @@ def extract(target: Target, directory: Path, fault: str) -> list[int]:
     return shown
 
 
-def test_rows_of_vllms_connector_are_kept_in_the_order_of_the_dataset(
+def test_rows_of_vllms_connector_have_the_order_of_the_dataset(
     target: Target, tmp_path: Path
 ) -> None:
     assert extract(target, tmp_path / "rows", "none") == [1, 2, 3, 4, 5]
@@ -76,8 +76,8 @@ def test_rows_of_vllms_connector_are_kept_in_the_order_of_the_dataset(
         )
 
 
-def test_a_file_of_other_tokens_is_an_error(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="has other tokens than prompt 0"):
+def test_file_with_other_tokens_is_an_error(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="does not have the tokens of prompt 0"):
         extract(target, tmp_path / "rows", "foreign tokens")
 
 
@@ -92,7 +92,7 @@ def test_vllms_connector_is_served_without_this_plugin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"), [({}, []), ({"rotation": "keep"}, ["--option", "rotation=keep"])]
 )
-def test_options_of_our_connector_are_given_to_hsx_serve(
+def test_connector_options_are_passed_to_hsx_serve(
     options: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
     command = extraction_command(

@@ -1,4 +1,4 @@
-"""The verdict on drafts, the table, and what is read from a server's metrics."""
+"""Results of the loop: verdict, table, and counts from a server's metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.loop.acceptance import Acceptance, parse
 from benchmarks.loop.drafts import EAGLE3
+from benchmarks.loop.page import DATA, PAGE, page
 from benchmarks.loop.results import (
     OURS,
     PLAIN,
@@ -23,7 +24,7 @@ from vllm_ascend_hsx.demo import DemoError
 
 
 def results(**lengths: list[float]) -> Results:
-    """Return drafts by kind of rows; each has made 100 drafts of three tokens."""
+    """Return results with these lengths; each entry has 100 drafts of three tokens."""
     names = {"ours": OURS, "theirs": TRANSFORMERS, "wrong": SHIFTED}
     trained = [
         Trained(EAGLE3, names[kind], PLAIN, seed, 0.5, 10.0, 100, 300, round(100 * (length - 1)))
@@ -46,17 +47,17 @@ def results(**lengths: list[float]) -> Results:
         "right",
         "several seeds",
         "ours are worse",
-        "wrong rows cost nothing",
+        "wrong rows are equally good",
         "wrong rows are better",
     ],
 )
-def test_right_rows_must_be_as_good_as_those_of_transformers_and_wrong_ones_worse(
+def test_verdict_requires_ours_as_good_as_transformers_and_wrong_rows_worse(
     lengths: dict[str, list[float]], good: bool
 ) -> None:
     assert (results(**lengths).problems() == []) == good
 
 
-def test_results_are_found_again_by_rows_and_seed(tmp_path: Path) -> None:
+def test_stored_results_are_found_by_kind_and_seed(tmp_path: Path) -> None:
     before = results(ours=[3.0, 2.0], theirs=[2.5])
     before.write(tmp_path / "results.json")
     after = Results.read(tmp_path / "results.json")
@@ -68,7 +69,7 @@ def test_results_are_found_again_by_rows_and_seed(tmp_path: Path) -> None:
     assert Results.read(tmp_path / "none.json").trained == []
 
 
-def test_the_table_has_a_line_for_each_kind_of_rows() -> None:
+def test_table_has_a_line_for_each_kind() -> None:
     *_, ours, wrong = markdown(results(ours=[3.0, 2.0], wrong=[1.3])).splitlines()
     assert ours == "| eagle3 | of hsx generate | bfloat16 | 2 | 2.50 | 2.00 to 3.00 | 50% | 0.50 |"
     assert (
@@ -77,7 +78,12 @@ def test_the_table_has_a_line_for_each_kind_of_rows() -> None:
     )
 
 
-def test_acceptance_is_counted_over_all_engines() -> None:
+def test_page_has_the_recorded_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text, Results.read(DATA)) == text
+
+
+def test_acceptance_counts_are_summed_over_engines() -> None:
     lines = [
         f'vllm:spec_decode_num_{name}_total{{engine="{engine}",model_name="m"}} {value}'
         for name, value in (("drafts", 10.0), ("draft_tokens", 30.0), ("accepted_tokens", 15.0))
@@ -88,6 +94,6 @@ def test_acceptance_is_counted_over_all_engines() -> None:
     assert Trained(EAGLE3, OURS, PLAIN, 0, 1.0, 1.0, *counts).length == 2.5
 
 
-def test_a_server_without_a_draft_is_an_error() -> None:
+def test_metrics_without_drafts_are_an_error() -> None:
     with pytest.raises(DemoError, match="drafted nothing"):
         parse('vllm:num_requests_running{engine="0"} 1.0\n')

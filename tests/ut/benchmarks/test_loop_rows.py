@@ -1,4 +1,4 @@
-"""The stories that the loop is trained on, and rows that are wrong in a known way."""
+"""Stories of the loop, and the kinds of wrong rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTHS = (5, 2, 9)
 
 @pytest.fixture
 def rows() -> list[torch.Tensor]:
-    """Rows of three requests; the value of each tells request and position."""
+    """Rows of three requests. The value of a row encodes request and position."""
     return [
         torch.arange(n).view(n, 1, 1).expand(n, 4, 8).to(torch.bfloat16) + 10 * request
         for request, n in enumerate(LENGTHS)
@@ -45,28 +45,28 @@ def values(rows: torch.Tensor) -> list[int]:
     return [int(row[0, 0]) for row in rows]
 
 
-def test_a_story_is_of_known_words_and_the_model_has_room_for_them() -> None:
+def test_words_of_a_story_are_known_and_fit_the_model() -> None:
     assert len(VOCABULARY) <= VOCAB_SIZE
     for story in stories(200, seed=0):
         assert (story[0], story[-1]) == (BOS_ID, EOS_ID)
         assert encode(decode(story[1:-1])) == story[1:-1]
 
 
-def test_a_prompt_tells_who_has_what_and_stops_at_the_end_of_a_line() -> None:
+def test_prompt_introduces_both_people_and_ends_with_a_line() -> None:
     for story in stories(50, seed=0):
         prompt = decode(story[:PROMPT_TOKENS])
         assert prompt.count(" has a ") == 2
         assert prompt.endswith(" .")
 
 
-def test_what_is_held_out_is_not_what_was_trained_on() -> None:
+def test_held_out_stories_differ_from_training_stories() -> None:
     assert stories(3, seed=2) == stories(3, seed=2)
     assert not {tuple(story) for story in stories(500, seed=2)} & {
         tuple(story) for story in stories(64, seed=3)
     }
 
 
-def test_shifted_rows_are_those_of_the_position_before(rows: list[torch.Tensor]) -> None:
+def test_shifted_rows_belong_to_the_previous_position(rows: list[torch.Tensor]) -> None:
     assert list(map(values, shifted(rows))) == [
         [0, 0, 1, 2, 3],
         [10, 10],
@@ -74,7 +74,7 @@ def test_shifted_rows_are_those_of_the_position_before(rows: list[torch.Tensor])
     ]
 
 
-def test_rows_of_other_requests_have_none_of_the_own(rows: list[torch.Tensor]) -> None:
+def test_rows_of_other_requests_include_none_of_the_same_request(rows: list[torch.Tensor]) -> None:
     assert list(map(values, of_other_requests(rows))) == [
         [10, 11, 20, 21, 22],
         [20, 21],

@@ -1,4 +1,4 @@
-"""The loop's steps: what is done is kept, and what fails is named."""
+"""Steps of the loop: results are kept, and errors name the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Sizes(target_steps=1, stories=12, epochs=1, held_out=2)
 
 
 class Faked(Loop):
-    """A loop without servers and trainers; `trained` and `extracted` have what was asked for."""
+    """A loop without servers and trainers; `trained` and `extracted` record the calls."""
 
     trained: list[tuple[Kind, int]]
     extracted: list[tuple[Target, dict[str, str]]]
@@ -61,7 +61,7 @@ def loop(work: Path, console: Console, seeds: Sequence[int]) -> Faked:
     return made
 
 
-def test_each_kind_of_rows_gets_a_draft_and_another_call_trains_only_what_is_missing(
+def test_each_kind_gets_a_draft_and_another_call_trains_only_missing_drafts(
     tmp_path: Path, console: Console
 ) -> None:
     first = loop(tmp_path, console, [0])
@@ -72,7 +72,7 @@ def test_each_kind_of_rows_gets_a_draft_and_another_call_trains_only_what_is_mis
     assert second.trained == [(kind, 1) for kind in KINDS]
 
 
-def test_each_kind_of_the_plan_gets_rows_of_the_target_that_it_is_served_with(
+def test_rows_of_each_kind_come_from_the_target_that_serves_the_draft(
     tmp_path: Path, console: Console
 ) -> None:
     made = loop(tmp_path, console, [])
@@ -93,7 +93,7 @@ def test_each_kind_of_the_plan_gets_rows_of_the_target_that_it_is_served_with(
     )
 
 
-def test_rows_that_were_interrupted_are_not_taken_for_done(
+def test_interrupted_rows_are_computed_again(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(directory: Path, *_: Any) -> None:
@@ -107,16 +107,16 @@ def test_rows_that_were_interrupted_are_not_taken_for_done(
     assert loop(tmp_path, console, [0]).run().kinds == list(KINDS)
 
 
-def test_a_directory_of_other_sizes_is_refused(tmp_path: Path, console: Console) -> None:
+def test_directory_with_other_sizes_is_refused(tmp_path: Path, console: Console) -> None:
     loop(tmp_path, console, [0]).run()
     other = loop(tmp_path, console, [0])
     other.sizes = Sizes(target_steps=2, stories=12, epochs=1, held_out=2)
-    with pytest.raises(UserError, match="has a loop of other sizes"):
+    with pytest.raises(UserError, match="has results with the sizes"):
         other.run()
 
 
-def test_the_draft_of_the_epoch_that_was_best_is_served(tmp_path: Path) -> None:
-    """speculators writes the validation of an epoch only if none before it was better."""
+def test_draft_of_the_best_epoch_is_served(tmp_path: Path) -> None:
+    """speculators writes the validation loss of an epoch only if no earlier epoch was better."""
     for name in ("0", "1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -126,7 +126,7 @@ def test_the_draft_of_the_epoch_that_was_best_is_served(tmp_path: Path) -> None:
     assert drafts.validation_loss(drafts.checkpoint(tmp_path)) == 0.5
 
 
-def test_an_epoch_counts_when_its_checkpoint_is_written(tmp_path: Path) -> None:
+def test_epoch_is_finished_once_the_checkpoint_is_written(tmp_path: Path) -> None:
     for name in ("0", "1", "2"):
         (tmp_path / name).mkdir()
     for name in ("0", "1"):
@@ -135,7 +135,7 @@ def test_an_epoch_counts_when_its_checkpoint_is_written(tmp_path: Path) -> None:
     assert drafts.finished_epochs(tmp_path) == 2
 
 
-def test_a_command_that_fails_is_named_with_the_end_of_its_output(
+def test_failed_command_is_named_with_the_end_of_the_output(
     tmp_path: Path, console: Console
 ) -> None:
     made = loop(tmp_path, console, [0])
@@ -153,10 +153,10 @@ def test_a_command_that_fails_is_named_with_the_end_of_its_output(
         )
 
 
-def test_a_command_that_does_not_end_by_itself_is_killed(
+def test_command_that_ignores_sigterm_is_killed(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer was seen that hung after SIGTERM, and with it the loop that waited for it."""
+    """A trainer once hung after SIGTERM, and the loop waited for it."""
     monkeypatch.setattr(server, "STOP_SECONDS", 0.1)
     made = loop(tmp_path, console, [0])
     made.started = made.shown_at = 0.0
@@ -176,7 +176,7 @@ def test_a_command_that_does_not_end_by_itself_is_killed(
     assert server.group_members(pid) == []
 
 
-def test_the_dataset_is_one_that_both_hsx_and_speculators_read(tmp_path: Path) -> None:
+def test_dataset_is_readable_by_hsx_and_speculators(tmp_path: Path) -> None:
     from datasets import load_from_disk
 
     dataset = stories(4, seed=0)
@@ -192,6 +192,6 @@ def test_the_dataset_is_one_that_both_hsx_and_speculators_read(tmp_path: Path) -
     assert theirs[0]["loss_mask"].sum() == len(dataset[0])
 
 
-def test_a_draft_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="has written no checkpoint"):
+def test_draft_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="wrote no checkpoint"):
         drafts.checkpoint(tmp_path)

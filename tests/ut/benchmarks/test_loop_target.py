@@ -1,4 +1,4 @@
-"""The loop's target is trained, and kept."""
+"""Training of the loop's target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.loop.corpus import decode, stories
 from benchmarks.loop.target import LAYER_IDS, build_target, loss_of
 
 
-def test_the_loss_falls_and_a_trained_target_is_kept(tmp_path: Path) -> None:
+def test_loss_falls_and_a_trained_target_is_kept(tmp_path: Path) -> None:
     losses: list[float] = []
     target = build_target(
         tmp_path / "target", steps=12, on_step=lambda step, loss: losses.append(loss)
@@ -24,7 +24,7 @@ def test_the_loss_falls_and_a_trained_target_is_kept(tmp_path: Path) -> None:
     assert len(losses) == 14
 
 
-def test_the_target_is_a_model_of_transformers_with_its_tokenizer(tmp_path: Path) -> None:
+def test_transformers_loads_the_target_and_the_tokenizer(tmp_path: Path) -> None:
     target = build_target(tmp_path / "target", steps=1)
     model = AutoModelForCausalLM.from_pretrained(target)
     assert model.config.num_hidden_layers == LAYER_IDS[-1]

@@ -1,4 +1,4 @@
-"""Checkpoints as msmodelslim writes them; a rotation changes nothing but the basis of the rows."""
+"""Checkpoints in the form of msmodelslim. A rotation changes only the basis of the rows."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_scales_of_an_int8_cache_map_the_largest_key_and_value_of_each_channel_to_127(
+def test_scales_of_an_int8_cache_map_the_largest_magnitude_of_a_channel_to_127(
     source: Path, tmp_path: Path, rotated: bool
 ) -> None:
-    """A rotation of the residual stream changes neither keys nor values."""
+    """A rotation of the residual stream does not change keys and values."""
     directory = write_modelslim(source, tmp_path / "c8", plain, rotated=rotated, int8_cache=True)
     assert kinds(directory)["kv_cache_type"] == "C8"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -109,7 +109,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def written_plain(source: Path, directory: Path) -> Path:
-    """Write a rotated model that transformers can read, too."""
+    """Write a rotated model that transformers can also read."""
     made = write_modelslim(source, directory, plain, rotated=True)
     (made / "model.safetensors").symlink_to(WEIGHTS)
     return made
@@ -123,10 +123,10 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
-# What vllm-ascend reads
+# Quantised checkpoints
 
 
-def test_every_tensor_is_described_and_indexed(checkpoint: Path) -> None:
+def test_description_and_index_have_every_tensor(checkpoint: Path) -> None:
     names = set(tensors(checkpoint))
     described = kinds(checkpoint)
     assert {
@@ -140,12 +140,12 @@ def test_every_tensor_is_described_and_indexed(checkpoint: Path) -> None:
     )
 
 
-def test_attention_is_static_the_rest_dynamic_and_what_else_there_is_float(
+def test_attention_is_static_other_linear_layers_dynamic_and_the_rest_float(
     checkpoint: Path,
 ) -> None:
     described, stored = kinds(checkpoint), tensors(checkpoint)
     for name in stored:
-        # vllm-ascend multiplies by parts of kv_b_proj's weight, and refuses a quantised one.
+        # vllm-ascend multiplies by parts of kv_b_proj and refuses a quantised kv_b_proj.
         is_float = any(
             each in name
             for each in (
@@ -186,7 +186,7 @@ def fields(stored: dict[str, torch.Tensor], layer: str) -> dict[str, torch.dtype
     }
 
 
-def test_layers_that_vllm_fuses_have_the_same_input_scale(checkpoint: Path) -> None:
+def test_fused_layers_have_the_same_input_scale(checkpoint: Path) -> None:
     stored = tensors(checkpoint)
     for field in ("input_scale", "input_offset"):
         fused = [
@@ -200,9 +200,7 @@ def test_layers_that_vllm_fuses_have_the_same_input_scale(checkpoint: Path) -> N
         assert all(torch.equal(stored[name], stored[fused[0]]) for name in fused)
 
 
-def test_an_int8_weight_stands_for_the_weight_to_half_a_step(
-    source: Path, checkpoint: Path
-) -> None:
+def test_int8_weights_are_accurate_to_half_a_step(source: Path, checkpoint: Path) -> None:
     original, stored, described = (
         load_file(source / "model.safetensors"),
         tensors(checkpoint),
@@ -221,31 +219,32 @@ def test_an_int8_weight_stands_for_the_weight_to_half_a_step(
             scale = stored[f"{layer}weight_scale"].float()
             assert (stored[f"{layer}weight_offset"] == 0).all()
         assert scale.shape == (weight.shape[0], 1)
-        # The largest of a row may be 127.5, as its scale is rounded to bfloat16.
+        # The largest number of a row may be 127.5, because the scale is rounded to bfloat16.
         assert ((stored[name] * scale - weight.float()).abs() <= scale * 0.76).all(), name
         assert stored[name].abs().amax(1).min() >= 126
 
 
-def test_the_static_bias_takes_the_offset_of_the_input_out(checkpoint: Path) -> None:
+def test_static_bias_cancels_the_input_offset(checkpoint: Path) -> None:
     stored = tensors(checkpoint)
     layer = "model.layers.0.self_attn.o_proj."
-    zero = (
-        stored[f"{layer}input_offset"].int().expand(stored[f"{layer}weight"].shape[1])
-    )  # what 0 becomes
+    # the quantised form of an input of zeros
+    zero = stored[f"{layer}input_offset"].int().expand(stored[f"{layer}weight"].shape[1])
     assert torch.equal(
         stored[f"{layer}weight"].int() @ zero + stored[f"{layer}quant_bias"],
         torch.zeros(256, dtype=torch.int32),
     )
 
 
-def test_what_it_computes_is_near_what_the_model_computes(source: Path, checkpoint: Path) -> None:
+def test_rows_of_int8_weights_are_close_to_rows_of_the_model(
+    source: Path, checkpoint: Path
+) -> None:
     rows, expected = (
         quantised_hidden_states(checkpoint, PROMPT, LAYER_IDS).float(),
         reference_hidden_states(source, PROMPT, LAYER_IDS),
     )
     errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < 0.08
-    assert errors[:, 1:].mean() > 0.005  # it is quantised
+    assert errors[:, 1:].mean() > 0.005  # an effect of quantisation
 
 
 EXPERTS = {name: build for name, build in BUILDERS.items() if build is not build_qwen3}
@@ -255,13 +254,13 @@ EXPERTS = {name: build for name, build in BUILDERS.items() if build is not build
 def of_int4(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A model, and a checkpoint of it with experts of int4."""
+    """A model, and a checkpoint of this model with int4 experts."""
     directory = tmp_path_factory.mktemp("int4")
     source = EXPERTS[request.param](directory / "model", layers=2)
     return source, write_modelslim(source, directory / "made", int4_experts)
 
 
-def test_experts_are_int4_with_a_scale_for_each_row_and_the_rest_is_as_before(
+def test_experts_are_int4_with_a_scale_per_row_and_the_rest_is_like_mixed(
     of_int4: tuple[Path, Path], tmp_path: Path
 ) -> None:
     source, made = of_int4
@@ -281,7 +280,7 @@ def test_experts_are_int4_with_a_scale_for_each_row_and_the_rest_is_as_before(
     } == {"weight": torch.int8, **floats}
 
 
-def test_two_rows_of_int4_share_one_of_int8_and_stand_for_the_weight_to_half_a_step(
+def test_int4_weights_are_packed_in_pairs_and_accurate_to_half_a_step(
     of_int4: tuple[Path, Path],
 ) -> None:
     source, made = of_int4
@@ -308,7 +307,7 @@ def test_two_rows_of_int4_share_one_of_int8_and_stand_for_the_weight_to_half_a_s
         )
 
 
-def test_what_experts_of_int4_compute_is_near_what_the_model_computes(
+def test_rows_of_int4_experts_are_close_to_rows_of_the_model(
     of_int4: tuple[Path, Path],
 ) -> None:
     source, made = of_int4
@@ -318,11 +317,11 @@ def test_what_experts_of_int4_compute_is_near_what_the_model_computes(
     )
     errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < 0.16
-    assert errors[:, 2].mean() > 0.01  # it is quantised
+    assert errors[:, 2].mean() > 0.01  # an effect of quantisation
 
 
-# What a product of int4 becomes, of a row of int8 as float64, the weight, its scales, and the
-# summand. The first is the kernel's own way.
+# Variants of an int4 product. The arguments are an int8 row as float64, the weight, the scales and
+# the summand. The first variant is the computation of the kernel, the others are mistakes.
 ROUNDED = "halves are rounded to float16"
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     ROUNDED: lambda row, weight, scale, summand: (
@@ -335,15 +334,15 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "neighbouring rows of a weight are exchanged": lambda row, weight, scale, _: (
         row @ weight.unflatten(0, (-1, 2)).flip(1).flatten(0, 1).t() * scale
     ),
-    "nothing takes the 8 out": lambda row, weight, scale, _: (row - 8) @ weight.t() * scale,
-    "each row of a weight has the scale of the next": lambda row, weight, scale, _: (
+    "the 8 is not added back": lambda row, weight, scale, _: (row - 8) @ weight.t() * scale,
+    "each row of a weight has the scale of another row": lambda row, weight, scale, _: (
         row @ weight.t() * scale.roll(1)
     ),
 }
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_mistakes_in_products_of_int4_are_far_larger_than_what_a_kernel_rounds(
+def test_mistakes_in_int4_products_exceed_the_rounding_of_the_kernel(
     of_int4: tuple[Path, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, made = of_int4
@@ -385,7 +384,7 @@ def test_same_arguments_give_the_same_bytes(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 256, 48])
-def test_a_rotation_is_orthogonal(size: int) -> None:
+def test_rotation_is_orthogonal(size: int) -> None:
     rotation = random_rotation(size, seed=1)
     torch.testing.assert_close(
         rotation @ rotation.t(), torch.eye(size).double(), atol=1e-12, rtol=0
@@ -393,13 +392,11 @@ def test_a_rotation_is_orthogonal(size: int) -> None:
     assert not torch.equal(rotation, random_rotation(size, seed=2)) or size == 1
 
 
-def test_the_rotation_of_a_power_of_two_spreads_each_coordinate_over_all() -> None:
+def test_rotation_of_a_power_of_two_has_entries_of_equal_magnitude() -> None:
     assert set(random_rotation(256).flatten().tolist()) == {1 / 16, -1 / 16}
 
 
-def test_rows_of_a_rotated_model_are_x_q_and_its_output_is_the_same(
-    exact_source: Path, tmp_path: Path
-) -> None:
+def test_rotated_model_has_rows_x_q_and_the_same_output(exact_source: Path, tmp_path: Path) -> None:
     rotated = written_plain(exact_source, tmp_path / "rotated")
     rotation = rotation_of(rotated)
     rows, expected = (
@@ -422,10 +419,10 @@ KEPT = (
     "a_layernorm.weight",
     "b_proj.weight",
     "e_score_correction_bias",
-)  # none is in the stream
+)  # not in the residual stream
 
 
-def test_norms_of_the_residual_stream_are_one_and_what_is_not_in_it_is_kept(
+def test_rotation_sets_norms_of_the_residual_stream_to_one_and_keeps_other_weights(
     exact_source: Path, tmp_path: Path
 ) -> None:
     rotated = write_modelslim(exact_source, tmp_path / "rotated", plain, rotated=True)
@@ -441,23 +438,20 @@ def test_norms_of_the_residual_stream_are_one_and_what_is_not_in_it_is_kept(
             assert not torch.equal(weight, original[name])
 
 
-def test_the_file_of_the_rotation_is_where_the_description_says(
-    exact_source: Path, tmp_path: Path
-) -> None:
+def test_description_has_the_path_of_the_rotation(exact_source: Path, tmp_path: Path) -> None:
     rotated = write_modelslim(exact_source, tmp_path / "rotated", plain, rotated=True)
     path = kinds(rotated)["optional"]["quarot"]["rotation_map"]["global_rotation"]
     assert path == ROTATION
     with safe_open(rotated / path, "pt") as file:
         assert list(file.keys()) == ["global_rotation"]
         assert file.get_tensor("global_rotation").dtype == torch.float32
-    assert list(rotated.glob("*.safetensors")) == [
-        rotated / WEIGHTS
-    ]  # vLLM loads all that lie here
+    # vLLM loads all files that match
+    assert list(rotated.glob("*.safetensors")) == [rotated / WEIGHTS]
     assert kinds(rotated)["model_quant_type"] == FLOAT
     assert kinds(write_modelslim(exact_source, tmp_path / "plain", plain))["optional"] == {}
 
 
-def test_tied_embeddings_get_a_head_of_their_own(tmp_path: Path) -> None:
+def test_tied_embeddings_get_a_separate_head(tmp_path: Path) -> None:
     source = build_qwen3(tmp_path / "tied", layers=1, dtype="float32")
     config = source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
@@ -473,10 +467,10 @@ def test_tied_embeddings_get_a_head_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, right, atol=1e-4, rtol=1e-4)
 
 
-# Refusals
+# Errors
 
 
-def test_a_directory_with_files_is_refused_and_kept(tmp_path: Path) -> None:
+def test_directory_with_files_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="is not empty"):
         write_modelslim(tmp_path, tmp_path)
@@ -494,7 +488,7 @@ def test_a_directory_with_files_is_refused_and_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_kind_that_vllm_ascend_would_refuse_is_refused(
+def test_kind_that_vllm_ascend_refuses_is_an_error(
     choose: Callable[[str], str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -508,7 +502,7 @@ def test_float32_weights_are_not_quantised(tmp_path: Path) -> None:
         )
 
 
-def test_of_an_indexer_only_the_layer_that_vllm_merges_with_no_other_is_quantised() -> None:
+def test_only_the_unmerged_layer_of_an_indexer_is_quantised() -> None:
     prefix = "model.layers.0.self_attn.indexer."
     assert [
         name
@@ -517,9 +511,9 @@ def test_of_an_indexer_only_the_layer_that_vllm_merges_with_no_other_is_quantise
     ] == ["wq_b"]
 
 
-def test_a_weight_of_another_architecture_is_not_rotated() -> None:
+def test_weight_of_another_architecture_is_an_error() -> None:
     known = {"model.embed_tokens.weight": torch.eye(2), "model.norm.weight": torch.ones(2)}
     with pytest.raises(
-        ValueError, match="linear_attn.A_log: no weight of Qwen3, MiniMax-M2 or DeepSeek-V3"
+        ValueError, match="linear_attn.A_log: not a weight of Qwen3, MiniMax-M2 or DeepSeek-V3"
     ):
         rotate({**known, "model.layers.0.linear_attn.A_log": torch.ones(2)}, random_rotation(2))

@@ -178,7 +178,7 @@ def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path
     known["quoted"] = 'quoted(str layout="BSND") -> ()'
     assert list(new_version.schemas(tmp_path, known)) == [
         "`fresh() -> ()`: new",
-        "`gone`: not there",
+        "`gone`: missing",
         "`other(Tensor x, int n) -> ()`: was `other(Tensor x) -> ()`",
     ]
     assert len(new_version.known_schemas()) > 50

@@ -1,1 +1,1 @@
-"""Rotated and quantised weights of the tiny models, as vllm-ascend reads them, and their rows."""
+"""Write rotated and quantised checkpoints of the tiny models, and compute the expected rows."""

@@ -30,22 +30,21 @@ ROTATION, ROTATION_KEY = "optional/quarot.safetensors", "global_rotation"
 CALIBRATION_TOKENS = 512
 _LOWEST, _HIGHEST = -128, 127
 _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
-_SHARES = 16  # of a row: tensor parallel ranks add as many of them as they have columns for
+_SHARES = 16  # partial sums per row; a tensor parallel rank adds the shares of the local columns
 
 Choose = Callable[[str], str]
-Load = Callable[
-    ..., Any
-]  # of a model of transformers: takes a directory and `dtype`, as from_pretrained
+# Loads a transformers model from a directory, with `dtype`, like from_pretrained.
+Load = Callable[..., Any]
 Weights = dict[str, torch.Tensor]
 
 
 def mixed(weight: str) -> str:
-    """Quantise attention with static scales, and the rest of a layer with dynamic ones."""
+    """Quantise attention with static scales, and the rest of a layer with dynamic scales."""
     return STATIC if ".self_attn." in weight else DYNAMIC
 
 
 def int4_experts(weight: str) -> str:
-    """Quantise experts to int4, and the rest as `mixed` does: the form of Kimi-K2.5 and -K2.6."""
+    """Quantise experts to int4 and the rest like `mixed`. Kimi-K2.5 and -K2.6 have this form."""
     return INT4 if ".experts." in weight else mixed(weight)
 
 
@@ -60,7 +59,7 @@ def plain(weight: str) -> str:
 
 
 class Range(NamedTuple):
-    """The smallest and the largest input of a linear layer; 0 lies between them."""
+    """The smallest and the largest input of a linear layer. The range includes 0."""
 
     low: float
     high: float
@@ -76,24 +75,25 @@ def write_modelslim(
     seed: int = 0,
     load: Load | None = None,
 ) -> Path:
-    """Write a checkpoint as msmodelslim would, and return its directory.
+    """Write a checkpoint like msmodelslim, and return the directory.
 
-    The same arguments give the same bytes. Embedding, norms, router and head stay as they are.
+    The same arguments give the same bytes. Embedding, norms, router and head are not quantised.
 
     Args:
-        source: directory of a bfloat16, or for `plain` any, Qwen3, MiniMax-M2 or DeepSeek-V3 in
-            safetensors.
-        directory: a new or empty one.
-        choose: returns STATIC, DYNAMIC, INT4 or FLOAT for the weight of a linear layer, by its
-            name. Experts cannot be STATIC, only they can be INT4, and layers that vLLM fuses need
-            the same answer.
-        rotated: with a rotated residual stream, and the file of the rotation.
-        int8_cache: with scales for an int8 KV cache (C8), one for each channel of keys and values.
-        seed: of the rotation and of the tokens that calibrate static scales.
-        load: loads the model that finds static scales; by default AutoModelForCausalLM.
+        source: directory of a Qwen3, MiniMax-M2 or DeepSeek-V3 in safetensors. It must be in
+            bfloat16 unless `choose` is `plain`.
+        directory: a new or empty directory.
+        choose: returns STATIC, DYNAMIC, INT4 or FLOAT for the name of a linear layer's weight.
+            Experts cannot be STATIC, and only experts can be INT4. Layers that vLLM fuses need
+            the same kind.
+        rotated: True to rotate the residual stream and write the file of the rotation.
+        int8_cache: True to add scales for an int8 KV cache (C8), one per channel of keys and
+            values.
+        seed: seed of the rotation and of the tokens that calibrate static scales.
+        load: loads the model for calibration; default AutoModelForCausalLM.
 
     Raises:
-        ValueError: if the directory is not empty, or for a wrong answer of `choose`.
+        ValueError: if the directory is not empty, or for an invalid result of `choose`.
     """
     here, target = Path(source), Path(directory)
     if target.exists() and any(target.iterdir()):
@@ -192,7 +192,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _calibrate(
     directory: Path, weights: Weights, names: list[str], seed: int, load: Load | None
 ) -> dict[str, Range]:
-    """Return the range of each layer's inputs over random tokens, by the name of its weight."""
+    """Return the range of each layer's inputs over random tokens, by the name of the weight."""
     if not names:
         return {}
     model = _load(directory, weights, load)
@@ -214,8 +214,8 @@ def _calibrate(
 def _scales_of_cache(directory: Path, weights: Weights, seed: int) -> Weights:
     """Return scales and offsets [kv_heads * head_dim] of keys and values, by name.
 
-    Of a channel the largest magnitude over random tokens becomes 127. Offsets are 0: vllm-ascend
-    subtracts none where it reads the cache (attention/attention_v1.py:1731 in 0.23.0).
+    The largest magnitude of a channel over random tokens becomes 127. Offsets are 0, because
+    vllm-ascend subtracts none when reading the cache (attention/attention_v1.py:1731 in 0.23.0).
     """
     scales: Weights = {}
     for index, layer in enumerate(_run(_load(directory, weights), seed).past_key_values.layers):
@@ -241,7 +241,7 @@ def _load(directory: Path, weights: Weights, load: Load | None = None) -> Any:
 
 
 def _run(model: Any, seed: int) -> Any:
-    """Run a model over random tokens, and return its output with keys and values."""
+    """Run a model over random tokens, and return the output with keys and values."""
     generator = torch.Generator().manual_seed(seed)
     return model(
         torch.randint(0, model.config.vocab_size, (1, CALIBRATION_TOKENS), generator=generator),
@@ -252,9 +252,9 @@ def _run(model: Any, seed: int) -> Any:
 def _quantise(name: str, weight: torch.Tensor, kind: str, ranges: Mapping[str, Range]) -> Weights:
     """Return the tensors of a weight, by name.
 
-    A row of an int8 weight has its own scale: the largest magnitude becomes 127. For STATIC layers
-    the product of the scales of weight and input is `deq_scale`, and `quant_bias` takes the
-    input's offset out of the sums.
+    Each row of an int8 weight has a scale: the largest magnitude becomes 127. For STATIC layers
+    `deq_scale` is the product of the scales of weight and input, and `quant_bias` subtracts the
+    contribution of the input's offset from the sums.
     """
     if kind == FLOAT:
         return {name: weight}
@@ -287,8 +287,8 @@ def _quantise_to_int4(layer: str, exact: torch.Tensor) -> Weights:
     """Return the tensors of an expert's weight [N, K], by name.
 
     An int8 holds the numbers of two neighbouring rows, the first in the low half. `scale_bias` is 8
-    times the sum of each row's scaled numbers, since vllm-ascend's kernels subtract 8 from each
-    input. For layers that write to the residual stream it is the sums over sixteen equal shares.
+    times the sum of each row's scaled numbers, because vllm-ascend's kernels subtract 8 from each
+    input. For layers that write to the residual stream, it has sixteen sums over equal shares.
     """
     scale = exact.abs().amax(1, keepdim=True) / _HIGHEST_INT4
     numbers = (exact / scale).round().clamp(_LOWEST_INT4, _HIGHEST_INT4)

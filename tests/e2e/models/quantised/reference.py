@@ -1,8 +1,9 @@
-"""What a checkpoint of msmodelslim computes, with transformers and integers, not vllm-ascend's way.
+"""Compute the rows of an msmodelslim checkpoint with transformers and integers.
 
-In bfloat16: rounding changes which int8 number an element becomes, so a float32 reference lies as
-far from a correct server as one without quantisation. For the same reason everything that vllm-
-ascend's kernels compute in one go is rounded once here, where transformers would round in between.
+The code is independent of vllm-ascend. Activations are bfloat16, because rounding changes the int8
+number of an element: a float32 reference differs from a correct server as much as a reference
+without quantisation. For the same reason, a step that a kernel of vllm-ascend fuses is rounded once
+here. transformers would also round in between.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # names of
 
 
 def rotation_of(directory: Path) -> torch.Tensor:
-    """Return Q of a rotated checkpoint, whose rows are X Q."""
+    """Return Q of a rotated checkpoint. The rows are X Q."""
     return load_file(directory / ROTATION)[ROTATION_KEY]
 
 
@@ -52,11 +53,12 @@ def quantised_hidden_states(
     cached_from: int | None = None,
     load: Load | None = None,
 ) -> torch.Tensor:
-    """Return the rows of a checkpoint that modelslim.py has written, as reference_hidden_states.
+    """Return the rows of a checkpoint of write_modelslim, in the form of reference_hidden_states.
 
-    With an int8 KV cache, tokens from position `cached_from` on attend to what the cache holds, and
-    those before it, or all without it, to keys and values as they were computed. `load` is that of
-    write_modelslim.
+    Args:
+        cached_from: with an int8 KV cache, the first position that attends to dequantised keys and
+            values of the cache. Earlier tokens attend to the exact ones. None: all tokens do.
+        load: the argument of write_modelslim.
     """
     model = _load(directory, load)
     for layer in model.model.layers:
@@ -70,7 +72,7 @@ def quantised_hidden_states(
 def rows_in_the_models_basis(
     directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int]
 ) -> torch.Tensor:
-    """Return the rows of a rotated checkpoint turned back, float32: what files have by default."""
+    """Return the rows of a rotated checkpoint turned back, in float32, as in files by default."""
     return (
         quantised_hidden_states(directory, token_ids, layer_ids).float()
         @ rotation_of(directory).t()
@@ -102,7 +104,7 @@ def _attention_in_float32(
         keys, values = (
             each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair
         )
-        causal = mask is None  # Sparse attention gives a mask of its own.
+        causal = mask is None  # Sparse attention passes a mask.
         seen = None if mask is None else mask.float()
         return torch.nn.functional.scaled_dot_product_attention(
             query.float(), keys, values, seen, is_causal=causal, scale=scaling
@@ -123,7 +125,7 @@ def _attention_in_float32(
 
 
 def _as_cached(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return keys or values [1, heads, tokens, D] as an int8 cache gives them back.
+    """Return keys or values [1, heads, tokens, D] after a round trip through an int8 cache.
 
     vllm-ascend divides in bfloat16 (attention/attention_v1.py:1751 in 0.23.0).
     """
@@ -150,7 +152,7 @@ def _load(directory: Path, load: Load | None) -> Any:
         for name in tensors
         if name.endswith(".weight") and kinds[name] != FLOAT
     ]
-    # The weights of quantised layers are there for their shapes alone.
+    # The model needs the weights of quantised layers only for the shapes.
     floats = {
         name: tensor.to(BFLOAT)
         for name, tensor in tensors.items()
@@ -181,12 +183,12 @@ def _load(directory: Path, load: Load | None) -> Any:
 
 
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of two rows for each row of int8, the first from its low half."""
+    """Return the numbers of two rows for each row of int8, the first from the low half."""
     return torch.stack((weight << 4 >> 4, weight >> 4), 1).flatten(0, 1)
 
 
 def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) -> None:
-    """Replace gated layers and experts of a decoder layer: in transformers they round elsewhere."""
+    """Replace gated layers and experts of a decoder layer: transformers rounds elsewhere."""
     if hasattr(mlp, "gate_proj"):
         mlp.forward = partial(swiglu_layer, mlp)
     if experts := [Expert(products, prefix) for prefix in _prefixes_of_experts(products, index)]:
@@ -201,7 +203,7 @@ def _compute_as_ascend(mlp: Any, index: int, products: Mapping[str, Product]) ->
 
 
 class Product:
-    """A quantised layer: integer sums of int8 rows and a weight of int8 or int4, scaled."""
+    """A quantised layer: scaled integer products of int8 rows and an int8 or int4 weight."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._weight = tensors["weight"].double()
@@ -211,33 +213,32 @@ class Product:
         return self.exact(x).to(BFLOAT)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the result is before its rounding."""
+        """Return the result before rounding."""
         given = self.tensors
         if "input_scale" not in given:
             rows, scale = int8_rows(x)
             return rows @ self._weight.t() * given["weight_scale"].double().squeeze(1) * scale
-        reciprocal = (
-            1 / given["input_scale"]
-        )  # in bfloat16, as vllm-ascend has it (methods/w8a8_static.py:145)
+        # in bfloat16, as in vllm-ascend (methods/w8a8_static.py:145)
+        reciprocal = 1 / given["input_scale"]
         rows = (x.double() * reciprocal + given["input_offset"]).round().clamp(-128, 127)
         return (rows @ self._weight.t() + given["quant_bias"]) * given["deq_scale"].double()
 
 
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of whole numbers, the largest of each 127, and their scales."""
+    """Return rows of integers with the largest magnitude 127, and the scales."""
     scale = x.double().abs().amax(-1, keepdim=True) / 127
     return (x.double() / scale).round(), scale
 
 
 def swiglu_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Round the activation once, as npu_swiglu does, where transformers rounds twice."""
+    """Round the activation once, like npu_swiglu; transformers rounds twice."""
     gate, up = layer.gate_proj(x).float(), layer.up_proj(x).float()
     result: torch.Tensor = layer.down_proj((torch.nn.functional.silu(gate) * up).to(BFLOAT))
     return result
 
 
 class Expert:
-    """A gated layer whose product of int8 is scaled, activated and quantised without rounding."""
+    """A gated layer without rounding between the int8 product, the activation and quantisation."""
 
     def __init__(self, products: Mapping[str, Product], prefix: str) -> None:
         names = next(names for names in _GATED if f"{prefix}{names[0]}." in products)
@@ -248,7 +249,7 @@ class Expert:
 
 
 class Experts:
-    """Experts whose results are rounded, and then added with shares in bfloat16."""
+    """Experts with rounded results, added with shares in bfloat16."""
 
     def __init__(self, experts: Sequence[Expert]) -> None:
         self._experts = experts
@@ -266,7 +267,7 @@ class Experts:
 
 
 def _prefixes_of_experts(layers: Iterable[str], index: int) -> list[str]:
-    """Return the prefix of each expert of a decoder layer, in the order of their numbers."""
+    """Return the prefix of each expert of a decoder layer, in the order of expert numbers."""
     pattern = re.compile(rf"(model\.layers\.{index}\.\w+\.experts\.(\d+)\.)\w+\.")
     found = {int(match[2]): match[1] for match in map(pattern.fullmatch, layers) if match}
     return [found[number] for number in sorted(found)]

@@ -1,7 +1,7 @@
 """Rotate the residual stream of a Qwen3, MiniMax-M2 or DeepSeek-V3 checkpoint, as QuaRot does.
 
-A row x of the residual stream becomes x Q. The model's output stays the same: norms commute with a
-rotation once their weights are in the layers that read them.
+A row x of the residual stream becomes x Q. The output of the model stays the same: a norm commutes
+with a rotation after the norm's weight is multiplied into the layers that read the norm.
 """
 
 import re
@@ -13,7 +13,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 _LAYER = r"(?P<layer>model\.layers\.\d+\.)"
 _EXPERT = r"(mlp|block_sparse_moe)\.experts\.\d+"
-# Linear layers that read the residual stream, by the norm before them, and those that write to it.
+# Linear layers that read the residual stream, by the preceding norm.
 _READERS = {
     "input_layernorm": re.compile(
         rf"{_LAYER}self_attn\.([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.(wk|weights_proj))\.weight"
@@ -29,8 +29,8 @@ _WRITER = re.compile(
     rf"{_LAYER}(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj|{_EXPERT}\.(w2|down_proj))\.weight"
 )
 _NORM = re.compile(rf"{_LAYER}({'|'.join(_READERS)})\.weight")
-# Of latents, within a head, over all heads, and of the router's logits: none is in the residual
-# stream.
+# Weights of latents, within a head, over all heads, and of the router's logits. None is in the
+# residual stream.
 _OF_LATENT = re.compile(rf"{_LAYER}self_attn\.(q_b_proj|kv_b_proj|indexer\.wq_b)\.weight")
 _ASIDE = re.compile(
     rf"{_LAYER}(self_attn\.(([qk]_norm|(q|kv)_a_layernorm)\.weight|indexer\.k_norm\.(weight|bias))"
@@ -41,7 +41,7 @@ _ASIDE = re.compile(
 def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
     """Return a random orthogonal matrix, float64 [size, size].
 
-    It is a Hadamard matrix with random signs if `size` is a power of two.
+    If `size` is a power of two, it is a Hadamard matrix with random signs.
     """
     generator = torch.Generator().manual_seed(seed)
     if size & (size - 1):
@@ -59,12 +59,12 @@ def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def rotate(weights: Mapping[str, torch.Tensor], rotation: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the weights of the rotated model, in their dtypes; the weights of its norms are 1.
+    """Return the weights of the rotated model. Dtypes stay the same, and weights of norms are 1.
 
-    With tied embeddings the result has a head of its own.
+    With tied embeddings, the result has a separate head.
 
     Args:
-        weights: a checkpoint's, by name.
+        weights: weights of the checkpoint, by name.
         rotation: Q, float64 [hidden, hidden].
 
     Raises:
@@ -95,17 +95,16 @@ def _rotated(
     if _ASIDE.fullmatch(name) or _OF_LATENT.fullmatch(name):
         return exact
     raise ValueError(
-        f"{name}: no weight of Qwen3, MiniMax-M2 or DeepSeek-V3, whose residual stream can be "
-        "rotated"
+        f"{name}: not a weight of Qwen3, MiniMax-M2 or DeepSeek-V3; only these can be rotated"
     )
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a weight is that of a linear layer that may be quantised.
+    """Return True for the weight of a linear layer that may be quantised.
 
-    A router is none. kv_b_proj of DeepSeek is none, as vllm-ascend multiplies by parts of it. Two
-    layers of an indexer are none, as vLLM merges them into one without quantisation (Indexer in
-    model_executor/models/deepseek_v2.py:636 of 0.23.0).
+    Exceptions are routers, kv_b_proj of DeepSeek, because vllm-ascend multiplies by parts of it,
+    and two layers of an indexer, because vLLM merges them into one without quantisation (Indexer
+    in model_executor/models/deepseek_v2.py:636 of 0.23.0).
     """
     reads = any(
         reader.fullmatch(name) for reader in _READERS.values()
@@ -115,5 +114,5 @@ def is_linear(name: str) -> bool:
 
 
 def is_writer(name: str) -> bool:
-    """Return whether a weight is that of a linear layer that writes to the residual stream."""
+    """Return True for the weight of a linear layer that writes to the residual stream."""
     return bool(_WRITER.fullmatch(name))
