@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ray-rows",
         type=int,
-        help="rows while a machine dies (tests/ut/machines/test_ray_cluster.py)",
+        help="rows while a machine dies (tests/ut/generate/machines/test_ray_cluster.py)",
     )
     parser.addoption(
         "--engine-kills", type=int, help="engines to kill (tests/e2e/storage/test_killed_engine.py)"

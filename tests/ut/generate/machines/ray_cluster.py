@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute, NetlinkError, netns
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NETWORK = "10.79.0"
 PORT = 6379
 SERVER = "http://127.0.0.1:8000"  # of each machine

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from vllm_ascend_hsx.cli.generate import parse_arguments
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 SBATCH = EXAMPLES / "generate.sbatch"
 JOB = EXAMPLES / "generate-job.yaml"
 RECIPE = EXAMPLES / "ray_data.py"
