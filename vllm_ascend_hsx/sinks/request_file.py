@@ -160,7 +160,7 @@ class RequestFile(SinkFile):
         self._attempt("close its folder", lambda: self.session.leave(self.storage))
 
     def withdraw(self) -> None:
-        """Release the lock and the folder instead of opening the file. Change nothing at the path."""
+        """Release lock and folder instead of opening the file. Change nothing at the path."""
         if self.lock is not None:
             self._attempt(
                 "release the lock",
