@@ -52,7 +52,7 @@ CASES = {
     "hardware-report": Case(
         "--model {dir}/model --output {dir}/report --steps software",
         "2 held",
-        "looking at versions",
+        "checking versions",
     ),
     "inspect": Case("{dir}/rows", "verified"),
     "plan": Case("minimax-m2", "24,576 bytes"),
