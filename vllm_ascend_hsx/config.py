@@ -70,17 +70,18 @@ class HsxConfig(BaseModel):
     )
     extract: Literal["all", "requested", "sample"] = Field(
         default="all",
-        description="Requests to extract. 'all': every request without `\"hidden_states\": false` in "
-        "kv_transfer_params. 'requested': requests with `\"hidden_states\": true` or another key of "
-        "this connector there. 'sample': the same, plus the share `sample_rate` of all others. "
-        "Other requests use the prefix cache as usual and cost nothing.",
+        description="Requests to extract. 'all': every request, unless kv_transfer_params have "
+        "`\"hidden_states\": false`. 'requested': requests whose kv_transfer_params have "
+        "`\"hidden_states\": true` or another key of this connector. 'sample': the same, plus the "
+        "share `sample_rate` of all others. Requests that are not extracted use the prefix cache as "
+        "usual and cost nothing.",
     )
     sample_rate: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of API requests to extract with `extract` 'sample', such as 0.1. Of "
-        "requests with one `sample_key` in kv_transfer_params, all are extracted or none.",
+        description="Share of API requests to extract with `extract` 'sample', such as 0.1. "
+        "Requests with the same `sample_key` in kv_transfer_params are all extracted or all skipped.",
     )
     directory_budget_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
@@ -125,8 +126,8 @@ class HsxConfig(BaseModel):
     )
     use_synchronization_lock: bool = Field(
         default=True,
-        description="Hold an flock, on which readers can sleep, on `<file>.lock` until the file "
-        "is complete.",
+        description="Hold an flock on `<file>.lock` until the file is complete. Readers can sleep "
+        "on it.",
     )
     allow_custom_save_path: bool = Field(
         default=False,
@@ -147,8 +148,8 @@ class HsxConfig(BaseModel):
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",
-        description="With 'fdatasync', a published file survives a power failure; with 'none', a "
-        "crash of the server, but maybe not of the machine.",
+        description="With 'fdatasync', a published file survives a power failure. With 'none', it "
+        "survives a crash of the server, but maybe not of the machine.",
     )
     checksum: Literal["crc32c", "none"] = Field(
         default="crc32c",
@@ -167,7 +168,7 @@ class HsxConfig(BaseModel):
     file_mode: str = Field(
         default="0640",
         description="Permissions of the files in octal digits, such as '0640', regardless of "
-        "the umask. Who can read a file can also open the lock for writing.",
+        "the umask. Users who can read a file can also open the lock for writing.",
     )
     num_writer_threads: int | None = Field(
         default=None,

@@ -44,12 +44,12 @@ def find(
 
     Args:
         directory: the server's storage directory.
-        response_id: the `id` of the response or of any chunk of the stream, such as `cmpl-5f...`. A
-            client can choose it: with the header `X-Request-Id: NAME` it is `cmpl-NAME` for
-            completions, `chatcmpl-NAME` for chat and /v1/messages, and for /inference/v1/generate
-            `generate-tokens-NAME` instead of the response's id; for /v1/responses it is
-            `request_id` of the body. Do not choose another id plus `_` and a number: vLLM numbers
-            conversations and turns like this.
+        response_id: the `id` of the response or of any chunk of the stream, such as `cmpl-5f...`.
+            With the header `X-Request-Id: NAME` it is `cmpl-NAME` for completions and
+            `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is `request_id` of the
+            body, if set. For /inference/v1/generate give `generate-tokens-NAME`, because the
+            response has another id. Do not choose an id that is another id plus `_` and a number:
+            vLLM numbers conversations and turns like this.
         prompt: index of the prompt, scored item, conversation in a batch, or turn with tools.
         sample: index of the sample in a request with n > 1.
 

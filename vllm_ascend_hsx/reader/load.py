@@ -389,7 +389,8 @@ def open_dir(
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """Remove file, lock, error and acknowledgement of a request. Missing files are not an error.
 
-    A member of a shard is only hidden, and the bytes remain. A later member of the name is not.
+    A member of a shard is only hidden, and the bytes remain. A later member of the same name is
+    visible.
 
     Args:
         path: as for `load`.
