@@ -236,15 +236,15 @@ def test_serve_and_plan_refuse_a_target_too_small_for_a_rule(
         ),
         (
             ("--additional-config", '{"enable_balance_scheduling": true}'),
-            "additional_config.enable_balance_scheduling=True is taken by",
+            "additional_config.enable_balance_scheduling=True needs kv_role=",
         ),
         (
             ("--additional_config.enable_balance_scheduling=true",),
-            "additional_config.enable_balance_scheduling=True is taken by",
+            "additional_config.enable_balance_scheduling=True needs kv_role=",
         ),
         (
             ("--additional-config.scheduler_config.enable_balance_scheduling", "true"),
-            "additional_config.scheduler_config.enable_balance_scheduling=True is taken by",
+            "additional_config.scheduler_config.enable_balance_scheduling=True needs kv_role=",
         ),
         (("-pcp=4",), "--prefill-context-parallel-size='4' reorders the tokens"),
         (("--hf-overrides", "{kv"), "--hf-overrides='{kv' is not JSON: Expecting property name"),
