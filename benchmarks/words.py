@@ -23,7 +23,7 @@ COST = f"""\
   rows of a request when the request ends.
 
 Nothing was measured on an NPU: see the [hardware
-checklist](operations.md#what-only-hardware-can-show)."""
+checklist](operations.md#hardware-checklist)."""
 
 MACHINE = """\
 `make benchmark` measures and writes this page; do not edit it. `python -m benchmarks --page`

@@ -44,7 +44,7 @@ class HsxConfig(BaseModel):
 
     shared_storage_path: str | None = Field(
         default=None,
-        description="Directory for the files. Created if missing. All workers must see it under "
+        description="Directory for the files, created if missing. All workers must see it under "
         "the same path. Required unless `sink` is 'mooncake'.",
     )
     sink: Literal["file", "shard", "mooncake"] = Field(
@@ -70,90 +70,86 @@ class HsxConfig(BaseModel):
     )
     extract: Literal["all", "requested", "sample"] = Field(
         default="all",
-        description="Requests to extract. 'all': every request, unless its kv_transfer_params "
-        "have `\"hidden_states\": false`. 'requested': only requests whose kv_transfer_params "
-        "have `\"hidden_states\": true` or another key of this connector. 'sample': like "
-        "'requested', plus the share `sample_rate` of all other requests. Requests that are not "
-        "extracted use the prefix cache as usual and cost nothing.",
+        description="Requests to extract. 'all': every request, unless kv_transfer_params have "
+        "`\"hidden_states\": false`. 'requested': requests whose kv_transfer_params have "
+        "`\"hidden_states\": true` or another key of this connector. 'sample': the same, plus the "
+        "share `sample_rate` of all others. Requests that are not extracted use the prefix cache as "
+        "usual and cost nothing.",
     )
     sample_rate: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of API requests that are extracted with `extract` 'sample', such as "
-        "0.1. Requests with the same `sample_key` in their kv_transfer_params are either all "
-        "extracted or all skipped.",
+        description="Share of API requests to extract with `extract` 'sample', such as 0.1. "
+        "Requests with the same `sample_key` in kv_transfer_params are all extracted or all skipped.",
     )
     directory_budget_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
         ge=1,
         le=1 << 60,
         description="Limit on the total size of the files in shared_storage_path, with `sink` "
-        "'file'. While there is no space for another file, requests are answered without "
-        "extraction, and their responses contain an error. Each data-parallel rank has an equal "
-        "share of the limit. Default: no limit. Bytes, or a size such as '64GiB'.",
+        "'file'; each data-parallel rank has an equal share. Without space for another file, "
+        "requests are answered without extraction, and responses contain an error. Default: no "
+        "limit. Bytes, or a size such as '64GiB'.",
     )
     max_files_per_request: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
         description="Limit on the files of one API request, over all prompts and samples, per "
-        "data-parallel rank. Prompts and samples beyond the limit are answered without "
-        "extraction, and their responses contain an error: see docs/security.md.",
+        "data-parallel rank. Beyond it, prompts and samples are answered without extraction, and "
+        "responses contain an error: see docs/security.md.",
     )
     max_bytes_per_request: Size = Field(
         default=128 << 30,
         ge=1,
         le=1 << 60,
         description="Limit on the size of all rows of one API request, counted like "
-        "`max_files_per_request`. If rows of generated tokens are stored, max_tokens counts, not "
-        "the number of tokens generated. Bytes, or a size such as '128GiB'.",
+        "`max_files_per_request`. Rows of generated tokens count as max_tokens. Bytes, or a size such as '128GiB'.",
     )
     prefix_reuse_bytes: Size = Field(
         default=4 << 30,
         ge=0,
         le=1 << 60,
         description="Limit on the size of published files that each data-parallel rank keeps "
-        "open. Requests with the same first tokens copy rows from these files and read the prefix "
-        "cache instead of computing the rows. If a consumer removes an open file, the space is "
-        "freed once newer files replace the file, once removed files hold more than a quarter of "
-        "the free space, or once a request finds no space. 0: every request computes all rows. "
-        "Bytes, or a size such as '4GiB'.",
+        "open. Requests with the same first tokens copy rows from these files instead of "
+        "computing them. The space of a removed open file is freed once newer files replace it, "
+        "removed files hold more than a quarter of the free space, or a request finds no space. "
+        "0: every request computes all rows. Bytes, or a size such as '4GiB'.",
     )
     prefix_reuse_files: int = Field(
         default=256,
         ge=0,
         le=1 << 16,
         description="Limit on the number of these open files, per data-parallel rank. Each takes "
-        "a file descriptor. All are closed once a request finds no free descriptor.",
+        "a file descriptor. All are closed if a request finds no free descriptor.",
     )
     use_synchronization_lock: bool = Field(
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete. Readers can sleep "
-        "on this lock.",
+        "on it.",
     )
     allow_custom_save_path: bool = Field(
         default=False,
-        description="Let requests choose their file below shared_storage_path, with "
-        "`hidden_states_path` in their kv_transfer_params. Such a client can take any free name "
-        "there, but replace no rows: see docs/security.md.",
+        description="Let requests choose the file below shared_storage_path, with "
+        "`hidden_states_path` in kv_transfer_params. Clients can take any free name there, but "
+        "replace no rows: see docs/security.md.",
     )
     include_output_tokens: bool = Field(
         default=False,
-        description="Also store rows of generated tokens. The last token has no row, because it "
-        "is never an input of the model. Requests can override this option in kv_transfer_params.",
+        description="Also store rows of generated tokens, except the last, which is never an input "
+        "of the model. Requests can override this in kv_transfer_params.",
     )
     io: Literal["buffered", "direct"] = Field(
         default="buffered",
         description="'direct' bypasses the page cache (O_DIRECT): less CPU time and memory, "
-        "for local disks. 'buffered' is faster while the page cache has free space, and works "
-        "everywhere. Shards are always 'buffered'.",
+        "for local disks. 'buffered' works everywhere and is faster while the page cache has free "
+        "space. Shards are always 'buffered'.",
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",
-        description="'fdatasync' publishes a file only once its data and name would survive a "
-        "power failure. With 'none', a published file survives a crash of the server, but maybe "
-        "not of the machine.",
+        description="With 'fdatasync', a published file survives a power failure. With 'none', it "
+        "survives a crash of the server, but maybe not of the machine.",
     )
     checksum: Literal["crc32c", "none"] = Field(
         default="crc32c",
@@ -163,9 +159,8 @@ class HsxConfig(BaseModel):
     rotation: Literal["undo", "keep"] = Field(
         default="undo",
         description="For targets with rotated weights (QuaRot). 'undo' converts rows back to the "
-        "basis of the original model. 'keep' stores rows as the server computes them. The metadata "
-        "key `basis` of a file records which basis it has. With 'undo', the server refuses a "
-        "rotated target that does not declare the rotation. No effect on other targets.",
+        "basis of the original model, and refuses a target that does not declare the rotation. "
+        "'keep' stores rows as computed. The metadata key `basis` names the basis.",
     )
     check_finite: bool = Field(
         default=False, description="Fail requests with a NaN or an infinity in their rows."
@@ -173,15 +168,15 @@ class HsxConfig(BaseModel):
     file_mode: str = Field(
         default="0640",
         description="Permissions of the files in octal digits, such as '0640', regardless of "
-        "the umask. Users who can read a file can also open its lock for writing.",
+        "the umask. Users who can read a file can also open the lock for writing.",
     )
     num_writer_threads: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Threads per worker that write rows from the pinned ring to files. "
-        "Default: the number of CPUs divided by the number of workers, at most 8, and at least 2, "
-        "or 4 if writers wait for a disk or a store (direct, fdatasync, mooncake).",
+        description="Threads per worker that write rows from the pinned ring to files. Default: "
+        "CPUs divided by workers, at most 8, and at least 2, or 4 with direct, fdatasync or "
+        "mooncake.",
     )
     staging_slots: int = Field(
         default=2,
@@ -189,9 +184,8 @@ class HsxConfig(BaseModel):
         le=8,
         description="Number of device buffers. Each holds a rank's share of a step: "
         "max_num_batched_tokens / tensor_parallel_size rows. With two slots, a step is copied "
-        "while the next step is computed. A prompt that fills a step belongs to a single rank. "
-        "If the slots of this rank do not hold all rows, the others are copied before the step "
-        "ends.",
+        "while the next step is computed. Rows beyond the slots, as of one prompt that fills a "
+        "step, are copied before the step ends.",
     )
     pinned_ring_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
         default=None,
@@ -199,25 +193,25 @@ class HsxConfig(BaseModel):
         le=LARGEST,
         description="Pinned host memory per worker (the ring) for rows that wait to be written. "
         "Bytes, or a size such as '256MiB'. Rounded up to a power of two, because torch "
-        "pins no other size. If the ring holds several prompts, their files are written in "
-        "parallel. Default: 256MiB, or, if larger, 32MiB plus the part of `staging_slots` full "
-        "steps that does not fit into the slots. `hsx plan` shows the default.",
+        "pins no other size. Files of prompts in the ring are written in parallel. Default "
+        "(`hsx plan` shows it): 256MiB, or, if larger, 32MiB plus the part of `staging_slots` full "
+        "steps that does not fit into the slots.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",
-        description="Behaviour if storage is too slow. With both values, new requests wait until "
-        "the rows of admitted requests can be written in time. If rows still do not fit into the "
-        "ring, or a new file is not opened in time, 'wait' makes the step wait, and so delays "
-        "every request. 'fail' fails the requests concerned, and no step waits.",
+        description="Behaviour if storage is too slow. New requests wait until the rows of admitted "
+        "requests can be written in time. If rows still do not fit into the ring, or a new file "
+        "is not opened in time, 'wait' delays the step, and with it every request. 'fail' fails "
+        "the requests concerned.",
     )
     storage_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_WAIT_S,
-        description="Seconds that an engine step waits for storage without progress. After that, "
-        "requests with waiting rows fail, and new requests are held back or refused until storage "
-        "recovers. All other requests continue. The upper limit keeps a step shorter than the "
-        "timeouts of the server. The shortest of these is 300 seconds.",
+        description="Seconds that an engine step waits for storage without progress. Then requests "
+        "with waiting rows fail, new requests are held back or refused until storage recovers, and "
+        "all others continue. The upper limit keeps a step below the server's shortest timeout, "
+        "300 seconds.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
@@ -228,8 +222,8 @@ class HsxConfig(BaseModel):
 
     allow_unchecked_versions: bool = Field(
         default=False,
-        description="Start even if functions of vLLM or vllm-ascend that this plugin relies on "
-        "differ from the checked releases. Rows may be wrong or missing.",
+        description="Start even if functions of vLLM or vllm-ascend that the plugin uses differ "
+        "from the checked releases. Rows may be wrong or missing.",
     )
 
     @property

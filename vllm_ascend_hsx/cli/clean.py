@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="only print the paths that would be removed",
+        help="only print the paths",
     )
     parser.add_output("removed and sealed paths (with --dry-run: to be removed), and problems")
     options = parser.parse_args(argv)

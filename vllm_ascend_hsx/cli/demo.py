@@ -50,17 +50,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add(
         "--model",
-        help=(
-            "directory of the model (default: a tiny MiniMax-M2 built here; needed with --device "
-            "npu)"
-        ),
+        help=("directory of the model (default, if emulated: a tiny MiniMax-M2)"),
     )
     add(
         "--layers",
-        help=(
-            "comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by "
-            "depth)"
-        ),
+        help="comma-separated layer ids, such as 1,2,4 (default: by depth)",
     )
     add("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
@@ -76,8 +70,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--long-steps", action="store_true", help=long_steps)
     by_hand = (
-        "serve until Ctrl-C, and print a curl, a Python and an hsx generate command that use the "
-        "server"
+        "serve until Ctrl-C, and print commands that use the server (curl, Python, hsx generate)"
     )
     add("--serve", action="store_true", help=by_hand)
     add(
@@ -95,20 +88,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="directory for log and hidden states (default: a new temporary directory)",
+        help="directory for log and files (default: a temporary directory)",
     )
     add(
         "--start-timeout",
         type=seconds,
         metavar="S",
-        help="time limit for the start of the server, in seconds (default: 600, npu: 1800)",
+        help="seconds for the start of the server (default: 600, npu: 1800)",
     )
     add(
         "--request-timeout",
         type=seconds,
         default=120.0,
         metavar="S",
-        help="time limit for a request, in seconds (default: 120)",
+        help="seconds for a request (default: 120)",
     )
     add(
         "serve_options",

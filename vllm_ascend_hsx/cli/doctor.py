@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--out",
         type=non_empty_path,
         metavar="DIR",
-        help="storage directory to test: write 256 MiB to it as a server does",
+        help="storage directory to test by writing 256 MiB",
     )
     parser.add_argument(
         "--io",
@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"a directory with config.json, that file, or one of: {presets}",
+        help=f"config.json, the directory with it, or one of: {presets}",
     )
     parser.add_output("whether all is well, and the findings")
     options = parser.parse_args(argv)

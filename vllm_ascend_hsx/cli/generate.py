@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"column to send (default: the first of {columns} in the row)",
     )
-    ignored = "ignore a column, for example one that cannot be sent; may be repeated"
+    ignored = "leave this column out; may be repeated"
     add("--ignore-column", action="append", default=[], metavar="NAME", help=ignored)
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
     add(
@@ -97,13 +97,13 @@ def parser() -> argparse.ArgumentParser:
         help="skip rows that cannot be sent, and list them",
     )
     launched = "(default: from srun, a Kubernetes indexed job or torchrun; else"
-    size = f"divide the rows between N runs, for example on N machines {launched} 1)"
+    size = f"divide the rows between N runs {launched} 1)"
     add("--world-size", **numbers("world_size") | {"default": None}, help=size)
     rank = f"of every N groups of {RANK_ROWS} rows, do only the R-th {launched} 0)"
     add("--rank", **numbers("rank", "R") | {"default": None}, help=rank)
     order = (
-        "prefix: send rows with a common prefix one after another, so that servers compute the "
-        "prefix once; given: in the order of the dataset "
+        "prefix: rows with a common prefix one after another, so that servers compute it once; "
+        "given: as in the dataset "
     )
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add = parser.add_argument_group("prompts").add_argument
@@ -141,14 +141,14 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--seed",
         **numbers("seed"),
-        help="seed of sampling; each row's seed is computed from it and the row's content",
+        help="seed of sampling; each row's seed depends on it and the content",
     )
     add = parser.add_argument_group("servers").add_argument
     endpoints = (
-        "URL of `vllm serve`; repeat or separate by commas for several servers (default: "
+        "URL of `vllm serve`, or several, repeated or separated by commas (default: "
         "http://localhost:8000); "
     )
-    file = "@FILE: a file with one URL per line, read again during the run"
+    file = "@FILE: one URL per line, read again during the run"
     add("--endpoint", action="append", metavar="URL|@FILE", help=endpoints + file)
     add(
         "--model",
@@ -164,12 +164,12 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--request-timeout",
         **numbers("request_timeout", "S"),
-        help="time limit for an answer, in seconds (default: %(default)g)",
+        help="seconds for an answer (default: %(default)g)",
     )
     add(
         "--max-retries",
         **numbers("max_retries"),
-        help="maximum number of retries per row (default: %(default)s)",
+        help="retries per row (default: %(default)s)",
     )
     delay = "seconds before the first retry, doubled each time (default: %(default)g)"
     add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
@@ -194,10 +194,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--ray-label",
         metavar="KEY=VALUE",
-        help=(
-            "use only nodes with this label (`ray start --labels`), for example the nodes with "
-            "the storage"
-        ),
+        help="use only nodes with this label (`ray start --labels`), such as nodes with the storage",
     )
     tasks = (
         "divide the rows between N tasks; Ray repeats the tasks of a lost node (default: "
@@ -213,8 +210,7 @@ def parser() -> argparse.ArgumentParser:
     paths = "path of a directory on the servers' machines and here; may be repeated"
     add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
     validate = (
-        "read all files, including existing files, and check that numbers are finite and checksums "
-        "match"
+        "read all files, existing ones too, and check that numbers are finite and checksums match"
     )
     add("--validate", "--validate-outputs", action="store_true", help=validate)
     add = parser.add_argument_group("sizes").add_argument

@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--model",
         metavar="DIR",
-        help="directory of the target (default: a tiny MiniMax-M2 with random weights, built here)",
+        help="directory of the target (default: a tiny MiniMax-M2 with random weights)",
     )
     output = "new or empty directory for report, logs and files (default: %(default)s)"
     add(
@@ -74,7 +74,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--step-timeout",
         type=seconds,
         metavar="S",
-        help="time limit per step, in seconds (default: 1 to 90 minutes, by step)",
+        help="seconds per step (default: 1 to 90 minutes, by step)",
     )
     add(
         "serve_options",

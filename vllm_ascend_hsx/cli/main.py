@@ -65,10 +65,10 @@ COMMANDS: dict[str, Command] = {
         _HARDWARE, "vllm_ascend_hsx.cli.hardware_report:main", "reading the model"
     ),
     "inspect": _command("inspect", _INSPECT, "reading files"),
-    "plan": _command("plan", "show what extraction costs: memory, disk and bandwidth", _READING),
+    "plan": _command("plan", "show the cost of extraction: memory, disk and bandwidth", _READING),
     "serve": _command("serve", "start vllm serve with extraction", _READING),
     "status": _command(
-        "status", "show how far runs of hsx generate have come, over all ranks", "reading ledgers"
+        "status", "show the progress of hsx generate, over all ranks", "reading ledgers"
     ),
     "speculators": _command(
         "speculators", "run a command of speculators with the backend hsx", "starting speculators"

@@ -37,7 +37,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}",
+        help=f"config.json, the directory with it, or one of: {', '.join(PRESETS)}",
     )
     layers = (
         "as for hsx serve: comma-separated ids, eagle3, dflash, mtp, or the directory of a draft "

@@ -32,19 +32,14 @@ from vllm_ascend_hsx.reader.members import open_member
 def acknowledge(path: str | os.PathLike[str]) -> None:
     """Mark a file as used. `hsx clean --older-than` or `--keep-bytes` may then remove it.
 
-    Readers see no difference. A second call changes nothing. `remove` also removes the mark, and a
-    later file of the same name has none. This writes a small file beside the data without a
-    lock. It works on any filesystem.
+    Readers see no difference. `remove` also removes the mark.
 
     Args:
-        path: a complete file as for `load`, or the tar file of a sealed shard. Bytes in a shard are
-            freed only with the whole tar file, so a member alone cannot be acknowledged.
+        path: a complete file as for `load`, or the tar file of a sealed shard, but not a member.
 
     Raises:
-        FileNotFoundError: if there is no such file: the request is not complete or has failed, or
-            the file was removed.
-        ValueError: if `path` is empty or no path, or is a member of a shard, or a shard that a
-            server is writing.
+        FileNotFoundError: if there is no complete file.
+        ValueError: if `path` is no path, a member of a shard, or a shard that is not sealed.
         OSError: if the mark cannot be written.
     """
     path = require_path("path", path, PATH_REMEDY, named=True)

@@ -37,10 +37,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         path: the file.
 
     Raises:
-        ValueError: if there are no files or an argument is of another type. On access, if a file
-            lacks a layer.
-        OSError: if a folder below the directory cannot be read.
-        HiddenStatesError: on access, if a file does not hold valid hidden states.
+        ValueError: if there are no files or an argument is invalid. On access, if a file lacks a
+            layer.
+        OSError: if a folder cannot be read.
+        HiddenStatesError: on access, if a file is invalid.
     """
 
     def __init__(
@@ -167,11 +167,10 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output,
-        is_placeholder and attention_mask bool [batch, longest] (true for tokens, false for
-        padding), lengths int64 [batch], paths.
+        is_placeholder and attention_mask bool [batch, longest], lengths int64 [batch], paths.
 
     Raises:
-        ValueError: if there is no item, or the items are of different layers or dtypes.
+        ValueError: if there is no item, or layers or dtypes of the items differ.
     """
     if not items or not all(isinstance(item, dict) for item in items):
         raise ValueError(

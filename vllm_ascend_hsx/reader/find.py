@@ -40,33 +40,26 @@ def find(
 ) -> Path:
     """Return the path, for `load`, of one prompt and sample of a response, complete or not.
 
-    The path exists once the server has started the prompt, so always after text was returned. This
-    reads all names in the directory; `kv_transfer_params["hidden_states_path"]` of a response, if
-    present, is faster.
+    The path exists once the server has started the prompt, so always after text was returned.
 
     Args:
         directory: the server's storage directory.
-        response_id: the `id` of the response or of any chunk of its stream, such as `cmpl-5f...`. A
-            client that sends the header `X-Request-Id: NAME` can compute it: `cmpl-NAME` for
-            completions, `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is the
-            `request_id` that the client sends in the body. /inference/v1/generate answers with an
-            id that differs from the internal id `generate-tokens-NAME`. Do not choose
-            an id that is another id plus `_` and a number: vLLM numbers conversations and turns
-            like this.
-        prompt: index of the prompt in a request for several completions, of the item in a scoring
-            request, of the conversation in a batch of chats, or of the turn in a response whose
-            tools the server called.
+        response_id: the `id` of the response or of any chunk of the stream, such as `cmpl-5f...`.
+            With the header `X-Request-Id: NAME` it is `cmpl-NAME` for completions and
+            `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is `request_id` of the
+            body, if set. For /inference/v1/generate give `generate-tokens-NAME`, because the
+            response has another id. Do not choose an id that is another id plus `_` and a number:
+            vLLM numbers conversations and turns like this.
+        prompt: index of the prompt, scored item, conversation in a batch, or turn with tools.
         sample: index of the sample in a request with n > 1.
 
     Raises:
         FileNotFoundError: if there is no file, lock or error: the request has not started, was
-            aborted or opted out, or the file was removed.
-            Ids of more than about 170 characters are not found, and the error explains this.
+            aborted or opted out, or the file was removed. Ids of more than about 170 characters
+            are not found.
         LookupError: if several requests had this id.
-        ValueError: if `directory` is no path, `response_id` is empty or no text, or `prompt` or
-            `sample` is not an index.
-        OSError: if the directory cannot be read, or nothing is found and an index that this user
-            may not read may have the request.
+        ValueError: if an argument is invalid.
+        OSError: if the directory, or an index that may list the request, cannot be read.
     """
     directory = require_path("directory", directory, STORAGE_REMEDY)
     require_text("response_id", response_id, RESPONSE_REMEDY)

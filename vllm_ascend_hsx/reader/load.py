@@ -122,13 +122,12 @@ class HiddenStates(_Stored):
     """One request's hidden states, a tuple of four parts.
 
     Attributes:
-        hidden_states: [tokens, layers, hidden] in the model's dtype, layers in the order given to
-            the server. float8_e4m3fn if rows are quantised and were loaded with dequantize=False.
+        hidden_states: [tokens, layers, hidden] in the model's dtype, layers in the server's order.
+            float8_e4m3fn if rows are quantised and were loaded with dequantize=False.
         token_ids: int64 [tokens], prompt first, then output.
         metadata: the file's metadata; empty if the producer wrote none.
         scales: float32 [tokens, 1, 1] if the file's rows are quantised, else None.
-        path: the file, or the handle in a store; None for a tuple that was not loaded. Not a part
-            of the tuple.
+        path: the file, or the handle in a store; None if not loaded. Not a part of the tuple.
     """
 
     path: Path | None = None
@@ -144,17 +143,12 @@ class HiddenStates(_Stored):
     def numpy(self, dtype: object = None) -> Arrays:
         """Return rows and token ids as numpy arrays. Quantised rows are dequantised, as by `load`.
 
-        numpy has no bfloat16. By default bfloat16 becomes float32, which has the same values, and
-        other dtypes stay. The default depends on the file, not on installed packages.
-        `dtype="bfloat16"` returns the bfloat16 of ml_dtypes.
+        The arrays share memory with the tensors unless they are converted.
 
         Args:
-            dtype: "float16", "bfloat16", "float32" or "float64", as a name or as a type of numpy,
-                ml_dtypes or torch. Numbers that float16 cannot represent become infinite. None for
-                the default.
-
-        Returns:
-            The arrays. They share memory with the tensors unless they are converted.
+            dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", as a name or as a
+                type of numpy, ml_dtypes or torch. Numbers that float16 cannot represent become
+                infinite. By default bfloat16 becomes float32, and other dtypes stay.
 
         Raises:
             ModuleNotFoundError: if ml_dtypes is needed and not installed.
@@ -182,13 +176,13 @@ class HiddenStates(_Stored):
 
         Raises:
             KeyError: if the metadata have no layer ids.
-            ValueError: if the metadata are invalid. Metadata from `load` are valid.
+            ValueError: if the metadata are invalid, never after `load`.
         """
         return self._stated("layer_ids", layer_ids_of(self.metadata))
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt. Raises like `layer_ids`."""
+        """Number of prompt tokens. Raises like `layer_ids`."""
         return self._stated("num_prompt_tokens", num_prompt_tokens_of(self.metadata))
 
     @property
@@ -221,30 +215,27 @@ def load(
 ) -> HiddenStates:
     """Wait until the file of a request is complete, and load it.
 
-    Sleeps until the server releases the file's lock: the file is complete, the request failed, or
-    the server died. A file without a lock is complete. Locks of a server on another machine may not
-    reach this machine. Then `load` waits while that server has a heartbeat.
+    Sleeps until the server releases the lock: the file is complete, the request failed, or the
+    server died. If locks do not reach this machine, `load` waits while the server has a heartbeat.
 
     Args:
         path: the path from the response (`kv_transfer_params["hidden_states_path"]`).
         timeout: most seconds to wait for the server, 0 or more. None or infinity waits forever.
-        mmap: whether to map the file instead of reading it. Changes to the tensors stay private;
-            pages are read on use. Dequantised rows are always read at once.
-        verify: whether to read the whole file and compare it with the checksum in the metadata. In
-            format version 1 the checksum covers the tensors only.
+        mmap: whether to map the file instead of reading it. Changes to the tensors stay private.
+            Dequantised rows are always read at once.
+        verify: whether to read the whole file and compare the checksum. In format version 1 the
+            checksum covers the tensors only.
         dequantize: whether to return quantised rows in the model's dtype. If not, use
             `reader.tensors.dequantized`.
-        response_id: the `id` of the response. With it, rows of another request that used the same
-            name are never returned. Not for /inference/v1/generate (responses have another id than
-            the engine), for a batch of chats, or for /v1/responses if the client has chosen an id
-            that begins with `chatcmpl-`.
+        response_id: the `id` of the response, to refuse rows of another request of the same name.
+            Not for /inference/v1/generate, a batch of chats, or ids of /v1/responses that a client
+            has chosen and that begin with `chatcmpl-`.
 
     Raises:
         HiddenStatesError: if the request failed, the server died before the file was complete, or
-            the file is invalid, belongs to another request, cannot be verified or differs from the
+            the file is invalid, of another request, cannot be verified or differs from the
             checksum.
-        ValueError: if the path or `response_id` is empty or of another type, or the timeout is not
-            a number of seconds.
+        ValueError: if an argument is invalid.
         TimeoutError: if the server is still writing, or may be on another machine.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
         OSError: if the file, or an index that may list it, cannot be read, or memory is short.
@@ -364,20 +355,18 @@ def open_dir(
 ) -> Iterator[tuple[Path, HiddenStates]]:
     """Yield the complete files below a directory and the members of shards there, sorted by path.
 
-    Each file is loaded when it is yielded. Files that are being written, or were removed meanwhile,
-    are skipped.
+    Files that are being written, or were removed meanwhile, are skipped.
 
     Args:
         directory: the server's storage directory.
         mmap: as for `load`.
-        on_bad: called for each invalid file, each file for which memory is short, and each request
-            that failed despite having a file. These are then skipped. Without `on_bad` the first
-            bad file ends the iteration, because nobody should train on part of a dataset
-            unknowingly. `hsx verify` also lists damaged lines of an index, and lost tar files.
+        on_bad: called for each bad file, which is then skipped: an invalid file, a file for which
+            memory is short, or a file of a failed request. Damaged lines of an index and lost tar
+            files are found by `hsx verify` only.
 
     Raises:
         ValueError: if `directory` is no path.
-        HiddenStatesError: if there is a bad file and no `on_bad`.
+        HiddenStatesError: at the first bad file without `on_bad`.
         OSError: if the directory, a folder below it, or a file cannot be read.
     """
     for path in paths_below(require_path("directory", directory, STORAGE_REMEDY), (DATA_SUFFIX,)):
@@ -400,21 +389,17 @@ def open_dir(
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """Remove file, lock, error and acknowledgement of a request. Missing files are not an error.
 
-    A member of a shard is only hidden: a line marks it as removed, and the bytes remain. A member
-    that gets the name later is not hidden.
-
-    Call this after `load`, because the server keeps the lock file for other readers. Afterwards
-    another request may use the name.
+    A member of a shard is only hidden, and the bytes remain. A later member of the same name is
+    visible.
 
     Args:
         path: as for `load`.
         keep_data: whether to remove only lock and error.
 
     Raises:
-        ValueError: if `path` is empty or no path.
-        TimeoutError: if the server is still writing, or may be on another machine. Then nothing is
-            removed: without the lock, the server could not detect that another request uses the
-            name.
+        ValueError: if `path` is no path.
+        TimeoutError: if the server is still writing, or may be on another machine. Nothing is
+            removed then.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
     path = require_path("path", path, PATH_REMEDY, named=True)

@@ -230,7 +230,7 @@ def test_missing_patch_point_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     (problem,) = [each for each in found if each.verdict != "ok"]
     assert (problem.name, problem.verdict) == (gone, "problem")
     assert "is missing" in problem.found and "names the failure of the file" in problem.found
-    assert "Its version is right" in problem.what_to_do
+    assert "The version is right" in problem.what_to_do
     assert len(found) == len(FITTING)
 
 

@@ -120,7 +120,7 @@ def test_error_for_another_connector_explains_how_to_disable_the_plugin(
         ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
         (
             {"storage_timeout_s": 241},
-            r"storage_timeout_s=241 cannot be used.*timeouts of the server\. The shortest of these is 300 seconds",
+            r"storage_timeout_s=241 cannot be used.*shortest timeout, 300 seconds",
         ),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),

@@ -252,7 +252,7 @@ class RunnerWithoutHooks:
 @pytest.mark.parametrize(
     ("runner", "missing"),
     [
-        (None, "no model runner"),
+        (None, "without a model runner"),
         (RunnerWithoutHooks(), "no _pad_for_sequence_parallelism and no _sync_metadata_across_dp"),
     ],
 )

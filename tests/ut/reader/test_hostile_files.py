@@ -372,4 +372,4 @@ def test_inspect_of_an_impossible_path_is_one_line(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect.main([str(tmp_path / name)]) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

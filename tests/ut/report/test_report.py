@@ -292,7 +292,7 @@ def test_unusable_input_is_named_before_any_step_runs(
         ),
         (
             ["--model", str(tiny_qwen3), "--output", str(tmp_path / "used")],
-            "is not empty. Name a new directory",
+            "is not empty. Give a new directory",
         ),
         (
             ["--model", str(tiny_qwen3), "--output", str(tmp_path / "used" / "report")],

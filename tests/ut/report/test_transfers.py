@@ -131,7 +131,7 @@ def test_a_file_from_pinned_memory_is_read_and_compared(
         (
             (True, False),
             BROKE,
-            "from pinned memory alone, --output does not accept direct writes: Bad address.",
+            "only from pinned memory, --output does not accept direct writes: Bad address.",
         ),
         (
             (True, True),

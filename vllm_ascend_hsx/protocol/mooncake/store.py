@@ -83,15 +83,15 @@ class MooncakeOptions(BaseModel):
     local_hostname: str | None = Field(
         default=None,
         description=(
-            "Name or address under which other machines reach this one; by default the address "
-            "from which it reaches the master."
+            "Name or address of this machine for others; by default the address from which it "
+            "reaches the master."
         ),
     )
     protocol: Literal["tcp", "rdma", "ascend"] = Field(
         default="tcp",
         description=(
-            "Mooncake's transport. 'ascend' is the transport of vllm-ascend's KV connectors. It "
-            "needs a build of Mooncake for Ascend, and an NPU in servers and readers."
+            "Mooncake's transport. 'ascend', the transport of vllm-ascend's KV connectors, needs "
+            "a build of Mooncake for Ascend, and an NPU in servers and readers."
         ),
     )
     device_name: str = Field(
