@@ -184,17 +184,21 @@ def parser_of(command: Command) -> argparse.ArgumentParser | None:
         mock.patch.object(Parser, "parse_args", stop),
     ):
         try:
-            with _quiet():
-                command.run(["--help"])
+            help_of(command)
         except _Found as found:
             return found.parser
     return None
 
 
 def help_of(command: Command) -> str:
-    """Return the text that a command prints for --help."""
+    """Return the text that a command prints for --help.
+
+    Raises RuntimeError if the command fails, such as one whose package is not installed.
+    """
     with _quiet() as output:
-        command.run(["--help"])
+        code = command.run(["--help"])
+    if code:
+        raise RuntimeError(f"{command.target}: --help ended with exit code {code}")
     return output.getvalue()
 
 

@@ -185,8 +185,8 @@ def test_lost_shard_of_a_dead_server_is_reported_with_remedy_and_removed_on_requ
     before = names(tmp_path)
     assert main(["clean", str(tmp_path)]) == 1
     assert (
-        f"could not seal {tar.stem}: its tar file was removed: put it back, or give its requests "
-        "up with"
+        f"could not seal {tar.stem}: its tar file was removed: restore it, or drop its requests "
+        "with"
     ) in capsys.readouterr().err
     assert main(["clean", str(tmp_path), "--lost-shards", "--dry-run"]) == 0
     assert names(tmp_path) == before
