@@ -33,7 +33,7 @@ lint: setup
 
 # The timeout stops a test that hangs after ten minutes. `--long` has the timeout of pyproject.toml.
 ut: setup
-	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut emulator/tests
+	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut emulator
 
 # `make matrix` reads the reports.
 REPORTS := build/e2e
