@@ -112,7 +112,7 @@ def test_the_name_is_given_to_the_first_sample(session: EngineSession, oracle: O
     both = add(session, 25, "samples.safetensors", n=2, temperature=1.0, seed=1)
     session.settle()
     assert (
-        "given to the first prompt and sample of a request"
+        "the first prompt and sample of the request uses it"
         in both.kv_transfer_params["hidden_states_error"]
     )
     path = session.storage / "samples.safetensors"
@@ -144,7 +144,7 @@ def test_a_planted_link_fails_its_request_and_leads_nowhere(
     ("params", "words"),
     [
         ({"hidden_states_path": "../escaped.safetensors"}, "is not a plain, printable name"),
-        ({"hidden_states_path": "/etc/escaped.safetensors"}, "is not inside the storage directory"),
+        ({"hidden_states_path": "/etc/escaped.safetensors"}, "is outside the storage directory"),
         (
             {"hidden_states_path": "../" * 3000 + "etc/passwd"},
             "(9010 characters), which cannot be used",

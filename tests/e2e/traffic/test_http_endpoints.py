@@ -205,7 +205,7 @@ def test_a_batch_may_choose_no_file_for_its_conversations(
     response = httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120)
     assert response.status_code == 400
     assert (
-        "is one file, and is given to the first prompt and sample of a request"
+        "names one file, and the first prompt and sample of the request uses it"
         in response.json()["error"]["message"]
     )
 
