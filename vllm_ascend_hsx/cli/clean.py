@@ -80,6 +80,57 @@ def _seconds(parser: Parser, option: str, value: str | None) -> int | None:
     return int(age[1]) * _SECONDS[age[2]]
 
 
+class _Report:
+    """The removed paths and the problems, printed at once or collected for --json."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._shown = 0
+        self._unprinted: OSError | None = None
+        self.facts: dict[str, list[str]] = {"removed": [], "sealed": [], "problems": []}
+
+    def tell(self, done: Done, path: str) -> None:
+        """Report a change. `path` is relative to the directory."""
+        self._shown += 1
+        path = str(self._options.directory / path)
+        if self._options.json:
+            self.facts[done].append(path)
+        elif not self._options.quiet and self._shown <= _SHOWN:
+            self._print(f"{_WOULD[done] if self._options.dry_run else done} {path}")
+
+    def problem(self, problem: str) -> None:
+        """Report a problem."""
+        self.facts["problems"].append(problem)
+        self._print(f"hsx clean: {problem}", error=True)
+
+    def require_printed(self) -> None:
+        """Raise the first error of the outputs."""
+        if self._unprinted is not None:
+            raise self._unprinted
+
+    def show_end(self, console: OneConsole, cleaning: Cleaning, num_bytes: int | None) -> None:
+        """Print the counts. `num_bytes` is the size of the files that remain, if known."""
+        if self._shown > _SHOWN:
+            console.tell(f"... and {self._shown - _SHOWN} more")
+        would = "would be " if self._options.dry_run else ""
+        words = cleaning.words(would + "sealed: {}", would + "removed: {}")
+        console.tell(words or "nothing to remove")
+        most = self._options.keep_bytes
+        if most is not None and num_bytes is not None and num_bytes > most:
+            console.tell(
+                f"{num_bytes} bytes remain, more than --keep-bytes: they are in use or not "
+                "acknowledged"
+            )
+
+    def _print(self, text: str, error: bool = False) -> None:
+        try:
+            if self._unprinted is None:
+                say(text, error=error)
+        # Kept from `Cleaning`, which would report it as a problem of the directory.
+        except OSError as problem:
+            self._unprinted = problem
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx clean` and return the exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -92,72 +143,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         say(f"hsx clean: {problem}", error=True)
         return 2
-    out = Output(options)
-    facts: dict[str, list[str]] = {"removed": [], "sealed": [], "problems": []}
-    shown = 0
-    unprinted: list[OSError] = []
-
-    def show(text: str, error: bool = False) -> None:
-        try:
-            if not unprinted:
-                say(text, error=error)
-        # Kept from `Cleaning`, which would report it as a problem of the directory.
-        except OSError as problem:
-            unprinted.append(problem)
-
-    def tell(done: Done, path: str) -> None:
-        nonlocal shown
-        shown += 1
-        if options.json:
-            facts[done].append(str(options.directory / path))
-        elif not options.quiet and shown <= _SHOWN:
-            show(f"{_WOULD[done] if options.dry_run else done} {options.directory / path}")
-
-    def report(problem: str) -> None:
-        facts["problems"].append(problem)
-        show(f"hsx clean: {problem}", error=True)
-
+    out, report = Output(options), _Report(options)
     cleaning = Cleaning(
-        dir_fd, dry_run=options.dry_run, lost_shards=options.lost_shards, tell=tell, report=report
+        dir_fd,
+        dry_run=options.dry_run,
+        lost_shards=options.lost_shards,
+        tell=report.tell,
+        report=report.problem,
     )
-    acknowledged = Acknowledged(dir_fd, cleaning, options.dry_run)
     try:
-        with cleaning.noting(f"{options.directory} could not be read"):
-            cleaning.run()
-        folders = list(_folders(dir_fd, cleaning))
-        for folder in folders:
-            if folder:
-                cleaning.clean_folder(folder)
-            if options.errors_older_than is not None:
-                cleaning.remove_errors(folder, time.time() - options.errors_older_than)
-        if options.older_than is not None or options.keep_bytes is not None:
-            acknowledged.look(folders)
-            before = None if options.older_than is None else time.time() - options.older_than
-            acknowledged.remove(before, options.keep_bytes)
+        num_bytes = _clean(options, dir_fd, cleaning)
     finally:
         os.close(dir_fd)
-    if unprinted:
-        raise unprinted[0]
-    would = "would be " if options.dry_run else ""
-    words = cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove"
-
-    def show_counts(console: OneConsole) -> None:
-        if shown > _SHOWN:
-            console.tell(f"... and {shown - _SHOWN} more")
-        console.tell(words)
-        if options.keep_bytes is not None and acknowledged.num_bytes > options.keep_bytes:
-            console.tell(
-                f"{acknowledged.num_bytes} bytes remain, more than --keep-bytes: they are in use "
-                "or not acknowledged"
-            )
-
-    left = (
-        acknowledged.num_bytes
-        if options.older_than is not None or options.keep_bytes is not None
-        else None
+    report.require_printed()
+    out.give(
+        {"dry_run": options.dry_run, **report.facts, "bytes_left": num_bytes},
+        lambda console: report.show_end(console, cleaning, num_bytes),
     )
-    out.give({"dry_run": options.dry_run, **facts, "bytes_left": left}, show_counts)
     return 1 if cleaning.problems else 0
+
+
+def _clean(options: argparse.Namespace, dir_fd: int, cleaning: Cleaning) -> int | None:
+    """Clean the directory. Return the bytes of the remaining files, if an option needs them."""
+    with cleaning.noting(f"{options.directory} could not be read"):
+        cleaning.run()
+    folders = list(_folders(dir_fd, cleaning))
+    for folder in folders:
+        if folder:
+            cleaning.clean_folder(folder)
+        if options.errors_older_than is not None:
+            cleaning.remove_errors(folder, time.time() - options.errors_older_than)
+    if options.older_than is None and options.keep_bytes is None:
+        return None
+    acknowledged = Acknowledged(dir_fd, cleaning, options.dry_run)
+    acknowledged.look(folders)
+    before = None if options.older_than is None else time.time() - options.older_than
+    acknowledged.remove(before, options.keep_bytes)
+    return acknowledged.num_bytes
 
 
 def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:

@@ -141,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Output(options)
     tally = Tally()
     try:
-        paths = files_in(options.directory, tally.add_unreadable)
-        tally.orphaned_locks = [str(path) for path in orphaned_locks(options.directory)]
+        data = _look(options.directory, tally)
     except OSError as error:
         remedy = (
             "Run it as a user with read permission"
@@ -151,18 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         say(f"hsx verify: {error}. {remedy}.", error=True)
         return 2
-    data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
-    for path in paths:
-        if path.name.endswith(ERROR_SUFFIX):
-            tally.add_failure(path)
-    unreadable = {each["path"] for each in tally.bad}
-    for path, problem in shard_problems(options.directory):
-        if not unreadable & {str(path), str(path.with_suffix(INDEX))}:
-            tally.add_bad(path, problem)
-    if not paths and not tally.bad and not tally.orphaned_locks:
+    if not (data or tally.failed or tally.bad or tally.orphaned_locks):
         say(f"hsx verify: {options.directory} has no files of hidden states.", error=True)
         return 2
-    tally.unseen = len(data)
     examinations = _examinations(data, options.jobs, not options.no_checksum)
     with ended_by_sigterm("hsx verify"):
         hidden = options.quiet or not out.progress.is_terminal
@@ -179,15 +169,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)
     if tally.absent and not (tally.good or tally.bad or tally.failed or tally.unseen):
         return 2
-    one_kind = len(tally.kinds) <= 1
-    return (
-        0
-        if not tally.bad
-        and not tally.unseen
-        and one_kind
-        and (options.allow_errors or not tally.failed)
-        else 1
-    )
+    is_good = not (tally.bad or tally.unseen) and len(tally.kinds) <= 1
+    return 0 if is_good and (options.allow_errors or not tally.failed) else 1
+
+
+def _look(directory: Path, tally: Tally) -> list[Path]:
+    """Return the files to check. Record failed requests, locks, and problems of shards.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    paths = files_in(directory, tally.add_unreadable)
+    tally.orphaned_locks = [str(path) for path in orphaned_locks(directory)]
+    for path in paths:
+        if path.name.endswith(ERROR_SUFFIX):
+            tally.add_failure(path)
+    unreadable = {each["path"] for each in tally.bad}
+    for path, problem in shard_problems(directory):
+        if not unreadable & {str(path), str(path.with_suffix(INDEX))}:
+            tally.add_bad(path, problem)
+    data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
+    tally.unseen = len(data)
+    return data
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:

@@ -287,59 +287,66 @@ class Shards:
         path = self.directory / f"{stem}{INDEX}"
         self._unreadable.pop(stem, None)
         try:
-            fd = open_regular(path)
+            fd = self._open(stem, path)
+        except FileNotFoundError:
+            return False
+        if fd is None:
+            return True
+        try:
+            with Naming(path):
+                return self._read_lines(stem, index, path.name, fd)
+        finally:
+            os.close(fd)
+
+    def _open(self, stem: str, path: Path) -> int | None:
+        """Open an index. Return None if it cannot be read; the problem is recorded.
+
+        Raises:
+            FileNotFoundError: it was removed.
+            OSError: the directory cannot be read.
+        """
+        try:
+            return open_regular(path)
         except PermissionError:
             if stem == _REMOVED:  # without it, removed members would appear again
                 raise
             self._unreadable[stem] = path
-            return True
         except NotAFileError as error:
             self._report(stem, error.strerror, 0, error.reason)
-            return True
         except OSError as error:
-            if error.errno in LEADS_NOWHERE and os.path.islink(path):
-                self._report(stem, error.errno, 0, f"{path.name} is a broken symbolic link")
+            if error.errno not in LEADS_NOWHERE or not os.path.islink(path):
+                raise
+            self._report(stem, error.errno, 0, f"{path.name} is a broken symbolic link")
+        return None
+
+    def _read_lines(self, stem: str, index: _Index, name: str, fd: int) -> bool:
+        """Read the new lines of an open index; return False if it was replaced or truncated."""
+        status = os.fstat(fd)
+        identity = (status.st_dev, status.st_ino)
+        if not index.position:
+            index.identity = identity
+        if index.identity != identity or status.st_size < index.position:
+            return False
+        seen = (status.st_size, status.st_ctime_ns)
+        if seen == index.seen:
+            return True
+        end, most = status.st_size, REMOVED_MAX if stem == _REMOVED else INDEX_MAX
+        if end > most:
+            problem = f"{name} has {end} bytes, more than the limit of {most}"
+            self._report(stem, identity, 0, problem)
+            if stem != _REMOVED:
                 return True
-            if isinstance(error, FileNotFoundError):
-                return False
-            raise
-        try:
-            with Naming(path):
-                status = os.fstat(fd)
-                identity = (status.st_dev, status.st_ino)
-                if not index.position:
-                    index.identity = identity
-                if index.identity != identity or status.st_size < index.position:
-                    return False
-                end, most, seen = (
-                    status.st_size,
-                    REMOVED_MAX if stem == _REMOVED else INDEX_MAX,
-                    (status.st_size, status.st_ctime_ns),
-                )
-                if seen == index.seen:
-                    return True
-                if end > most:
-                    self._report(
-                        stem,
-                        identity,
-                        0,
-                        f"{path.name} has {end} bytes, more than the limit of {most}",
-                    )
-                    if stem != _REMOVED:
-                        return True
-                    end = most  # the removals in these lines stay
-                while index.position < end:
-                    block = read_bytes(fd, min(_BLOCK, end - index.position), index.position)
-                    lines = block[: block.rfind(b"\n") + 1]
-                    if not lines and len(block) < _BLOCK:  # the last line is still being written
-                        break
-                    # A line longer than a block is skipped; the end of the line is invalid.
-                    self._take(stem, index, lines)
-                    index.position += len(lines or block)
-                    index.lines += lines.count(b"\n")
-                index.seen = seen
-        finally:
-            os.close(fd)
+            end = most  # the removals in these lines stay
+        while index.position < end:
+            block = read_bytes(fd, min(_BLOCK, end - index.position), index.position)
+            lines = block[: block.rfind(b"\n") + 1]
+            if not lines and len(block) < _BLOCK:  # the last line is still being written
+                break
+            # A line longer than a block is skipped; the end of the line is invalid.
+            self._take(stem, index, lines)
+            index.position += len(lines or block)
+            index.lines += lines.count(b"\n")
+        index.seen = seen
         return True
 
     def _take(self, stem: str, index: _Index, lines: bytes) -> None:
