@@ -7,18 +7,39 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_ascend_hsx.connector.admission import Ranks, RequestLimits
+from vllm_ascend_hsx.connector.budget import DirectoryBudget
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
+from vllm_ascend_hsx.connector.prefixes import PrefixIndex
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.sinks.destination import InDirectory
+from vllm_ascend_hsx.protocol.api import ServerParams
+from vllm_ascend_hsx.sinks.destination import Destination, InDirectory
 
 ROW_BYTES = 64
 # As responses say it before weights are loaded again.
 FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
-def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
+def make_scheduler(
+    num_ranks: int = 2,
+    *,
+    destination: Destination | None = None,
+    ring_bytes: int = 1000,
+    row_bytes: int = ROW_BYTES,
+    limits: RequestLimits | None = None,
+    prefixes: PrefixIndex | None = None,
+    budget: DirectoryBudget | None = None,
+    **params: Any,
+) -> ExtractionScheduler:
+    """Return a scheduler, by default of the directory /data. `params` are those of ServerParams."""
+    destination = destination or InDirectory(Path("/data"))
     return ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, ring_bytes=1000
+        destination,
+        Ranks(num_ranks, ring_bytes, row_bytes),
+        ServerParams(destination.directory, **params),
+        limits,
+        prefixes,
+        budget=budget,
     )
 
 

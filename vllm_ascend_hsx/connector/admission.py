@@ -121,12 +121,25 @@ class RankLoad:
         return max(0.0, 1 - (self.state.write_rate or 0.0) / rate) if rate else 1.0
 
 
+class Ranks(NamedTuple):
+    """The tensor-parallel ranks of an engine. Each can own requests.
+
+    Attributes:
+        number: number of ranks.
+        ring_bytes: memory of a rank for rows that wait to be written.
+        row_bytes: bytes of one token's rows, all layers.
+    """
+
+    number: int
+    ring_bytes: int
+    row_bytes: int
+
+
 class Admission:
     """Admit new requests to ranks in order, and hold them back while storage is behind.
 
     Args:
-        num_ranks: tensor-parallel ranks.
-        ring_bytes, row_bytes: as for RankLoad.
+        ranks: the ranks.
         description: name of the storage in log lines.
         recorder: records the number of held requests.
 
@@ -134,15 +147,8 @@ class Admission:
         loads: load of each rank.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        ring_bytes: int,
-        row_bytes: int,
-        description: str,
-        recorder: SchedulerRecorder,
-    ) -> None:
-        self.loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
+    def __init__(self, ranks: Ranks, description: str, recorder: SchedulerRecorder) -> None:
+        self.loads = tuple(RankLoad(ranks.ring_bytes, ranks.row_bytes) for _ in range(ranks.number))
         self._description = description
         self._recorder = recorder
         self._promised: dict[str, tuple[int, Cost]] = {}  # requests admitted since the last step

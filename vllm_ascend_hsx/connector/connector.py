@@ -19,7 +19,7 @@ from vllm_ascend_hsx.checkpoint import weights_of
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.engine import Share, engine_of
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
-from vllm_ascend_hsx.connector.admission import RequestLimits
+from vllm_ascend_hsx.connector.admission import Ranks, RequestLimits
 from vllm_ascend_hsx.connector.budget import DirectoryBudget, StoredFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
@@ -28,6 +28,7 @@ from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
+from vllm_ascend_hsx.protocol.api import ServerParams
 from vllm_ascend_hsx.settings import ServerSettings, read_settings
 
 logger = logging.getLogger(__name__)
@@ -67,15 +68,21 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 if reuses
                 else None
             )
+            destination = settings.destination
             self._scheduler = ExtractionScheduler(
-                settings.destination,
-                settings.row_format.row_bytes,
-                num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                ring_bytes=ring_bytes_of(settings),
-                include_output=config.include_output_tokens,
-                allow_path=config.allow_custom_save_path,
-                extract_all=config.extract == "all",
-                sample_rate=config.sample_rate,
+                destination,
+                Ranks(
+                    vllm_config.parallel_config.tensor_parallel_size,
+                    ring_bytes_of(settings),
+                    settings.row_format.row_bytes,
+                ),
+                ServerParams(
+                    destination.directory,
+                    include_output=config.include_output_tokens,
+                    allow_path=config.allow_custom_save_path,
+                    extract_all=config.extract == "all",
+                    sample_rate=config.sample_rate,
+                ),
                 limits=RequestLimits(
                     config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes
                 ),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.compat.engine import limit_prefix_cache, stopped_by_string
-from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, RequestLimits
+from vllm_ascend_hsx.connector.admission import Admission, Cost, Ranks, RefusalLog, RequestLimits
 from vllm_ascend_hsx.connector.budget import DIRECTORY_FULL, DirectoryBudget, Reservation
 from vllm_ascend_hsx.connector.metadata import (
     HsxConnectorMetadata,
@@ -66,12 +66,8 @@ class ExtractionScheduler:
 
     Args:
         destination: destination of the rows.
-        row_bytes: bytes of one token's rows, all layers.
-        num_ranks: tensor-parallel ranks; each can own requests.
-        ring_bytes: memory of a rank for rows that wait to be written.
-        include_output: whether rows of generated tokens are extracted by default.
-        allow_path: whether a request may choose the file.
-        extract_all, sample_rate: as for ServerParams.
+        ranks: the ranks that can own requests.
+        params: settings for the parameters of requests.
         limits: limits of one API request; None for no limits.
         prefixes: index of files that are kept open for requests with the same first tokens; None
             if each request computes all rows.
@@ -85,13 +81,8 @@ class ExtractionScheduler:
     def __init__(
         self,
         destination: Destination,
-        row_bytes: int,
-        num_ranks: int,
-        ring_bytes: int,
-        include_output: bool = False,
-        allow_path: bool = False,
-        extract_all: bool = True,
-        sample_rate: float | None = None,
+        ranks: Ranks,
+        params: ServerParams,
         limits: RequestLimits | None = None,
         prefixes: PrefixIndex | None = None,
         fingerprint: str = "",
@@ -99,10 +90,8 @@ class ExtractionScheduler:
     ) -> None:
         self.weights = WeightHistory(fingerprint)
         self._destination = destination
-        self._row_bytes = row_bytes
-        self._params = ServerParams(
-            destination.directory, include_output, allow_path, extract_all, sample_rate
-        )
+        self._row_bytes = ranks.row_bytes
+        self._params = params
         self._limits = limits
         self._budget = budget
         self._requests: dict[str, _Request] = {}
@@ -114,9 +103,11 @@ class ExtractionScheduler:
         self._writing: dict[str, _Request] = {}  # by path: not ended, and not decided
         self._recorder = SchedulerRecorder()
         description = str(destination.directory or "the Mooncake store")
-        self._admission = Admission(num_ranks, ring_bytes, row_bytes, description, self._recorder)
+        self._admission = Admission(ranks, description, self._recorder)
         self._loads = self._admission.loads
-        self._reuse = None if prefixes is None else PrefixReuse(prefixes, self._loads, row_bytes)
+        self._reuse = (
+            None if prefixes is None else PrefixReuse(prefixes, self._loads, self._row_bytes)
+        )
         self._stopping = False
 
     def beside_others(self) -> None:
@@ -413,19 +404,9 @@ class ExtractionScheduler:
             return None
         self._release_name(state)
         computation = self.weights.end(request_id)
-        aborted = request.status.name == "FINISHED_ABORTED"
-        if self._stopping and aborted:
+        if self._stopping and request.status.name == "FINISHED_ABORTED":
             return None
-        end = RequestEnd(request_id, aborted=aborted and not stopped_by_string(request))
-        if end.aborted and state.keep_aborted:
-            end = _keeping(end, request, state, computation)
-        elif state.include_output and not end.aborted:
-            end = replace(
-                end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64)
-            )
-            state.num_rows += len(end.output_token_ids)
-            if self._reuse is not None and state.reuse is not None:
-                self._reuse.end(state.reuse, request, state.num_rows)
+        end = self._end_of(request, state, computation)
         self._ended.append(end)
         if self._budget is not None and state.reservation is not None and not state.decided:
             self._budget.limit(state.reservation, max(state.num_rows, end.most_kept))
@@ -438,6 +419,20 @@ class ExtractionScheduler:
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
+
+    def _end_of(self, request: Any, state: _Request, computation: Computation) -> RequestEnd:
+        """Return the message to the owner, and count the rows of generated tokens."""
+        aborted = request.status.name == "FINISHED_ABORTED" and not stopped_by_string(request)
+        end = RequestEnd(request.request_id, aborted=aborted)
+        if aborted and state.keep_aborted:
+            return _keeping(end, request, state, computation)
+        if aborted or not state.include_output:
+            return end
+        output_token_ids = np.asarray(request.output_token_ids[:-1], dtype=np.int64)
+        state.num_rows += len(output_token_ids)
+        if self._reuse is not None and state.reuse is not None:
+            self._reuse.end(state.reuse, request, state.num_rows)
+        return replace(end, output_token_ids=output_token_ids)
 
     def _release(self, request: _Request) -> None:
         """Release the name and the reservation of a request that makes no more rows."""

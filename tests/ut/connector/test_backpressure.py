@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from scheduler_harness import (
     FIRST_WEIGHTS,
-    ROW_BYTES,
     make_request,
     make_scheduler,
     report,
@@ -16,9 +14,7 @@ from scheduler_harness import (
 )
 
 from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.storage_watch import Reminder
-from vllm_ascend_hsx.sinks.destination import InDirectory
 
 
 def test_new_requests_wait_while_the_ring_is_full_and_started_requests_do_not() -> None:
@@ -235,9 +231,7 @@ def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
     name: str | None,
 ) -> None:
     """Workers report only with steps, so a file can be complete long before the scheduler knows."""
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
-    )
+    scheduler = make_scheduler(num_ranks=1, allow_path=True)
     params = name and {"hidden_states_path": name}
     first, second = (
         make_request("r", kv_transfer_params=params),
@@ -260,9 +254,7 @@ def test_request_waits_for_an_earlier_file_of_its_name_but_ignores_the_outcome(
 
 
 def test_request_that_ends_while_waiting_for_a_file_does_not_release_the_next_request() -> None:
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
-    )
+    scheduler = make_scheduler(num_ranks=1, allow_path=True)
     first, *others = (
         make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"})
         for name in "abcd"
@@ -283,9 +275,7 @@ def test_request_that_ends_while_waiting_for_a_file_does_not_release_the_next_re
 
 
 def test_chosen_name_belongs_to_the_first_prompt_and_sample_on_any_rank() -> None:
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True
-    )
+    scheduler = make_scheduler(num_ranks=1, allow_path=True)
     reason = (
         "which names one file, and the first prompt and sample of the request uses it; send each "
         "prompt in a request of its own, with n=1"
@@ -326,9 +316,7 @@ def test_id_or_name_in_use_by_an_unresponsive_rank_is_generated_without_extracti
     name: str | None,
 ) -> None:
     """The rank could not distinguish two requests with the same id."""
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True
-    )
+    scheduler = make_scheduler(num_ranks=2, allow_path=True)
     params = name and {"hidden_states_path": name}
     first, second = (
         make_request("r", kv_transfer_params=params),

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import ROW_BYTES, make_request, schedule
+from scheduler_harness import ROW_BYTES, make_request, make_scheduler, schedule
 
 from vllm_ascend_hsx.compat.engine import Share, engine_of, remember_engines
 from vllm_ascend_hsx.connector.budget import DirectoryBudget, StoredFiles
 from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks.destination import InDirectory
 
 FORMAT = RowFormat((0, 1), ROW_BYTES // 8, "F32", "tiny")
 LAYOUT = FileLayout(FORMAT, "a")
@@ -45,8 +43,8 @@ class Served:
     ) -> None:
         self.clock = Clock()
         self.budget = DirectoryBudget(int(files * SIZE), num_engines, FORMAT, self.clock)
-        self.scheduler = ExtractionScheduler(
-            InDirectory(Path("/data")), ROW_BYTES, num_ranks, 1 << 20, budget=self.budget, **options
+        self.scheduler = make_scheduler(
+            num_ranks, ring_bytes=1 << 20, budget=self.budget, **options
         )
         self.states = {rank: RankState(checked=1) for rank in range(num_ranks)}
         self.report()
@@ -155,9 +153,7 @@ def test_tensor_parallel_ranks_share_the_budget_of_a_data_parallel_rank() -> Non
 
 def test_requests_wait_for_a_limited_time_until_ranks_report_earlier_files() -> None:
     served = Served(files=9)
-    served.scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, 1, 1 << 20, budget=served.budget
-    )
+    served.scheduler = make_scheduler(num_ranks=1, ring_bytes=1 << 20, budget=served.budget)
     request, later = make_request("a"), make_request("b")
     assert served.asks(request) == "waits"
     served.clock.now += 5.1

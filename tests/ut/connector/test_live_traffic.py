@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
-from scheduler_harness import make_request, schedule
+from scheduler_harness import make_request, make_scheduler, schedule
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.compat.engine import Share
 from vllm_ascend_hsx.connector.budget import DirectoryBudget, StoredFiles
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing
@@ -74,11 +73,11 @@ class Engine:
     def __init__(self, directory: Path, number: int, day: Day) -> None:
         self.day = day
         budget = DirectoryBudget(BUDGET, ENGINES, FORMAT, lambda: day.now)
-        self.scheduler = ExtractionScheduler(
-            InDirectory(directory),
-            FORMAT.row_bytes,
-            1,
-            8 << 20,
+        self.scheduler = make_scheduler(
+            num_ranks=1,
+            destination=InDirectory(directory),
+            ring_bytes=8 << 20,
+            row_bytes=FORMAT.row_bytes,
             extract_all=False,
             sample_rate=RATE,
             budget=budget,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_harness import ROW_BYTES, make_request, schedule
+from scheduler_harness import ROW_BYTES, make_request, make_scheduler, schedule
 
 from vllm_ascend_hsx.connector.metadata import Prefix, RankState, WorkerReport
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, Source
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.sinks.destination import InDirectory
 
 BLOCK = 4
 TEXTS = st.lists(st.integers(0, 1), max_size=4)
@@ -79,9 +76,7 @@ class Engine:
         index = PrefixIndex(
             **{"max_files": 8, "max_bytes": 1 << 20, "row_bytes": ROW_BYTES, **options}
         )
-        self.scheduler = ExtractionScheduler(
-            InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=100_000, prefixes=index
-        )
+        self.scheduler = make_scheduler(ring_bytes=100_000, prefixes=index)
         self.now = 0.0
         assert self.scheduler._reuse is not None
         self.scheduler._reuse._clock = lambda: self.now

@@ -14,10 +14,9 @@ from scheduler_harness import FIRST_WEIGHTS, ROW_BYTES, make_request, make_sched
 
 from vllm_ascend_hsx.connector.admission import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks.destination import InDirectory, InStore
+from vllm_ascend_hsx.sinks.destination import InStore
 
 STORE = MooncakeOptions(master_server_address="localhost:50051")
 
@@ -110,9 +109,7 @@ def test_request_without_extraction_keeps_the_prefix_cache_and_gets_the_reason(
 
 
 def test_requests_without_extraction_cost_nothing() -> None:
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, extract_all=False
-    )
+    scheduler = make_scheduler(num_ranks=1, extract_all=False)
     ordinary, asking = (
         make_request("ordinary"),
         make_request("asking", kv_transfer_params={"hidden_states": True}),
@@ -130,9 +127,7 @@ def test_requests_without_extraction_cost_nothing() -> None:
 
 def test_prompts_beyond_the_limits_are_generated_without_rows_and_get_the_reason() -> None:
     limits = RequestLimits(max_files=2, max_bytes=10_000, row_bytes=ROW_BYTES)
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, limits=limits
-    )
+    scheduler = make_scheduler(num_ranks=1, limits=limits)
     requests = [make_request(f"cmpl-1-{prompt}-0123abcd") for prompt in range(3)]
     for request in requests:
         scheduler.on_new_request(request)
@@ -182,9 +177,7 @@ def test_workers_learn_of_an_end_once_in_the_next_step(status: str, aborted: boo
 def test_server_or_request_can_include_rows_of_generated_tokens(
     default: bool, params: dict[str, bool] | None, included: bool
 ) -> None:
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, include_output=default
-    )
+    scheduler = make_scheduler(num_ranks=1, include_output=default)
     request = make_request(
         "r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3
     )
@@ -226,8 +219,8 @@ def test_response_of_a_store_has_the_manifest_for_readers(
     include_output: bool, tokens: int, mode: str
 ) -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(
-        InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000
+    scheduler = make_scheduler(
+        num_ranks=1, destination=InStore(row_format, STORE), row_bytes=row_format.row_bytes
     )
     params = {"include_output_tokens": include_output}
     request = make_request(
@@ -267,11 +260,10 @@ def test_response_of_a_store_has_the_manifest_for_readers(
 
 def test_requests_cannot_choose_a_file_in_a_store() -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(
-        InStore(row_format, STORE),
-        row_format.row_bytes,
+    scheduler = make_scheduler(
         num_ranks=1,
-        ring_bytes=1000,
+        destination=InStore(row_format, STORE),
+        row_bytes=row_format.row_bytes,
         allow_path=True,
     )
     request = make_request("r", kv_transfer_params={"hidden_states_path": "a.safetensors"})

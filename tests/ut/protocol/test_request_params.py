@@ -58,8 +58,8 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
 
 
 def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionScheduler:
-    return ExtractionScheduler(
-        InDirectory(Path(directory)), 64, num_ranks=2, ring_bytes=1000, allow_path=allow_path
+    return scheduler_harness.make_scheduler(
+        destination=InDirectory(Path(directory)), allow_path=allow_path
     )
 
 
@@ -358,9 +358,7 @@ def test_unsampled_request_stops_at_the_decision() -> None:
             None,
         )  # and nothing else may be read
 
-    scheduler = ExtractionScheduler(
-        InDirectory(Path("/data")), 64, 1, 1000, extract_all=False, sample_rate=1e-9
-    )
+    scheduler = scheduler_harness.make_scheduler(extract_all=False, sample_rate=1e-9)
     request = Untouchable()
     scheduler.on_new_request(request)
     assert vars(request) == {}
