@@ -34,6 +34,7 @@ from benchmarks.pipeline.rows import (
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.storage_watch import StorageRules
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 from vllm_ascend_hsx.drafter.landing import HostChunk
@@ -83,9 +84,7 @@ def ring_bytes() -> int:
     return ring_bytes_of(server_settings(MINIMAX_M2, Path("/unused")))
 
 
-def _build_worker(
-    settled: ServerSettings, staging: StagingCache, device: torch.device
-) -> ExtractionWorker:
+def _build_worker(settled: ServerSettings, staging: StagingCache) -> ExtractionWorker:
     """Build a worker like AscendHiddenStatesConnector."""
     config, row_format = settled.config, settled.row_format
     ring = PinnedRing(ring_bytes_of(settled), row_format.row_shape, settled.dtype)
@@ -95,11 +94,10 @@ def _build_worker(
         staging=staging,
         ring=ring,
         sink=settled.destination.make_sink(row_format, ring.data),
-        device=device,
         num_writers=settled.num_writers(1),
-        storage_timeout=config.storage_timeout_s,
-        slow_storage=config.slow_storage,
-        description=settled.destination.description,
+        storage=StorageRules(
+            config.storage_timeout_s, config.slow_storage, settled.destination.description
+        ),
         check_finite=config.check_finite,
     )
 
@@ -176,7 +174,7 @@ class Pipeline:
             device=device,
             layer_order=settled.target.layer_order,
         )
-        self.worker = _build_worker(settled, self.staging, device)
+        self.worker = _build_worker(settled, self.staging)
         self.ring: PinnedRing = self.worker._lander._ring
         self._on_host = on_host
         self._watched = ExitStack()
@@ -288,7 +286,7 @@ class MainThread:
             device=device,
             layer_order=settled.target.layer_order,
         )
-        self._worker = _build_worker(settled, staging, device)
+        self._worker = _build_worker(settled, staging)
         name = "cache_only_layers.0"
         config = VllmConfig()
         self._proposer = HsxProposer.__new__(HsxProposer)

@@ -16,6 +16,7 @@ from sink_harness import listing
 
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.storage_watch import StorageRules
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
@@ -70,11 +71,8 @@ class Engine:
             staging=staging,
             ring=self.ring,
             sink=self.sink,
-            device=DEVICE,
             num_writers=num_writers,
-            storage_timeout=storage_timeout,
-            slow_storage=slow_storage,
-            description=str(directory),
+            storage=StorageRules(storage_timeout, slow_storage, str(directory)),
             check_finite=check_finite,
         )
         self.values: dict[tuple[str, int], float] = {}  # values of rows with an unusual value

@@ -26,6 +26,7 @@ from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import HsxStats
+from vllm_ascend_hsx.connector.storage_watch import StorageRules
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.protocol.api import ServerParams
@@ -128,13 +129,12 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             ring=ring,
             stored_row_bytes=row_format.stored_row_bytes,
             sink=settings.destination.make_sink(row_format, ring.data),
-            device=layer.staging.rows.device,
             num_writers=settings.num_writers(
                 parallel.tensor_parallel_size * parallel.data_parallel_size_local
             ),
-            storage_timeout=config.storage_timeout_s,
-            slow_storage=config.slow_storage,
-            description=settings.destination.description,
+            storage=StorageRules(
+                config.storage_timeout_s, config.slow_storage, settings.destination.description
+            ),
             check_finite=config.check_finite,
             files=files,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import SLOW_STORAGE, UNRESPONSIVE_STORAGE, StatsRecorder
@@ -77,13 +77,25 @@ class Reminder:
         self._logged_at = self._clock()
 
 
+class StorageRules(NamedTuple):
+    """The treatment of slow storage.
+
+    Attributes:
+        timeout: seconds that a step waits for storage that makes no progress.
+        slow_storage: see HsxConfig.
+        description: name of the storage in log lines.
+    """
+
+    timeout: float = 30.0
+    slow_storage: Literal["wait", "fail"] = "wait"
+    description: str = "the storage"
+
+
 class StorageWatch:
     """Watch the storage of one worker. Only the main thread may call methods that wait.
 
     Args:
-        storage_timeout: seconds that a step waits for storage that makes no progress.
-        slow_storage: see HsxConfig.
-        description: name of the storage in log lines.
+        rules: the treatment of slow storage.
         progress: progress of the worker.
         stats: records stalls.
 
@@ -94,17 +106,10 @@ class StorageWatch:
             slow_storage="wait". If so, new requests start one at a time.
     """
 
-    def __init__(
-        self,
-        storage_timeout: float,
-        slow_storage: Literal["wait", "fail"],
-        description: str,
-        progress: RankProgress,
-        stats: StatsRecorder,
-    ) -> None:
-        self.storage_timeout = storage_timeout
-        self.steps_wait = slow_storage == "wait"
-        self._description = description
+    def __init__(self, rules: StorageRules, progress: RankProgress, stats: StatsRecorder) -> None:
+        self.storage_timeout = rules.timeout
+        self.steps_wait = rules.slow_storage == "wait"
+        self._description = rules.description
         self._progress = progress
         self._stats = stats
         self._stall = Reminder(_STALLED_S)

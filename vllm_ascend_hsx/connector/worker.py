@@ -8,9 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
-
-import torch
 
 from vllm_ascend_hsx.compat.adapters import loaded_weights
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
@@ -27,7 +24,7 @@ from vllm_ascend_hsx.connector.metadata import (
 from vllm_ascend_hsx.connector.open_sources import OpenSources
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, HsxStats, StatsRecorder
-from vllm_ascend_hsx.connector.storage_watch import StorageWatch
+from vllm_ascend_hsx.connector.storage_watch import StorageRules, StorageWatch
 from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.drafter.landing import DeviceError, HostChunk, Lander
 from vllm_ascend_hsx.drafter.ring import PinnedRing
@@ -54,12 +51,12 @@ class ExtractionWorker:
 
     Args:
         rank: tensor-parallel rank. Requests with other owners are ignored.
-        staging, ring, device: slots of the cache-only layer, pinned memory, the worker's NPU.
+        staging, ring: slots of the cache-only layer, and pinned memory.
         sink: makes files.
         num_writers: returns the number of writer threads. Called here, and again in the first
             step, because vllm-ascend binds the process to CPUs at the end of the warm-up
             (bind_cpus, worker/worker.py:781 in 0.23.0).
-        storage_timeout, slow_storage, description: as for StorageWatch.
+        storage: the treatment of slow storage.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None if equal to a row of the ring.
         files: as for RankProgress.
@@ -72,11 +69,8 @@ class ExtractionWorker:
         staging: StagingCache,
         ring: PinnedRing,
         sink: Sink,
-        device: torch.device,
         num_writers: Callable[[], int],
-        storage_timeout: float = 30.0,
-        slow_storage: Literal["wait", "fail"] = "wait",
-        description: str = "the storage",
+        storage: StorageRules,
         check_finite: bool = False,
         stored_row_bytes: int | None = None,
         files: StoredFiles | None = None,
@@ -98,9 +92,7 @@ class ExtractionWorker:
         self._progress = RankProgress(ring.row_bytes, num_writers(), files)
         self._check = 1  # number of the last requested check for removed files
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
-        self._watch = StorageWatch(
-            storage_timeout, slow_storage, description, self._progress, self._stats
-        )
+        self._watch = StorageWatch(storage, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
         # Guards `_not_ended` and `_failure`. Notified when a file has ended.
         self._ended = threading.Condition()
@@ -111,7 +103,11 @@ class ExtractionWorker:
         staging.pass_on = self._pass_on
         self._batches = Batches(self._progress, ring, self._enter_batch)
         self._lander = Lander(
-            ring, device, self._deliver, self._on_device_error, self._batches.flush_all
+            ring,
+            staging.rows.device,
+            self._deliver,
+            self._on_device_error,
+            self._batches.flush_all,
         )
 
     # Main thread

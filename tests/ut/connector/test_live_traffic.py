@@ -27,6 +27,7 @@ from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.compat.engine import Share
 from vllm_ascend_hsx.connector.budget import DirectoryBudget, StoredFiles
 from vllm_ascend_hsx.connector.stats import HsxStats
+from vllm_ascend_hsx.connector.storage_watch import StorageRules
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
@@ -96,8 +97,8 @@ class Engine:
             staging=self.staging,
             ring=PinnedRing(8 << 20, FORMAT.row_shape, torch.float32),
             sink=FileSink(directory, FORMAT),
-            device=DEVICE,
             num_writers=lambda: 2,
+            storage=StorageRules(),
             files=StoredFiles.found_in(str(directory), Share(number, ENGINES)),
         )
         self.waiting: deque[Chat] = deque()

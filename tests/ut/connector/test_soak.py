@@ -33,6 +33,7 @@ from tracing import trace
 import vllm_ascend_hsx
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import HsxStats
+from vllm_ascend_hsx.connector.storage_watch import StorageRules
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
@@ -156,8 +157,8 @@ class Soak:
             staging=self._staging,
             ring=self._ring,
             sink=self._sink,
-            device=DEVICE,
             num_writers=lambda: 2,
+            storage=StorageRules(),
         )
         self._luck = random.Random(0)
         self._kinds = self._luck.choices(list(KINDS), list(KINDS.values()), k=10_000)

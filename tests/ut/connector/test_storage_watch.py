@@ -12,7 +12,7 @@ from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.progress import RankProgress, StepRate
 from vllm_ascend_hsx.connector.stats import StatsRecorder
-from vllm_ascend_hsx.connector.storage_watch import StorageWatch
+from vllm_ascend_hsx.connector.storage_watch import StorageRules, StorageWatch
 
 
 def test_step_that_waited_for_files_pauses_admission_and_then_starts_one_request_at_a_time(
@@ -32,7 +32,7 @@ def test_step_that_waited_for_files_pauses_admission_and_then_starts_one_request
             return 0.0
 
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
-    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
+    watch = StorageWatch(StorageRules(30.0, "wait", "/data"), progress, stats)
     load, cost = RankLoad(1000, 10), Cost(20, 0)
 
     def admitted() -> int:
@@ -66,7 +66,8 @@ def test_storage_stalls_only_while_waiting_rows_are_not_written(
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     waits, fails = (
-        StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail")
+        StorageWatch(StorageRules(30.0, option, "/data"), progress, stats)
+        for option in ("wait", "fail")
     )
     now = 100.0
     assert progress.stalled_for() == 0.0, "storage has nothing to do"
@@ -150,9 +151,8 @@ def test_step_waits_briefly_if_another_rank_is_unresponsive(
         now += timeout
         return False
 
-    watch = StorageWatch(
-        30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
-    )
+    progress = RankProgress(row_bytes=10, num_writers=1)
+    watch = StorageWatch(StorageRules(description="/data"), progress, StatsRecorder(0))
     watch.peer_is_unresponsive = peer_is_unresponsive
     assert not watch.wait(never, lambda: now)
     assert now == seconds
@@ -166,7 +166,7 @@ def test_storage_is_unresponsive_until_late_files_are_open(
     """No further step waits for the storage. Steps of other ranks wait for at most a second."""
     opener = HungOpener(monkeypatch, until=100.0)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
-    watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
+    watch = StorageWatch(StorageRules(4.0, slow_storage, "/data"), progress, stats)
     assert not watch.is_unresponsive
     assert not watch.wait_for_files(opener)  # type: ignore[arg-type]
     assert opener.now == pytest.approx(waits, abs=0.051)
@@ -187,7 +187,7 @@ def test_wait_for_slow_files_does_not_lengthen_the_next_wait(
     opener = HungOpener(monkeypatch)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     progress.step_rate = StepRate(lambda: opener.now)
-    watch = StorageWatch(4.0, "fail", "/data", progress, stats)
+    watch = StorageWatch(StorageRules(4.0, "fail", "/data"), progress, stats)
     waits = []
     for step in range(60):
         began = opener.now
@@ -228,7 +228,7 @@ def test_pause_after_a_hang_is_at_most_the_storage_timeout(
 ) -> None:
     opener = HungOpener(monkeypatch, until=hang)
     progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
-    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
+    watch = StorageWatch(StorageRules(30.0, "wait", "/data"), progress, stats)
     watch.wait_for_files(opener)  # type: ignore[arg-type]
     ended = opener.now
     opener.now = ended + rest - 0.1
