@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 # Parts of the checkout: the contents of the sdist, and some other files.
 SOURCES = (
     "pyproject.toml",
+    "setup.py",
     "MANIFEST.in",
     "README.md",
     "README.zh.md",

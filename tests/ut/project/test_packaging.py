@@ -1,12 +1,14 @@
 """What is in sdist and wheel, and what installing them pulls in."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_string
 from importlib import import_module
 from importlib.metadata import requires
 from pathlib import Path
@@ -47,6 +49,19 @@ assert torch.equal(load(path, verify=True).hidden_states, states.hidden_states)
 (batch,) = DataLoader(HiddenStatesDataset(directory, verify=True), collate_fn=collate, num_workers=1)
 print(states.hidden_states.float().sum().item(), batch["token_ids"].tolist())
 assert not {"vllm", "vllm_ascend", "torch_npu"} & set(sys.modules)
+"""
+# Prints the metadata of an sdist, as a build of the wheel makes them.
+METADATA = """
+import os, sys, tarfile, tempfile
+from setuptools import build_meta
+
+work = tempfile.mkdtemp()
+with tarfile.open(sys.argv[1]) as sdist:
+    sdist.extractall(work, filter="data")
+os.chdir(os.path.join(work, os.listdir(work)[0]))
+sys.stdout, printed = sys.stderr, sys.stdout
+name = build_meta.prepare_metadata_for_build_wheel(".")
+print(open(os.path.join(name, "METADATA")).read(), file=printed)
 """
 # Prints how many modules there are, and for those that cannot be imported what is missing, or why.
 IMPORTS = """
@@ -136,6 +151,29 @@ def test_the_wheel_has_no_emulator_no_cpp_and_no_test_fixtures(wheel: set[str]) 
     assert suffixes == {".py", ".json", ".typed"}
     named = {name for name in wheel if re.search("emulator|quantised|/loop/", name)}
     assert named == set()
+
+
+@pytest.mark.parametrize("repository", ["", "https://repository.invalid/hsx"])
+def test_the_description_has_no_relative_links_and_urls_name_the_given_repository(
+    repository: str, built: Path
+) -> None:
+    environment = {**os.environ, "HSX_REPO_URL": repository + "/" * bool(repository)}
+    done = subprocess.run(
+        [sys.executable, "-c", METADATA, next(built.glob("*.tar.gz"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    metadata = message_from_string(done.stdout)
+    body = metadata.get_payload()
+    assert isinstance(body, str) and "make demo" in body
+    links = re.findall(r"\]\(([^)]*)\)", body)
+    assert [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
+    pages = [link.removeprefix(f"{repository}/blob/main/") for link in links]
+    assert ("docs/train.md" in pages) == bool(repository)
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL") or [])
+    assert urls.get("Source") == (repository or None)
 
 
 def test_the_wheel_of_the_emulator_has_its_sources_and_torch_npu(emulator_wheel: Path) -> None:
