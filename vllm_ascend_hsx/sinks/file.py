@@ -186,20 +186,7 @@ class DirectorySink(Sink):
         arrived_ns: int | None,
     ) -> RequestFile:
         """Make readers wait for a request. Raises SinkError."""
-        session, reason = self._session, ""
-        cause: Exception | None = None
-        try:
-            session = self._current_session()
-        except UserError as error:
-            reason, cause = str(error), error
-        except OSError as error:
-            is_gone = isinstance(error, FileNotFoundError)
-            problem = (
-                f"{self._directory} no longer exists"
-                if is_gone
-                else f"{self._directory} cannot be used"
-            )
-            reason, cause = describe(problem, error), error
+        session, reason, cause = self._usable_session()
         if cause is not None and not session.is_at_its_path():
             raise SinkError(request_id, path, reason) from cause
         try:
@@ -210,18 +197,8 @@ class DirectorySink(Sink):
         file = RequestFile(
             self, session, storage, request_id, path, relative, expected_tokens, arrived_ns
         )
-        may_be_used = not self._has_unique_name(file)
         try:
-            file.gid = session.group_in(storage)
-            if may_be_used:  # before locking: readers of existing rows need not wait
-                self._require_unused(file)
-            if self.options.use_lock:
-                file.lock = session.hold_lock(
-                    storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0]
-                )
-            if may_be_used:  # from here on no other request can publish under this name
-                self._require_unused(file)
-                storage.unlink(file.name + ERROR_SUFFIX)
+            self._claim_name(file)
         except SinkError:
             file.withdraw()
             raise
@@ -238,6 +215,37 @@ class DirectorySink(Sink):
         with self._mutex:
             session.users += 1
         return file
+
+    def _usable_session(self) -> tuple[Session, str, Exception | None]:
+        """Return the session, and reason and cause if no file can be opened there, else "", None."""
+        try:
+            return self._current_session(), "", None
+        except UserError as error:
+            return self._session, str(error), error
+        except OSError as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            problem = "no longer exists" if is_gone else "cannot be used"
+            return self._session, describe(f"{self._directory} {problem}", error), error
+
+    def _claim_name(self, file: RequestFile) -> None:
+        """Lock the name of a request, and remove an error file of an earlier request.
+
+        Raises:
+            SinkError: the name already has rows.
+            LockHeldError: another request or server is writing this file.
+            OSError: the storage fails.
+        """
+        session, storage = file.session, file.storage
+        may_be_used = not self._has_unique_name(file)
+        file.gid = session.group_in(storage)
+        if may_be_used:  # before locking: readers of existing rows need not wait
+            self._require_unused(file)
+        if self.options.use_lock:
+            folder = file.relative.rpartition("/")[0]
+            file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid, folder)
+        if may_be_used:  # from here on no other request can publish under this name
+            self._require_unused(file)
+            storage.unlink(file.name + ERROR_SUFFIX)
 
     def _enter(self, session: Session, folders: list[str]) -> Storage:
         """Open the folder of a file. Raises OSError.
