@@ -1,4 +1,4 @@
-"""Attention by its definition, in float64, and paged caches for operators that must equal it."""
+"""Define attention in float64 and build paged caches for the operators under test."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ def running_totals(lengths: Lengths, index: int) -> list[int]:
 
 
 def sees(mode: int, query: int, key: int, queries: int, keys: int, window: tuple[int, int]) -> bool:
-    """Return True if sparse mode `mode` shows a key to a query; `window` is (before, after)."""
+    """Return True if the query sees the key in sparse mode `mode`; `window` is (before, after)."""
     if mode == 0:
         return True
     if mode == 2:
         return key <= query
     distance = key - (query + keys - queries)  # 0 for the last query and the last key
     return distance <= 0 if mode == 3 else -window[0] <= distance <= window[1]
+
+
+def seen_by(lengths: Lengths, mode: int) -> list[tuple[int, list[int]]]:
+    """Return the sequence and the visible keys of each query."""
+    return [
+        (sequence, [key for key in range(keys) if sees(mode, query, key, queries, keys, (0, 0))])
+        for sequence, (queries, keys) in enumerate(lengths)
+        for query in range(queries)
+    ]
 
 
 def attention(
@@ -36,12 +45,12 @@ def attention(
     window: tuple[int, int] = (0, 0),
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(q k) v [T, heads, D] and the log of the sum of exp of scores [T, heads].
+    """Return softmax(q k) v [T, heads, D] and log(sum(exp(scores))) [T, heads].
 
-    Works on one query and one head at a time. `lengths` are (queries, keys) per sequence, `query`
-    is [T, heads, K]. Each sequence has keys [n, kv_heads, K] and values [n, kv_heads, D]. A query
-    that sees no key gives zeros and +inf. A sink is one more key per head, whose score is given and
-    whose value is zero.
+    The loops handle one query and one head at a time. `lengths` are (queries, keys) per sequence,
+    `query` is [T, heads, K]. Each sequence has keys [n, kv_heads, K] and values [n, kv_heads, D].
+    A query that sees no key gets zeros and +inf. A sink adds one key per head: `sink` holds the
+    scores, and the values are zero.
     """
     heads, kv_heads = query.shape[1], values[0].shape[1]
     out = torch.zeros(len(query), heads, values[0].shape[2], dtype=torch.float64)
@@ -61,11 +70,11 @@ def attention(
 
 
 def page(*parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Lay the rows of each sequence into shuffled blocks.
+    """Copy the rows of each sequence into shuffled blocks.
 
-    Returns a cache [blocks, 16, ...] per part, and the table [sequences, n]. Other rows are
-    NaN, so a reference that looks there, even with weight 0, gives NaN. Entries of the table past a
-    sequence's blocks are garbage that must not be followed.
+    Return a cache [blocks, 16, ...] per part and the block table [sequences, n]. Unused rows are
+    NaN, so a reference that reads them returns NaN, even with weight 0. Table entries past the
+    blocks of a sequence are invalid block numbers.
     """
     lengths = [len(rows) for rows in parts[0]]
     widest = max(-(-n // BLOCK) for n in lengths) or 1

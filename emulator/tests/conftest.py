@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the emulated NPU: late mode on or off, and a smaller memory."""
+"""Fixtures of the emulator's tests: late mode, queue mode, device memory and hccl ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if find_spec("torch_npu") is None:
     activate(npus=8, late=True, queue=True)
 
 import torch
-import torch_npu  # noqa: F401 - brings torch.npu
+import torch_npu  # noqa: F401 - registers torch.npu
 from hccl_ranks import Ranks
 
 from ascend_npu_emulator.native import core
@@ -21,13 +21,13 @@ from ascend_npu_emulator.native import core
 
 @pytest.fixture
 def late() -> Iterator[None]:
-    """Late mode without queue mode; queued work is finished before and after the test."""
+    """Enable late mode without queue mode. Finish queued work before and after the test."""
     yield from _mode(True)
 
 
 @pytest.fixture(params=["prompt", "late"])
 def any_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the test twice, without queue mode: work runs when it is called, or late."""
+    """Run the test in prompt mode and in late mode, both without queue mode."""
     yield from _mode(request.param == "late")
 
 
@@ -44,7 +44,7 @@ def _mode(late: bool) -> Iterator[None]:
 
 @pytest.fixture
 def queue_mode() -> Iterator[None]:
-    """Queue mode; failures that were injected are forgotten after the test."""
+    """Enable queue mode. Clear failed tasks after the test."""
     before = core.queue()
     core.set_queue(True)
     yield
@@ -59,7 +59,7 @@ def _settle() -> None:
 
 @pytest.fixture
 def set_hbm() -> Iterator[Callable[[int], None]]:
-    """Set the memory of every NPU, in bytes, for the test."""
+    """Yield a function that sets the memory of every NPU, in bytes, for the test."""
     _, total = torch.npu.mem_get_info()
     yield core.set_hbm
     core.set_hbm(total)
@@ -69,7 +69,7 @@ def set_hbm() -> Iterator[Callable[[int], None]]:
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
-    """Processes that are the ranks of one hccl group."""
+    """Start one process per rank of an hccl group."""
     group = Ranks(request.param, tmp_path_factory.mktemp("hccl"))
     yield group
     group.close()
@@ -77,5 +77,5 @@ def ranks(
 
 @pytest.fixture(params=[False, True], ids=["prompt", "late"])
 def late_ranks(request: pytest.FixtureRequest) -> bool:
-    """True if the ranks run in late mode."""
+    """Return True if the ranks run in late mode."""
     return request.param

@@ -1,4 +1,4 @@
-"""Shared by the tests of the emulated NPU: tensors, streams, graphs, tables and comparisons."""
+"""Helpers of the emulator's tests: tensors, streams, graphs, test tables and comparisons."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch_npu  # noqa: F401 - brings torch.npu; conftest.py has made it importable
+import torch_npu  # noqa: F401 - registers torch.npu; conftest.py makes it importable
 
 NPU = torch.device("npu:0")
 MIB = 1 << 20
 RACE = "NPU stream race"
-# (absolute, relative): one rounding to the dtype, and the order of sums in float32.
+# (absolute, relative) errors: one rounding to the dtype, and another order of float32 sums.
 TOLERANCE = {
     torch.float32: (2e-6, 1e-5),
     torch.bfloat16: (2**-12, 2**-8),
@@ -21,12 +21,12 @@ TOLERANCE = {
 
 
 def scenarios(names: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
-    """Run a test once per entry of `table`: its key is the id, its value the arguments `names`."""
+    """Run a test once per entry of `table`. The key is the id, the value the arguments `names`."""
     return pytest.mark.parametrize(names, list(table.values()), ids=list(table))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normally distributed numbers on the host, the same for the same seed."""
+    """Return normally distributed numbers on the host. Equal seeds give equal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -35,7 +35,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def full(value: float, *shape: int) -> torch.Tensor:
-    """Return a tensor of `value` on the device, [4] by default."""
+    """Return a device tensor filled with `value`. The default shape is [4]."""
     return torch.full(shape or (4,), value, device=NPU)
 
 
@@ -45,7 +45,7 @@ def pinned(*values: float) -> torch.Tensor:
 
 @contextmanager
 def side_stream() -> Iterator[torch.npu.Stream]:
-    """Make a new stream current, ordered after the work of the stream that was current."""
+    """Switch to a new stream, ordered after the work of the current stream."""
     stream = torch.npu.Stream()
     stream.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
@@ -53,7 +53,7 @@ def side_stream() -> Iterator[torch.npu.Stream]:
 
 
 def capture(body: Callable[[], object], **options: object) -> torch.npu.NPUGraph:
-    """Return a graph of what `body` launches."""
+    """Capture the work that `body` launches and return the graph."""
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph, **options):
         body()
@@ -68,7 +68,7 @@ def replay_aside(graph: torch.npu.NPUGraph) -> torch.npu.Stream:
 
 
 def close(actual: torch.Tensor, exact: torch.Tensor, roundings: float = 1) -> None:
-    """Assert that `actual` is `exact` (float64), up to `roundings` roundings of its dtype."""
+    """Assert that `actual` equals `exact` (float64), up to `roundings` roundings to the dtype."""
     absolute, relative = TOLERANCE[actual.dtype]
     torch.testing.assert_close(
         actual.double(), exact, atol=roundings * absolute, rtol=roundings * relative

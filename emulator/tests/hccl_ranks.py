@@ -1,4 +1,4 @@
-"""A few processes, each a rank of an hccl group, that run functions sent to them."""
+"""Processes that form an hccl group and run the functions that a test sends to each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
-    import torch_npu  # noqa: F401 - brings torch.npu
+    import torch_npu  # noqa: F401 - registers torch.npu
 
     from ascend_npu_emulator.native import core
 
@@ -27,20 +27,20 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("hccl", store=dist.FileStore(store, size), rank=rank, world_size=size)
     while (task := pipe.recv()) is not None:
         scenario, late = task
-        torch.npu.synchronize()  # a scenario that failed may have left work behind
+        torch.npu.synchronize()  # a failed scenario may leave queued work
         core.set_late(late)
-        core.set_queue(False)  # an error of queued work is raised where a rank waits for it
+        core.set_queue(False)  # a rank that waits for queued work raises the error
         try:
             answer = ("ok", scenario(rank, size))
             torch.npu.synchronize()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks the error
             answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         pipe.send(answer)
     dist.destroy_process_group()
 
 
 class Ranks:
-    """`size` processes with one hccl group over all of them; rank r uses NPU r."""
+    """`size` processes that form one hccl group. Rank r uses NPU r."""
 
     def __init__(self, size: int, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -60,7 +60,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, scenario: Scenario, late: bool = False) -> list[Any]:
-        """Return each rank's result. Raises AssertionError with the traceback of a failure."""
+        """Return the result of each rank. Raise AssertionError with the traceback if one fails."""
         answers = self.outcomes(scenario, late)
         failures = [
             f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"
@@ -71,14 +71,14 @@ class Ranks:
     def outcomes(
         self, scenario: Scenario, late: bool = False, leaver: int | None = None
     ) -> list[tuple[str, Any]]:
-        """Return ("ok", result) or ("error", text) of each rank, but for one that ends itself."""
+        """Return ("ok", result) or ("error", text) per rank. Skip rank `leaver`, which exits."""
         for pipe in self._pipes:
             pipe.send((scenario, late))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if rank == leaver:
                 continue
-            # However long it takes: its first scenario includes the import of torch.
+            # No timeout: the first scenario of a rank includes the import of torch.
             assert pipe in connection.wait([pipe, self._processes[rank].sentinel]), (
                 f"rank {rank} has ended: {scenario}"
             )
@@ -86,7 +86,7 @@ class Ranks:
         return answers
 
     def kill(self) -> None:
-        """End processes whose groups can no longer be left."""
+        """Kill processes that can no longer leave the group."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""Arguments, by a seed, for every operator that is called on the device and in graphs."""
+"""Build arguments from a seed for each operator that is tested on the device and in graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def experts(seed: int) -> torch.Tensor:
 
 
 def attention(seed: int, **options: Any) -> Call:
-    """Two sequences of one query over a paged cache of blocks of 16."""
+    """Return two sequences with one query each, over a paged cache with blocks of 16."""
     table = torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32)
     return (
         random(2, 4, 16, seed=seed),
@@ -68,7 +68,7 @@ def outputs() -> list[torch.Tensor]:
 
 
 def latent_attention(seed: int) -> Call:
-    """Two queries of 8 heads against a shared latent, and the output with the heads first."""
+    """Return two queries of 8 heads over shared latents. The output layout puts heads first."""
     shapes = ((2, 8, 512), (2, 8, 64), (3, 1, 16, 512), (3, 1, 16, 64))
     query, rope, keys, key_rope = (half(*shape, seed=seed + i) for i, shape in enumerate(shapes))
     return (query, keys, keys.clone()), {
@@ -97,7 +97,7 @@ def latent_cache(seed: int, rows: bool) -> Call:
 
 
 def two_sequences(seed: int) -> dict[str, Any]:
-    """Two sequences of one and two queries over a paged cache of blocks of 16."""
+    """Return options for two sequences, with one and two queries, over blocks of 16."""
     table = torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32)
     return {"actual_seq_lengths_query": int32(1, 3), "block_table": table, "layout_query": "TND"}
 
@@ -119,7 +119,7 @@ def indexer(seed: int) -> Call:
 def sparse_attention(seed: int) -> Call:
     shapes = ((3, 2, 512), (3, 2, 64), (5, 16, 1, 512), (5, 16, 1, 64))
     query, rope, keys, key_rope = (half(*shape, seed=seed + i) for i, shape in enumerate(shapes))
-    query = query.transpose(0, 1).contiguous().transpose(0, 1)  # as vllm-ascend gives it
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)  # the strides of vllm-ascend
     ropes = {"query_rope": rope, "key_rope": key_rope}
     chosen = int32(3, 17 - seed, 2, 0, 1, -1, 8, 0, -1).view(3, 1, 3)
     return (query, keys, keys.clone(), chosen, 0.1), {
@@ -193,7 +193,7 @@ def int8_sparse_attention(seed: int) -> Call:
 
 
 def preprocessed(seed: int) -> Call:
-    """Two rows of 32 elements with a latent query of 32, and two heads of 16 and 64 elements."""
+    """Return two rows of 32 elements, a latent query of 32, and two heads of 16 + 64 elements."""
     caches = [torch.zeros(2, 4, 1, width).bfloat16() for width in (512, 64)]
     turns = [half(2, 1, 1, 64, seed=seed + i) for i in range(2)]
     layers = [
@@ -228,14 +228,14 @@ def quantised_grouped(seed: int) -> Call:
 
 
 def int4(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return int32 of which each holds eight numbers."""
+    """Return int32 numbers that hold eight int4 numbers each."""
     return torch.randint(
         -(2**31), 2**31, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32
     )
 
 
 def scales_of_int4(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return int64 with the bits of float32 in the lower halves."""
+    """Return int64 scales with the bits of a float32 in the lower half."""
     return (random(*shape, seed=seed).abs() / 100 + 0.001).view(torch.int32).long()
 
 
@@ -302,7 +302,7 @@ def store_fractal(seed: int) -> Call:
 
 
 def int8_attention(seed: int) -> Call:
-    """Two sequences of one query over a paged int8 cache of blocks of 32."""
+    """Return two sequences with one query each, over a paged int8 cache with blocks of 32."""
     scales = {
         f"{name}_antiquant_scale": half(2, 1, 32, seed=i).abs()
         for i, name in enumerate(("key", "value"))
@@ -334,7 +334,7 @@ def turn(seed: int, heads: int) -> Call:
 
 
 def adapters(seed: int, runs: bool) -> tuple[torch.Tensor, ...]:
-    """Return the adapter of each of three rows, or of runs of rows and their lengths."""
+    """Return the adapter of each of three rows, or the adapters and lengths of runs of rows."""
     return (
         (torch.tensor([seed % 2, -1]), torch.tensor([2, 1]))
         if runs
@@ -363,7 +363,7 @@ def expand(seed: int, runs: bool) -> Call:
     ), {}
 
 
-# The operator's qualified name, and after a comma what is special about the call.
+# The key is the qualified name of the operator. A note about the call may follow a comma.
 CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_rms_norm": lambda seed: ((random(3, 8, seed=seed), random(8)), {"epsilon": 1e-5}),
     "npu::npu_add_rms_norm": norm,
@@ -381,7 +381,7 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_rotary_mul": lambda seed: turn(seed, 1),
     "npu::npu_apply_rotary_pos_emb": lambda seed: turn(seed, 2),
     "npu::npu_format_cast": lambda seed: ((random(3, 8, seed=seed), 2), {}),
-    "npu::npu_format_cast, of a transposed tensor": lambda seed: (
+    "npu::npu_format_cast, transposed tensor": lambda seed: (
         (random(4, 4, seed=seed).t(), 29),
         {},
     ),
@@ -416,14 +416,14 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_lightning_indexer": indexer,
     "npu::npu_moe_gating_top_k_softmax": lambda seed: ((random(3, 8, seed=seed),), {"k": 2}),
     "npu::npu_moe_init_routing_v2": init_routing,
-    "npu::npu_moe_init_routing_v2, of some experts": lambda seed: init_routing(seed, active=(1, 3)),
+    "npu::npu_moe_init_routing_v2, some experts": lambda seed: init_routing(seed, active=(1, 3)),
     "npu::npu_moe_token_permute": lambda seed: (
         (random(3, 4, seed=seed), experts(seed).long()),
         {},
     ),
     "npu::npu_grouped_matmul": grouped,
     "npu::npu_grouped_matmul, quantised": quantised_grouped,
-    "npu::npu_grouped_matmul, of int4": int4_grouped,
+    "npu::npu_grouped_matmul, int4": int4_grouped,
     "npu::npu_quantize": lambda seed: (
         (half(3, 8, seed=seed), half(8, seed=5).abs() * 30, half(8, seed=6), 12, -1, False),
         {},
@@ -434,11 +434,11 @@ CASES: dict[str, Callable[[int], Call]] = {
         (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()),
         {"bias": int8(5).int() * 9, "output_dtype": 15},
     ),
-    "npu::npu_quant_matmul, of rows with scales": lambda seed: (
+    "npu::npu_quant_matmul, with row scales": lambda seed: (
         (int8(3, 8, seed=seed), int8(8, 5), half(5, seed=1)),
         {"pertoken_scale": random(3, seed=seed).abs(), "output_dtype": 15},
     ),
-    "npu::npu_quant_matmul, of which the sums are wanted": lambda seed: (
+    "npu::npu_quant_matmul, int32 sums": lambda seed: (
         (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()),
         {"output_dtype": 3},
     ),
@@ -504,7 +504,7 @@ CASES: dict[str, Callable[[int], Call]] = {
     ),
     "_C_ascend::grouped_matmul_swiglu_quant_v2": int4_swiglu,
     "_C_ascend::npu_dequant_swiglu_quant": lambda seed: sums_of_int8(seed, swiglu_mode=1),
-    "_C_ascend::npu_dequant_swiglu_quant, of a group": lambda seed: sums_of_int8(
+    "_C_ascend::npu_dequant_swiglu_quant, one group": lambda seed: sums_of_int8(
         seed, group_index=torch.tensor([2 + seed])
     ),
     **{
@@ -523,7 +523,7 @@ CASES: dict[str, Callable[[int], Call]] = {
 
 
 def split(qualified: str) -> tuple[str, str]:
-    """Return namespace and name, which may have an overload."""
+    """Return the namespace and the name. The name may end with an overload."""
     namespace, _, name = qualified.partition(",")[0].partition("::")
     return namespace, name
 
@@ -540,7 +540,7 @@ def reference(qualified: str) -> Callable[..., Any]:
 
 
 def arguments(qualified: str, seed: int, device: str) -> Call:
-    """Return the arguments of a case, on `device` but for those that stay on the host."""
+    """Return the arguments of a case on `device`. Arguments in HOST stay on the host."""
     args, kwargs = CASES[qualified](seed)
     move = lambda value: value.to(device) if isinstance(value, torch.Tensor) else value  # noqa: E731
     return tree_map(move, args), {

@@ -21,7 +21,7 @@ SCORE_OUT = "npu::npu_fused_infer_attention_score.out"
 
 
 def test_every_shape_function_has_a_case() -> None:
-    assert SHAPES.keys() - COMPOSITES <= CASES.keys()  # those need other ranks
+    assert SHAPES.keys() - COMPOSITES <= CASES.keys()  # composites need other ranks
 
 
 @pytest.mark.usefixtures("any_mode")
@@ -46,7 +46,7 @@ def test_operator_equals_its_reference_on_each_stream(
 
 @pytest.mark.usefixtures("any_mode")
 @pytest.mark.parametrize("qualified", CASES)
-def test_replay_equals_the_call(qualified: str) -> None:
+def test_replay_equals_a_direct_call(qualified: str) -> None:
     call, given = operator(qualified), arguments(qualified, 0, "npu")
     untouched = on_host(given)
     graph = torch.npu.NPUGraph()
@@ -77,27 +77,27 @@ def test_meta_kernel_has_the_shapes_of_the_reference(qualified: str) -> None:
 
 
 NO_REFERENCE: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
-    "of torch_npu": (
+    "torch_npu": (
         lambda x: torch_npu.npu_clipped_swiglu(x),
         "npu::npu_clipped_swiglu has no reference",
     ),
-    "of vllm-ascend": (
+    "vllm-ascend": (
         lambda x: torch.ops._C_ascend.npu_sign_bits_pack(x, 1),
         "_C_ascend::npu_sign_bits_pack has no reference",
     ),
-    "that nobody has": (lambda x: torch_npu.npu_no_such_function(x), "npu_no_such_function"),
+    "unknown name": (lambda x: torch_npu.npu_no_such_function(x), "npu_no_such_function"),
 }
 
 
 @scenarios("call, message", NO_REFERENCE)
-def test_an_operator_without_a_reference_raises_with_its_name(
+def test_operator_without_a_reference_is_named_in_the_error(
     call: Callable[[torch.Tensor], object], message: str
 ) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call(full(1.0, 2, 4))
 
 
-def test_a_wrong_argument_is_an_error_on_the_device_too() -> None:
+def test_device_call_rejects_a_wrong_dtype() -> None:
     page, row = full(0.0, 2, 16, 1, 4), full(0.0, 1, 1, 4)
     with pytest.raises(ValueError, match="_npu_reshape_and_cache: slot_indices: dtype torch.int64"):
         torch_npu._npu_reshape_and_cache(
@@ -108,7 +108,7 @@ def test_a_wrong_argument_is_an_error_on_the_device_too() -> None:
 # ---- graphs ----
 
 
-def test_in_place_results_are_the_arguments() -> None:
+def test_captured_out_operator_returns_the_given_tensors() -> None:
     args, kwargs = arguments(SCORE_OUT, 0, "npu")
     with torch.npu.graph(torch.npu.NPUGraph()):
         results = operator(SCORE_OUT)(*args, **kwargs)
@@ -117,7 +117,7 @@ def test_in_place_results_are_the_arguments() -> None:
     ]
 
 
-def test_numbers_and_host_tensors_are_read_at_the_capture() -> None:
+def test_capture_reads_numbers_and_host_tensors_once() -> None:
     fused, paged = arguments(SCORE_OUT, 0, "npu"), arguments("atb::_npu_paged_attention", 0, "npu")
     outputs = fused[1]["out"][0], paged[1]["out"]
     graph = torch.npu.NPUGraph()
@@ -132,10 +132,10 @@ def test_numbers_and_host_tensors_are_read_at_the_capture() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_the_race_detector_knows_what_a_reference_reads_and_writes() -> None:
+def test_race_detector_tracks_reads_and_writes_of_a_reference() -> None:
     args, kwargs = arguments(SCORE_OUT, 0, "npu")
     stream = replay_aside(capture(lambda: operator(SCORE_OUT)(*args, **kwargs)))
-    args[1].sum()  # the keys are only read
+    args[1].sum()  # the graph only reads the keys
     for touch in (lambda: kwargs["out"][0] + 1, lambda: args[1].zero_()):
         with pytest.raises(RuntimeError, match=f"{RACE}: .*{SCORE_OUT} on stream"):
             touch()
@@ -149,7 +149,7 @@ def reads_values(x: torch.Tensor) -> torch.Tensor:
 SCHEMA = "reads_values(Tensor x) -> Tensor"
 
 
-def test_an_operator_whose_shapes_are_unknown_cannot_be_captured() -> None:
+def test_operator_with_unknown_shapes_cannot_be_captured() -> None:
     call = recordable("test::reads_values", SCHEMA, reads_values, reads_values)
     x = full(2.0)
     assert call(x).tolist() == [2, 2]
@@ -160,7 +160,7 @@ def test_an_operator_whose_shapes_are_unknown_cannot_be_captured() -> None:
         call(x)
 
 
-def test_a_wrong_shape_is_an_error_at_the_replay() -> None:
+def test_replay_reports_a_wrong_result_shape() -> None:
     call, x = (
         recordable("test::reads_values", SCHEMA, reads_values, lambda x: x.new_empty(3)),
         full(2.0),
@@ -174,7 +174,7 @@ def test_a_wrong_shape_is_an_error_at_the_replay() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_invalid_arguments_raise_when_the_host_waits() -> None:
+def test_synchronize_raises_the_error_of_an_invalid_replay() -> None:
     args, kwargs = arguments("npu::npu_grouped_matmul", 0, "npu")
     graph = capture(lambda: torch.ops.npu.npu_grouped_matmul(*args, **kwargs))
     kwargs["group_list"].fill_(9)
@@ -207,7 +207,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("any_mode")
-def test_a_triton_kernel_runs_in_the_order_of_its_stream() -> None:
+def test_triton_kernel_runs_in_stream_order() -> None:
     x, factor, out = operands()
     with side_stream() as stream:
         x.add_(1)
@@ -218,14 +218,14 @@ def test_a_triton_kernel_runs_in_the_order_of_its_stream() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_triton_kernel_without_a_wait_for_its_output_is_a_race() -> None:
+def test_triton_launch_without_a_wait_is_a_race() -> None:
     out = full(0.0, 6)
     with torch.npu.stream(torch.npu.Stream()), pytest.raises(RuntimeError, match=RACE):
         launch(*operands()[:2], out)
 
 
 @pytest.mark.usefixtures("any_mode")
-def test_a_triton_kernel_is_captured_and_replayed() -> None:
+def test_triton_kernel_is_captured_and_replayed() -> None:
     x, factor, out = operands()
     graph = capture(lambda: launch(x, factor, out))
     assert out.tolist() == [0] * 6
@@ -235,7 +235,7 @@ def test_a_triton_kernel_is_captured_and_replayed() -> None:
         assert out.tolist() == [10 * value * i for i in range(6)]
 
 
-def test_traced_triton_launch_is_refused() -> None:
+def test_torch_compile_rejects_a_triton_launch() -> None:
     compiled = torch.compile(launch, backend="eager", fullgraph=True)
     with pytest.raises(
         torch._dynamo.exc.Unsupported, match=r"scale_kernel in torch.compile is not implemented"
@@ -244,7 +244,7 @@ def test_traced_triton_launch_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_the_race_detector_learns_what_a_triton_kernel_writes_from_its_first_run() -> None:
+def test_race_detector_tracks_writes_of_a_triton_kernel_after_the_first_run() -> None:
     x, factor, out = operands()
     graph = capture(lambda: launch(x, factor, out))
     graph.replay()

@@ -1,4 +1,4 @@
-"""Products of int8 rows and int4 matrices, against definitions in Python's numbers."""
+"""Test products of int8 rows and int4 matrices against definitions in Python numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ascend_npu_emulator.ops.poison import POISON
 from ascend_npu_emulator.ops.quantization import int4 as operators
 
 BF16, INT8_POISON = 15, 127
-ROUNDINGS = 2**-10  # of two halves to float16, in units of the sum of their magnitudes
-OF_SCALE = 2**-10  # what the matrix unit drops of a scale
+ROUNDINGS = 2**-10  # two halves rounded to float16, relative to the sum of magnitudes
+OF_SCALE = 2**-10  # the matrix unit drops the 13 lowest bits of a scale
 
 
 def numbers_of(packed: torch.Tensor) -> list[list[int]]:
-    """Return the int4 numbers of a matrix of int32, by the text of its hexadecimal digits."""
+    """Return the int4 numbers of an int32 matrix, read from the hexadecimal digits."""
     rows = [[f"{word & 0xFFFFFFFF:08x}" for word in row] for row in packed.tolist()]
     return [
         [int(digit, 16) - 16 * (int(digit, 16) > 7) for word in row for digit in reversed(word)]
@@ -32,7 +32,7 @@ def numbers_of(packed: torch.Tensor) -> list[list[int]]:
 def plain(
     row: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
 ) -> tuple[list[float], list[float]]:
-    """Return the scaled product of a row and what float16 may change of it, for each column.
+    """Return the scaled product of a row and the error bound of float16, for each column.
 
     Args:
         scales: float32 [parts, N].
@@ -61,7 +61,7 @@ def plain(
 
 
 def compensation(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return 8 times the sum of each column's scaled numbers, of one matrix."""
+    """Return 8 times the sum of the scaled numbers of each column of a matrix."""
     numbers = torch.tensor(numbers_of(packed)).double()
     return (
         8 * (numbers * scales.double().repeat_interleave(len(numbers) // len(scales), 0)).sum(0)
@@ -76,7 +76,7 @@ GROUPS = [[2, 0, 3], [0, 6, 0], [0, 0, 0]]
 
 
 def group_of(counts: list[int], row: int) -> int | None:
-    """Return the group of a row; None after the last."""
+    """Return the group of a row, or None for a row after the last group."""
     ends = torch.tensor(counts).cumsum(0).tolist()
     return next((group for group, end in enumerate(ends) if row < end), None)
 
@@ -130,7 +130,7 @@ def test_int4_product_is_exact_except_for_rounding_of_its_halves(
 
 
 def test_both_halves_are_rounded_to_float16_before_the_sum() -> None:
-    """127 = 16 * 7 + 7 + 8, so with numbers of 7 each half of a row of 64 is 3136."""
+    """127 = 16 * 7 + 7 + 8. With int4 numbers of 7, each half of a row of 64 is 3136."""
     x, weight = (
         torch.full((1, 64), 127, dtype=torch.int8),
         torch.full((1, 64, 8), 0x77777777, dtype=torch.int32),
@@ -147,7 +147,7 @@ def test_both_halves_are_rounded_to_float16_before_the_sum() -> None:
 
 
 def test_13_lowest_bits_of_a_scale_are_ignored() -> None:
-    """They would add an eighth of float16's step to 64, the product of ones."""
+    """The bits would add an eighth of a float16 step to 64, the product of ones."""
     x, weight = (
         torch.full((1, 64), 1, dtype=torch.int8),
         torch.full((1, 64, 8), 0x11111111, dtype=torch.int32),
@@ -158,7 +158,7 @@ def test_13_lowest_bits_of_a_scale_are_ignored() -> None:
 
 
 def test_int4_numbers_are_unpacked_from_the_lowest_bits() -> None:
-    """Each number of a row lights one column; the summand takes the 8 out of each input."""
+    """Row k has a single 1, in column k. The summand adds back the 8 that each input loses."""
     weight = torch.zeros(1, 64, 8, dtype=torch.int32)
     for k in range(64):
         weight[0, k, k // 8] = 1 << (4 * (k % 8)) if k % 8 < 7 else 1 << 28
@@ -243,7 +243,7 @@ def test_fused_product_of_zeros_is_zero() -> None:
     assert scales.tolist() == [0]
 
 
-# Refusals
+# Refused calls
 
 SCALE = scales_of_int4(2, 1, 64)
 

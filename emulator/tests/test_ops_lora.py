@@ -1,4 +1,4 @@
-"""The products of adapters (LoRA), against their definition row by row in float64."""
+"""Test the products of LoRA adapters row by row against float64 definitions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ascend_npu_emulator.ops.matmul import bgmv_expand, bgmv_shrink, sgmv_expand
 
 HALF = torch.bfloat16
 ADAPTERS, RANK, INNER, SIZE, FULL = 3, 8, 48, 32, 96
-# The adapters of seven rows: none at first, in the middle and at the end; and as runs, without the
-# last row. One run is empty.
+# The adapters of seven rows; -1 is no adapter. RUNS holds the adapters and lengths of runs of the
+# same rows, without the last row. One run is empty.
 OF_ROWS = [-1, 2, 2, 0, -1, 1, -1]
 RUNS = ([-1, 2, 1, 0, -1, 1], [1, 2, 0, 1, 1, 1])
 
@@ -30,7 +30,7 @@ def which(runs: bool) -> tuple[torch.Tensor, ...]:
 def shrinking(
     runs: bool, *, dtype: torch.dtype = HALF, rank: int = RANK, **changes: Any
 ) -> dict[str, Any]:
-    """Return the arguments of a product, by name."""
+    """Return the named arguments of a shrink product."""
     given = dict(
         zip(("lora_indices", "seq_len") if runs else ("indices",), which(runs), strict=True)
     )
@@ -73,7 +73,7 @@ EXPAND: dict[str, Callable[..., torch.Tensor]] = {"bgmv": bgmv_expand, "sgmv": s
 @pytest.mark.parametrize("ones", [False, True], ids=["three dimensions", "four dimensions"])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SHRINK)
-def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(
+def test_shrink_writes_the_scaled_product_of_each_row_and_adapter(
     name: str, dtype: torch.dtype, ones: bool
 ) -> None:
     given = shrinking(name == "sgmv", dtype=dtype)
@@ -82,7 +82,7 @@ def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(
     for row, adapter in enumerate(OF_ROWS):
         if adapter < 0:
             assert torch.equal(given["y"][row], before[row])
-        else:  # what was there is overwritten
+        else:  # the old values are overwritten
             close(
                 given["y"][row],
                 torch.stack([0.75 * (weight[adapter, r] * x[row]).sum() for r in range(RANK)]),
@@ -92,7 +92,7 @@ def test_shrinking_writes_the_scaled_product_of_each_rows_adapter(
 @pytest.mark.parametrize("rank", [8, 16, 32])
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("name", EXPAND)
-def test_expanding_adds_the_product_of_each_rows_adapter_to_its_slice(
+def test_expand_adds_the_product_of_each_row_and_adapter_to_a_slice(
     name: str, dtype: torch.dtype, rank: int
 ) -> None:
     given = expanding(name == "sgmv", dtype=dtype, rank=rank)
@@ -109,21 +109,21 @@ def test_expanding_adds_the_product_of_each_rows_adapter_to_its_slice(
         assert torch.equal(found[48:], own[48:])
 
 
-def test_expanding_rounds_once() -> None:
-    """1 + 3/512 lies nearer to the second bfloat16 after 1; rounded twice it would be the first."""
+def test_expand_rounds_once() -> None:
+    """The eight terms are 3/2048 each. In bfloat16, 1 + 3/2048 is 1."""
     given = expanding(
         False, x=torch.full((1, 8), 1 / 8), indices=indices(0), y=torch.ones(1, FULL, dtype=HALF)
     )
     given["weight"] = torch.full((1, SIZE, 8), 3 / 256, dtype=HALF)
     bgmv_expand(**given)
-    assert given["y"][0, 16].item() == 1 + 2 / 128  # halfway between two: to the even one
+    assert given["y"][0, 16].item() == 1 + 2 / 128  # 1 + 3/256 is a tie and rounds to even
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "an adapter that is not there": (lambda: bgmv_shrink(**shrinking(False, indices=indices(*[3] * 7))), "indices: .* past the 3 adapters"),
-    "an adapter that is not there, expanding": (
+    "an adapter past the end": (lambda: bgmv_shrink(**shrinking(False, indices=indices(*[3] * 7))), "indices: .* past the 3 adapters"),
+    "an adapter past the end, expanding": (
         lambda: bgmv_expand(**expanding(False, indices=indices(*[0] * 6, 3))), "indices: .* past the 3 adapters"),
-    "a run of an adapter that is not there": (
+    "a run with an adapter past the end": (
         lambda: sgmv_expand(**expanding(True, lora_indices=indices(0, 3), seq_len=indices(1, 6))), "lora_indices: .* past the 3 adapters"),
     "fewer indices than rows": (lambda: bgmv_shrink(**shrinking(False, indices=indices(0))), "indices: 1 indices for 7 rows"),
     "fewer lengths than runs": (lambda: sgmv_shrink(**shrinking(True, seq_len=indices(7))), "lora_indices: 6 indices for 1 runs"),
@@ -135,10 +135,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "shrunk rows of bfloat16": (lambda: bgmv_expand(**expanding(False, x=random(7, RANK, dtype=HALF))), "x: dtype"),
     "weights of another dtype": (
         lambda: bgmv_expand(**expanding(False, weight=random(ADAPTERS, SIZE, RANK, dtype=torch.float16))), "weight: dtype"),
-    "a rank that no kernel has": (lambda: bgmv_expand(**expanding(False, rank=24)), "weight: rank 24"),
+    "a rank without a kernel": (lambda: bgmv_expand(**expanding(False, rank=24)), "weight: rank 24"),
     "a matrix of another shape": (
         lambda: bgmv_shrink(**shrinking(False, weight=random(ADAPTERS, INNER, RANK, dtype=HALF))), "weight: shape"),
-    "more columns than there were": (
+    "more columns than x": (
         lambda: bgmv_shrink(**shrinking(False, y=random(7, 64), weight=random(ADAPTERS, 64, INNER, dtype=HALF))), "y: shape"),
     "a slice past the end": (lambda: bgmv_expand(**expanding(False, slice_offset=80)), "slice_offset: columns 80 to 112"),
     "a slice before the beginning": (lambda: bgmv_expand(**expanding(False, slice_offset=-16)), "slice_offset"),

@@ -1,4 +1,4 @@
-"""Routing, sorting by expert, grouped products and bringing back, against their definitions."""
+"""Test MoE routing, permutation, grouped products and unpermutation against definitions."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def route(
     best_groups: int = 1,
     top_two: bool = False,
 ) -> tuple[list[float], list[int]]:
-    """Return weights and experts of one token, by the words of the operator's documentation."""
+    """Return the weights and experts of one token, as the operator documentation defines them."""
     scores = scores_of(row, softmax)
     choice = [score + (bias[i] if bias else 0.0) for i, score in enumerate(scores)]
     size = len(row) // groups
@@ -53,7 +53,7 @@ def route(
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "MiniMax-M2: sigmoid with a correction bias": {"norm_type": 1, "renorm": 1, "bias": True},
-    "sigmoid, renorm 0: normalised all the same": {"norm_type": 1, "renorm": 0},
+    "sigmoid, renorm 0: still normalised": {"norm_type": 1, "renorm": 0},
     "softmax": {"norm_type": 0, "renorm": 0},
     "softmax, renorm 1": {"norm_type": 0, "renorm": 1},
     "groups by their best expert": {"norm_type": 1, "renorm": 1, "bias": True, "groups": (4, 2, 0)},
@@ -68,7 +68,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 @scenarios("router", ROUTERS)
-def test_router_selects_by_biased_score_and_weights_by_score(router: dict[str, Any]) -> None:
+def test_router_selects_by_biased_score_and_weighs_by_unbiased_score(
+    router: dict[str, Any],
+) -> None:
     logits, bias = random(9, 16), random(16, seed=1) if "bias" in router else None
     (groups, best, mode), softmax = router.get("groups", (1, 1, 0)), router["norm_type"] == 0
     factor = router.get("factor", 1.0)
@@ -110,7 +112,7 @@ def test_first_expert_wins_a_tie() -> None:
     assert experts.tolist() == [[1, 2]]
 
 
-def test_softmax_router_returns_row_numbers_by_choice() -> None:
+def test_softmax_router_numbers_rows_column_by_column() -> None:
     logits = random(3, 5)
     weights, experts, rows = moe_gating.npu_moe_gating_top_k_softmax(logits, None, 2)
     for token, row in enumerate(logits.double().tolist()):
@@ -139,7 +141,7 @@ def init_routing(
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, int, tuple[int, int]]:
-    """Draw distinct experts per token, the number of experts, and the range of this rank's."""
+    """Draw distinct experts per token, the number of experts, and the experts of this rank."""
     count = draw(st.integers(2, 8))
     tokens, top_k, first = (
         draw(st.integers(1, 7)),
@@ -178,7 +180,7 @@ def test_tokens_are_copied_once_per_active_expert_in_expert_order(
     assert place.tolist() == [where.get(pair, -1) for pair in pairs]
 
 
-def test_both_forms_of_the_sorting_operator_agree() -> None:
+def test_both_init_routing_operators_agree() -> None:
     x, experts = random(4, 6), int32(0, 3, 3, 1, 2, 0, 1, 2).view(4, 2)
     options = {name: value for name, value in ROUTING.items() if name != "quant_mode"}
     second = moe_experts.npu_moe_init_routing_v2(
@@ -245,18 +247,18 @@ def test_permute_keeps_the_given_number_of_rows(kept: int | None, rows: int) -> 
     assert (permuted.shape, place.shape) == ((rows, 3), (4,))
 
 
-def test_unpermute_adds_in_float32_for_all_dtypes() -> None:
-    """In bfloat16 256 + 1 is 256: only a float32 sum gives 258."""
+def test_unpermute_adds_bfloat16_rows_in_float32() -> None:
+    """In bfloat16, 256 + 1 is 256. Only a float32 sum gives 258."""
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    # Without padding a shape to restore has no meaning.
+    # Without padding, restore_shape has no effect.
     for shape in (None, [7, 7]):
         assert moe_experts.npu_moe_token_unpermute(
             rows, int32(0, 1, 2), torch.ones(1, 3), restore_shape=shape
         ).tolist() == [[258.0]]
 
 
-def test_layer_split_over_two_ranks_adds_up_to_the_layer() -> None:
-    """Each rank weighs rows of others' experts by 0, as vllm-ascend's all-gather path does."""
+def test_partial_sums_of_two_ranks_add_up_to_the_layer() -> None:
+    """Each rank gives rows of remote experts weight 0, as vllm-ascend's all-gather path does."""
     x, logits, weight = random(6, 4), random(6, 8, seed=1), random(8, 4, 4, seed=2)
     weights, experts, _ = moe_gating.moe_gating_top_k(
         logits, 2, 1, 1, 1, 1, 1, False, 1.0, 1e-20, None
@@ -301,7 +303,7 @@ def unpermute(places: torch.Tensor) -> Callable[[], object]:
 BFLOAT = torch.bfloat16
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "router bias of another dtype": (gating(bias=torch.zeros(4, dtype=BFLOAT)), ValueError, "bias"),
-    "more experts than there are": (gating(5), ValueError, "k: 5 must lie in 1..4"),
+    "more choices than experts": (gating(5), ValueError, "k: 5 must lie in 1..4"),
     "renorm of torch_npu's operator": (gating(renorm=1), ValueError, "renorm"),
     "finished rows": (
         lambda: moe_gating.npu_moe_gating_top_k_softmax(X, torch.zeros(2, dtype=torch.bool)),
@@ -323,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "fewer rows than routed": (routing(active_num=1), NotImplementedError, "active_num=1"),
     "int32 groups": (grouped(group_list=int32(1, 1, 0)), ValueError, "group_list: dtype"),
-    "groups of another number": (
+    "another number of groups": (
         grouped(group_list=torch.tensor([1, 1])),
         ValueError,
         r"group_list: shape \(2,\)",
@@ -333,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "group_list: 3 rows",
     ),
-    "running totals that fall": (
+    "decreasing running totals": (
         grouped(group_list=torch.tensor([2, 1, 2]), group_list_type=0),
         ValueError,
         "group_list",

@@ -1,4 +1,4 @@
-"""Norms, SwiGLU, rotary embeddings and the fused product against their definitions in float64."""
+"""Test norms, SwiGLU, rotary embeddings and the fused product against float64 definitions."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from emulated import TOLERANCE, close, random, scenarios
 
 from ascend_npu_emulator.ops import matmul, norm, rotary
 
-# Results are rounded before they are multiplied by gamma.
+# Results are also rounded before the multiplication by gamma.
 close_twice = partial(close, roundings=2)
 
 
 def rms_norm(
     x: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x over its root mean square times gamma, and the reciprocals [..., 1], in float64."""
+    """Return x / rms(x) * gamma and the reciprocals 1 / rms(x) [..., 1], in float64."""
     y, rstds = x.double().clone(), []
     for row in y.view(-1, x.shape[-1]):
         rstds.append(
@@ -29,9 +29,7 @@ def rms_norm(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(5, 32), (1, 7), (2, 3, 16)])
-def test_rms_norm_is_x_over_its_root_mean_square_times_gamma(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_rms_norm_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, gamma = random(*shape, dtype=dtype), 1 + 0.1 * random(shape[-1], seed=1, dtype=dtype)
     for actual, exact in zip(
         norm.npu_rms_norm(x, gamma, 1e-6), rms_norm(x, gamma, 1e-6), strict=True
@@ -40,7 +38,7 @@ def test_rms_norm_is_x_over_its_root_mean_square_times_gamma(
     assert norm.npu_rms_norm(x, gamma, 1e-6)[1].dtype == torch.float32
 
 
-def test_rms_norm_over_two_dimensions_gives_one_reciprocal_per_pair() -> None:
+def test_rms_norm_over_two_dimensions_returns_one_reciprocal_per_row() -> None:
     x, gamma = random(3, 2, 4), random(2, 4, seed=1)
     y, rstd = norm.npu_rms_norm(x, gamma, 1e-5)
     exact, exact_rstd = rms_norm(x.view(3, 8), gamma.view(8), 1e-5)
@@ -49,7 +47,7 @@ def test_rms_norm_over_two_dimensions_gives_one_reciprocal_per_pair() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_add_rms_norm_normalises_the_rounded_sum_and_returns_it(dtype: torch.dtype) -> None:
+def test_add_rms_norm_normalises_and_returns_the_rounded_sum(dtype: torch.dtype) -> None:
     x1, x2, gamma = (
         random(6, 24, dtype=dtype),
         8 * random(6, 24, seed=1, dtype=dtype),
@@ -62,7 +60,7 @@ def test_add_rms_norm_normalises_the_rounded_sum_and_returns_it(dtype: torch.dty
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_add_rms_norm_bias_adds_beta_to_y_alone(with_bias: bool) -> None:
+def test_add_rms_norm_bias_adds_beta_only_to_y(with_bias: bool) -> None:
     x1, x2, gamma = random(4, 12), random(4, 12, seed=1), random(12, seed=2)
     beta = random(12, seed=3) if with_bias else None
     y, _, total = norm.npu_add_rms_norm_bias(x1, x2, gamma, beta, 1e-6)
@@ -88,7 +86,7 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second(
 def rotated_row(
     head: list[float], cos: list[float], sin: list[float], neighbours: bool
 ) -> list[float]:
-    """Return one head turned: pair i is (i, i + R/2), or (2i, 2i + 1); elements past R stay."""
+    """Rotate one head. Pair i is (i, i + R/2) or (2i, 2i + 1). Elements past R stay."""
     half, out = len(cos), list(head)
     for i in range(half):
         low, high = (2 * i, 2 * i + 1) if neighbours else (i, i + half)
@@ -186,7 +184,7 @@ def test_apply_rotary_pos_emb_rotates_query_and_key_in_place(
         close(actual, exact, roundings=5)
 
 
-def test_matmul_add_adds_the_product_of_the_transpose() -> None:
+def test_matmul_add_adds_transposed_x_times_weight() -> None:
     x, weight, c = (
         random(2, 4, dtype=torch.float16),
         random(2, 3, seed=1, dtype=torch.float16),
@@ -230,7 +228,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "npu_mrope: mrope_section",
     ),
-    "sections of one position": (
+    "sections with one position per token": (
         lambda: rotary.npu_mrope(
             POSITIONS, *(random(2, 128),) * 2, random(4, 128), 128, mrope_section=[16, 24, 24]
         ),
@@ -240,7 +238,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rotary.npu_apply_rotary_pos_emb(*(random(1, 2, 1, 64),) * 4, layout="BNSD"),
         "npu_apply_rotary_pos_emb: layout",
     ),
-    "rows that are not positions": (
+    "fewer positions than rows": (
         lambda: rotary._npu_rotary_embedding(
             POSITIONS[:1], random(2, 8), random(1, 8), 8, random(4, 8), True
         ),

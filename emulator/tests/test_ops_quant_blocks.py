@@ -1,4 +1,4 @@
-"""Quantising blocks of 128 elements, against the definition, one element at a time."""
+"""Test the quantisation of blocks of 128 elements, one element at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 128
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 1, 512), (3, 256)], ids=str)
-def test_the_largest_magnitude_of_each_block_becomes_127(
+def test_largest_magnitude_of_each_block_becomes_127(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x = random(*shape, dtype=dtype)
@@ -72,7 +72,7 @@ def test_error_names_argument(call: Callable[[], object], message: str) -> None:
 
 @scenarios("call", {
     "a smallest scale": wrong(min_scale=0.1),
-    "rows of parts of a block": wrong(random(2, 200, dtype=torch.bfloat16)),
+    "a width that is no multiple of 128": wrong(random(2, 200, dtype=torch.bfloat16)),
 })  # fmt: skip
 def test_unsupported_option_is_named(call: Callable[[], object]) -> None:
     with pytest.raises(NotImplementedError, match="npu_dynamic_block_quant"):

@@ -1,4 +1,4 @@
-"""Quantising rows and multiplying what is quantised, against definitions in whole numbers."""
+"""Test quantisation and quantised products against definitions in whole numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def half_even(value: Fraction) -> int:
 
 
 def sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the products in Python's integers, as float64."""
+    """Compute the products with Python integers and return them as float64."""
     left, right = rows.tolist(), matrix.t().tolist()
     return torch.tensor(
         [
@@ -48,7 +48,7 @@ def sums(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def near(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """Assert that bfloat16 ``actual`` is the rounded ``exact``, or its neighbour."""
+    """Assert that bfloat16 `actual` is the rounded `exact`, or a neighbour."""
     assert actual.dtype == BFLOAT
     torch.testing.assert_close(actual.double(), exact, atol=1e-9, rtol=2**-8 * 1.01)
 
@@ -85,7 +85,7 @@ def test_values_out_of_range_are_saturated() -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(
+def test_static_quantisation_rounds_x_times_scale_plus_zero_point(
     columns: list[tuple[int, int, int]],
 ) -> None:
     units = zip(zip(*columns, strict=True), (16, 64, 1), strict=True)
@@ -99,8 +99,8 @@ def test_a_static_quantisation_is_round_of_x_times_scale_plus_zero_point(
     assert found.tolist() == [[half_even(value) for value in exact]] * 2
 
 
-def test_product_with_bfloat16_x_is_rounded_once() -> None:
-    """101.29 would be 101.5 in bfloat16, and 102 at the end; the exact sum is 101.496."""
+def test_static_quantisation_rounds_once() -> None:
+    """Rounding x * scale, 101.285, to 101.5 would give 102. The exact sum, 101.496, gives 101."""
     x, scale, zero = 1.0078125, 100.5, 0.2109375
     assert quantise(bfloat(x), bfloat(scale), bfloat(zero)).tolist() == [
         half_even(Fraction(x) * Fraction(scale) + Fraction(zero))
@@ -129,7 +129,7 @@ def test_dynamic_quantisation_maps_the_largest_of_each_row_to_127(
         assert ((quantised * scale - row).abs() <= scale * 0.50001).all()
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
+def test_row_of_zeros_stays_zero() -> None:
     rows, scales = linear.npu_dynamic_quant(torch.zeros(2, 4, dtype=BFLOAT))
     assert (rows == 0).all()
     assert (scales == 0).all()
@@ -139,7 +139,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
-def test_sums_are_exact_integers_scaled_by_column_and_row(scale_dtype: torch.dtype) -> None:
+def test_exact_integer_sums_are_scaled_by_column_and_row(scale_dtype: torch.dtype) -> None:
     rows, matrix, scale = (
         int8(4, 33, seed=1),
         int8(33, 6, seed=2),
@@ -171,7 +171,7 @@ def test_only_an_integer_bias_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, BFLOAT])
-def test_int32_result_is_the_unscaled_sums(scale_dtype: torch.dtype) -> None:
+def test_int32_result_holds_the_unscaled_sums(scale_dtype: torch.dtype) -> None:
     rows, matrix, scale, bias = (
         int8(4, 33, seed=1),
         int8(33, 6, seed=2),
@@ -186,8 +186,8 @@ def test_int32_result_is_the_unscaled_sums(scale_dtype: torch.dtype) -> None:
     )
 
 
-def test_the_largest_sums_are_exact_too() -> None:
-    """float32 would lose the last 1 of 65535 * 128 * 128 + 1."""
+def test_largest_sums_are_exact() -> None:
+    """float32 would lose the last 1 of 65534 * 128 * 128 + 1."""
     rows = torch.full((1, 65535), -128, dtype=torch.int8)
     assert linear.int8_product(rows, rows.t()).tolist() == [[65535 * 128 * 128]]
     rows[0, 0] = 1
@@ -198,14 +198,14 @@ def test_the_largest_sums_are_exact_too() -> None:
 
 
 def by_group(ends: list[int], rows: int) -> list[int | None]:
-    """Return the group of each row; None after the last."""
+    """Return the group of each row, or None for rows after the last group."""
     return [
         next((group for group, end in enumerate(ends) if row < end), None) for row in range(rows)
     ]
 
 
 @pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 0], [1, 3, 6]])
-def test_a_quantised_grouped_product_scales_by_expert_and_row(ends: list[int]) -> None:
+def test_quantised_grouped_product_scales_by_expert_and_row(ends: list[int]) -> None:
     rows, stack, scale, tokens = (
         int8(6, 9),
         int8(3, 9, 4, seed=1),
@@ -274,7 +274,7 @@ def swiglu(
 
 
 def quantised_near(y: torch.Tensor, scale: torch.Tensor, exact: torch.Tensor) -> None:
-    """Assert that int8 rows ``y`` [M, H] and their ``scale`` [M] stand for ``exact``, float64."""
+    """Assert that int8 `y` [M, H] and `scale` [M] are the quantised rows of float64 `exact`."""
     assert (y.dtype, scale.dtype) == (torch.int8, torch.float32)
     torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=1e-5, atol=0)
     assert (y.abs().amax(-1) == 127).all()
@@ -296,7 +296,7 @@ SUMS, OF_COLUMNS, OF_ROWS = (
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2)])
 @pytest.mark.parametrize("options", [{"swiglu_mode": 1}, {"group_index": torch.tensor([6])}])
-def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(
+def test_sums_are_scaled_by_column_and_row_before_swiglu(
     options: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
@@ -305,7 +305,7 @@ def test_sums_are_scaled_by_column_and_row_before_their_swiglu_is_quantised(
     quantised_near(y.view(6, 32), scale.view(6), silu(scaled[:, :32]) * scaled[:, 32:])
 
 
-def test_without_scales_of_rows_sums_are_scaled_by_column_alone() -> None:
+def test_sums_without_row_scales_are_scaled_by_column() -> None:
     scaled = SUMS * OF_COLUMNS.double()
     y, scale = shared_experts.npu_dequant_swiglu_quant(
         SUMS, weight_scale=OF_COLUMNS, quant_mode=1, swiglu_mode=1
@@ -328,7 +328,7 @@ def test_each_group_of_sums_uses_its_scales(counts: list[int]) -> None:
         )
 
 
-def test_mode_1_clamps_gate_and_other_half_and_adds_glu_bias() -> None:
+def test_swiglu_mode_1_clamps_both_halves_and_adds_glu_bias() -> None:
     scaled = SUMS * OF_COLUMNS.double() * OF_ROWS.double().unsqueeze(1)
     gate, up = scaled[:, :32].clamp(max=2.5), scaled[:, 32:].clamp(-2.5, 2.5)
     assert ((scaled[:, :32] < -2.5).any(), (scaled[:, 32:].abs() > 2.5).any()) == (True, True)
@@ -343,7 +343,7 @@ def test_mode_1_clamps_gate_and_other_half_and_adds_glu_bias() -> None:
         plain,
         strict=True,
     ):
-        assert torch.equal(found, expected)  # mode 0 ignores the three
+        assert torch.equal(found, expected)  # mode 0 ignores these options
 
 
 def test_zero_sums_stay_zero() -> None:
@@ -355,7 +355,7 @@ def test_zero_sums_stay_zero() -> None:
 ROUTING = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
 
 
-def test_routing_quantises_copied_rows_and_leaves_others_undefined() -> None:
+def test_routing_quantises_copied_rows_and_leaves_other_rows_undefined() -> None:
     x, chosen = random(4, 6, dtype=BFLOAT), int32(0, 3, 3, 1, 2, 0, 1, 2).view(4, 2)
     plain, places, counts, _ = moe_experts.npu_moe_init_routing_custom(
         x, chosen, active_expert_range=[1, 3], quant_mode=-1, **ROUTING
@@ -383,7 +383,7 @@ def test_routing_copies_quantised_rows_with_their_scales() -> None:
         assert copied_scales[place] == scales[pair // 2]
 
 
-# Refusals
+# Refused calls
 
 X, HALF = int8(2, 4), random(2, 4, dtype=BFLOAT)
 
@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a scale of another width": (static(scales=bfloat(1.0, 2.0)), ValueError, r"scales: shape \(2,\)"),
     "fewer zero points than scales": (static(scales=bfloat(1, 1, 1, 1), zero_points=bfloat(0.0)), ValueError, "zero_points: shape"),
     "zero points of int8": (static(zero_points=int8(1)), ValueError, "zero_points: dtype"),
-    "quantising what is quantised": (static(X), ValueError, "input: dtype"),
+    "rows of int8": (static(X), ValueError, "input: dtype"),
     "float32 rows, dynamically": (dynamic(HALF.float()), ValueError, "input: dtype torch.float32"),
     "one dimension, dynamically": (dynamic(HALF[0]), ValueError, "input: shape"),
     "smooth scales": (dynamic(smooth_scales=HALF[0]), NotImplementedError, "smooth_scales"),
@@ -492,7 +492,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "another number of row scales, fused": (fused(x_scale=torch.ones(3)), ValueError, "x_scale: shape"),
     "counts instead of running totals": (fused(group_list=torch.tensor([2, 1, 0])), ValueError, "group_list"),
     "sums of floats": (of_sums(SUMS.float()), ValueError, "x: dtype torch.float32"),
-    "rows of bfloat16 that are not scaled": (of_sums(SUMS.bfloat16()), NotImplementedError, "x=a tensor"),
+    "unscaled rows of bfloat16": (of_sums(SUMS.bfloat16()), NotImplementedError, "x=a tensor"),
     "sums in one dimension": (of_sums(SUMS[0]), ValueError, "x: shape"),
     "no sums": (of_sums(SUMS[:0]), ValueError, r"x: shape \(0, 64\) must have rows"),
     "sums of a width that is no multiple of 64": (of_sums(SUMS[:, :32]), ValueError, "x: last dimension 32"),
@@ -502,20 +502,20 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scales of two groups for one": (of_sums(weight_scale=OF_COLUMNS.repeat(2, 1)), ValueError, r"weight_scale: shape \(2, 64\)"),
     "one scale for two groups": (of_sums(group_index=torch.tensor([2, 2])), ValueError, r"weight_scale: shape \(64,\) must be \(2, 64\)"),
     "groups in int32": (of_sums(group_index=int32(6)), ValueError, "group_list: dtype torch.int32"),
-    "groups of more rows than there are": (of_sums(group_index=torch.tensor([7])), ValueError, "7 rows exceed the 6"),
+    "groups of more rows than x": (of_sums(group_index=torch.tensor([7])), ValueError, "7 rows exceed the 6"),
     "scales of rows in bfloat16": (of_sums(activation_scale=OF_ROWS.bfloat16()), ValueError, "activation_scale: dtype"),
     "another number of row scales": (of_sums(activation_scale=OF_ROWS[:5]), ValueError, "activation_scale: shape"),
     "a bias of sums": (of_sums(bias=OF_COLUMNS), NotImplementedError, "bias"),
     "smooth scales of SwiGLU": (of_sums(quant_scale=OF_COLUMNS[:32]), NotImplementedError, "quant_scale"),
     "one scale for all rows": (of_sums(quant_mode=0), NotImplementedError, "quant_mode=0"),
-    "a mode of quantisation that does not exist": (of_sums(quant_mode=2), ValueError, "quant_mode: 2"),
-    "a mode of SwiGLU that does not exist": (of_sums(swiglu_mode=2), ValueError, "swiglu_mode: 2"),
-    "plain SwiGLU without groups, another kernel": (of_sums(swiglu_mode=0), NotImplementedError, "group_index=None"),
+    "an unknown mode of quantisation": (of_sums(quant_mode=2), ValueError, "quant_mode: 2"),
+    "an unknown mode of SwiGLU": (of_sums(swiglu_mode=2), ValueError, "swiglu_mode: 2"),
+    "plain SwiGLU without groups": (of_sums(swiglu_mode=0), NotImplementedError, "group_index=None"),
     "the gate on the right": (of_sums(activate_left=False), NotImplementedError, "activate_left=False"),
     "a negative limit": (of_sums(clamp_limit=-1.0), ValueError, "clamp_limit: -1.0"),
-    "an endless limit": (of_sums(clamp_limit=float("inf")), ValueError, "clamp_limit: inf"),
-    "a factor that is no number": (of_sums(glu_alpha=float("nan")), ValueError, "glu_alpha: nan"),
-    "an endless shift": (of_sums(glu_bias=float("inf")), ValueError, "glu_bias: inf"),
+    "an infinite limit": (of_sums(clamp_limit=float("inf")), ValueError, "clamp_limit: inf"),
+    "a factor of NaN": (of_sums(glu_alpha=float("nan")), ValueError, "glu_alpha: nan"),
+    "an infinite shift": (of_sums(glu_bias=float("inf")), ValueError, "glu_bias: inf"),
     "a grouped product without scales": (grouped(scale=None), NotImplementedError, "without scale"),
     "a grouped product in int32": (grouped(output_dtype=3), NotImplementedError, "output_dtype=3"),
     "two scales for a weight": (grouped(scale=[torch.ones(3, 6)] * 2), ValueError, "scale: 2 tensors"),

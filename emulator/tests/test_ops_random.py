@@ -1,4 +1,4 @@
-"""Random numbers: seeds, streams, and offsets that count as Philox does and can be set back."""
+"""Test random numbers: seeds, streams, and Philox offsets that can be reset."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def generator() -> torch.Generator:
     return torch.Generator(device=NPU).manual_seed(7)
 
 
-def test_draw_advances_the_offset_by_twelve_and_resetting_it_repeats_the_draw(
+def test_draw_advances_the_offset_by_12_and_a_reset_offset_repeats_draws(
     generator: torch.Generator,
 ) -> None:
     assert generator.get_offset() == 0
@@ -27,8 +27,8 @@ def test_draw_advances_the_offset_by_twelve_and_resetting_it_repeats_the_draw(
     assert [draw(generator), draw(generator)] == [second, third]
 
 
-def test_offset_reset_by_four_gives_another_draw(generator: torch.Generator) -> None:
-    """vllm-ascend 0.23.0 goes back by 4 (model_runner_v1.py:2666), less than an NPU's step."""
+def test_offset_reset_by_4_gives_another_draw(generator: torch.Generator) -> None:
+    """vllm-ascend 0.23.0 resets the offset by 4 (model_runner_v1.py:2666). An NPU step is 12."""
     first = draw(generator)
     generator.set_offset(generator.get_offset() - 4)
     assert draw(generator) != first
@@ -49,7 +49,9 @@ def test_state_and_clone_carry_seed_and_offset(generator: torch.Generator) -> No
         other.set_state(torch.Generator().get_state())
 
 
-def test_seed_restarts_the_sequence_and_seeds_differ(generator: torch.Generator) -> None:
+def test_same_seed_repeats_the_sequence_and_another_seed_changes_it(
+    generator: torch.Generator,
+) -> None:
     first = draw(generator)
     assert draw(generator.manual_seed(7)) == first
     assert draw(generator.manual_seed(8)) != first
@@ -72,7 +74,7 @@ def test_seeds_make_draws_repeatable_without_changing_the_cpu_generator() -> Non
 
 
 @BOTH
-def test_generators_belong_to_their_device() -> None:
+def test_generator_works_only_on_its_device() -> None:
     g = torch.Generator(device=NPU).manual_seed(5)
     assert g.device == NPU
     x = torch.empty(4, device=NPU).exponential_(generator=g)

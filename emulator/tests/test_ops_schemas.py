@@ -1,4 +1,4 @@
-"""The operators have their real schemas; wrong arguments and host tensors are errors."""
+"""Test the schemas of the operators, and errors for wrong arguments and host tensors."""
 
 import inspect
 
@@ -16,7 +16,7 @@ DECLARED = {(namespace, name, schema) for namespace in NAMESPACES for release in
 @pytest.fixture(scope="module", autouse=True)
 def _declared() -> None:
     ops.register()
-    ops.register()  # a second time changes nothing
+    ops.register()  # a second call has no effect
 
 
 def schema_of(namespace: str, name: str) -> torch.FunctionSchema:
@@ -42,7 +42,7 @@ def test_schemas_of_each_release_can_be_parsed(release: str) -> None:
 def test_reference_accepts_the_arguments_of_its_schema(
     namespace: str, name: str, schema: str
 ) -> None:
-    """torch drops arguments that equal the schema's default, so another default would show."""
+    """torch drops arguments that equal the schema default, so both defaults must agree."""
     parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
     kinds = {p.kind for p in parameters.values()}
     declared = {
@@ -112,10 +112,10 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "exists"), NAMES.items())
-def test_names_of_torch_npu_are_found_in_both_of_its_namespaces(name: str, exists: bool) -> None:
+def test_find_searches_both_namespaces_of_torch_npu(name: str, exists: bool) -> None:
     assert (ops.find(name) is not None) == exists
 
 
-def test_unknown_operator_of_vllm_ascend_is_named() -> None:
+def test_unknown_vllm_ascend_operator_is_named_in_the_error() -> None:
     with pytest.raises(AttributeError, match="does_not_exist"):
         torch.ops._C_ascend.does_not_exist  # noqa: B018

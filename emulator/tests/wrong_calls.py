@@ -1,4 +1,4 @@
-"""Calls of operators that are right but for one argument."""
+"""Build operator calls with one invalid argument."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def wrong(operator: Callable[..., object], **right: Any) -> Callable[..., Callable[[], object]]:
-    """Return a function that makes calls of `operator` that are right but for its own arguments."""
+    """Return a function that builds calls of `operator` from valid arguments and changes."""
     return lambda **changes: lambda: operator(**right | changes)
 
 

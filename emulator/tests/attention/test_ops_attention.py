@@ -1,4 +1,4 @@
-"""Attention, in all layouts and masks that are served, against its definition in float64."""
+"""Test attention in all supported layouts and masks against a float64 definition."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from ascend_npu_emulator.ops.attention.fused import (
 from ascend_npu_emulator.ops.attention.paged import _npu_paged_attention
 
 SCALE = 0.3
-# The second version's names of the options.
+# Option names of the second version.
 V2 = {
     "num_heads": "num_query_heads",
     "scale": "softmax_scale",
@@ -30,7 +30,7 @@ V2 = {
 
 
 class Batch:
-    """Sequences of (queries, keys), their tensors end to end and paged, and calls."""
+    """A batch of (queries, keys) sequences, in packed and in paged tensors."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Batch:
             for seed in (10, 50)
         )
         self.caches, self.table = page(self.keys, self.values)
-        # A score per head, from next to nothing to more than the keys'.
+        # One sink score per head. Scores range from very small to larger than the key scores.
         self.sink = torch.linspace(-4.0, 4.0, heads).to(dtype)
 
     def exact(self, mode: int, **options: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Batch:
         ]
 
     def options(self, mode: int, paged: bool = True, heads_first: bool = False) -> dict[str, Any]:
-        """Return all arguments by the names of the first version."""
+        """Return all arguments, named as in the first version."""
         if paged:
             key, value = (
                 cache.transpose(1, 2).contiguous() if heads_first else cache.flatten(2)
@@ -112,10 +112,10 @@ BATCHES: dict[str, Lengths] = {
     "one prompt": [(7, 7)],
     "prompts of several lengths": [(1, 1), (5, 5), (17, 17)],
     "decodes": [(1, 9), (1, 16), (1, 33)],
-    "a chunk of a prompt beside a decode": [(1, 20), (6, 38)],
+    "a prompt chunk and a decode": [(1, 20), (6, 38)],
     "a cached prefix": [(3, 35)],
     "a sequence without queries": [(2, 4), (0, 5), (3, 3)],
-    "padding as sequence parallelism adds it: one row that belongs to nobody, key length 1": [
+    "padding of sequence parallelism: one extra row with key length 1": [
         (1, 9),
         (4, 4),
         (1, 1),
@@ -134,12 +134,12 @@ def test_attention_equals_its_definition(lengths: Lengths, paged: bool, mode: in
 
 
 @pytest.mark.parametrize("window", [(3, 0), (0, 0), (16, 0), (2, 1)])
-def test_a_window_bounds_the_keys_before_and_after(window: tuple[int, int]) -> None:
+def test_window_bounds_the_keys_before_and_after_a_query(window: tuple[int, int]) -> None:
     batch = Batch([(1, 9), (6, 20), (12, 12)])
     close(batch.call(4, pre_tokens=window[0], next_tokens=window[1]), batch.exact(4, window=window))
 
 
-def test_pre_and_next_tokens_matter_in_window_mode_only() -> None:
+def test_causal_mode_ignores_pre_and_next_tokens() -> None:
     batch = Batch([(5, 12)])
     close(batch.call(3, pre_tokens=1, next_tokens=1), batch.exact(3))
 
@@ -147,7 +147,7 @@ def test_pre_and_next_tokens_matter_in_window_mode_only() -> None:
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("mode", [0, 3, 4])
 @scenarios("lengths", BATCHES)
-def test_sink_takes_softmax_weight_without_a_value(
+def test_sink_adds_to_the_softmax_sum_without_a_value(
     lengths: Lengths, mode: int, paged: bool
 ) -> None:
     batch = Batch(lengths)
@@ -155,7 +155,7 @@ def test_sink_takes_softmax_weight_without_a_value(
     close(actual, batch.exact(mode, window=(4, 0), sink=batch.sink))
 
 
-def test_a_sink_of_minus_infinity_changes_nothing() -> None:
+def test_sink_of_minus_infinity_has_no_effect() -> None:
     batch = Batch([(4, 40), (7, 7)])
     assert torch.equal(
         batch.call_v2(3, learnable_sink=torch.full((4,), float("-inf"))), batch.call(3)
@@ -163,7 +163,7 @@ def test_a_sink_of_minus_infinity_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_bfloat16_differs_by_one_rounding_only(with_sink: bool) -> None:
+def test_bfloat16_results_are_rounded_once(with_sink: bool) -> None:
     batch = Batch([(4, 40), (30, 30)], dtype=torch.bfloat16)
     sink = batch.sink if with_sink else None
     close(batch.call_v2(3, learnable_sink=sink), batch.exact(3, sink=sink))
@@ -186,7 +186,7 @@ def test_any_batch_equals_attention_per_sequence(
 @pytest.mark.parametrize("mode", [0, 2, 3, 4])
 @pytest.mark.parametrize("scores", [1, 100, 1000])
 @scenarios("lengths", BATCHES)
-def test_memory_for_scores_is_bounded_without_changing_results(
+def test_limit_of_scores_bounds_memory_and_keeps_the_results(
     monkeypatch: pytest.MonkeyPatch, lengths: Lengths, scores: int, mode: int
 ) -> None:
     taken: list[int] = []
@@ -208,7 +208,7 @@ def test_memory_for_scores_is_bounded_without_changing_results(
     assert taken
 
 
-def test_log_sum_exp_is_taken_of_scaled_scores() -> None:
+def test_log_sum_exp_uses_scaled_scores() -> None:
     query, key, value = random(2, 4, 8), random(5, 2, 8, seed=1), random(5, 2, 8, seed=2)
     close(
         attend(query, key, value, SCALE, None)[1],
@@ -216,7 +216,7 @@ def test_log_sum_exp_is_taken_of_scaled_scores() -> None:
     )
 
 
-def test_the_second_version_and_the_out_form_equal_the_first() -> None:
+def test_second_version_and_out_form_equal_the_first_version() -> None:
     batch = Batch([(1, 20), (6, 38)])
     expected = batch.call(3)
     assert torch.equal(batch.call_v2(3), expected)
@@ -234,13 +234,13 @@ def decode(batch: Batch, lengths: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_decode_attention_of_the_atb_library_equals_its_definition() -> None:
+def test_atb_paged_attention_equals_its_definition() -> None:
     batch = Batch([(1, 9), (1, 16), (1, 33)])
     close(decode(batch, int32(9, 16, 33)), batch.exact(0))
 
 
 def wrong(**changes: Any) -> Callable[[], object]:
-    """Return a call that is right but for ``changes``."""
+    """Return a valid call with `changes` applied."""
     return lambda: Batch([(1, 9), (4, 20)]).call(3, **changes)
 
 
@@ -263,7 +263,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         wrong(actual_seq_lengths=[1, 4]),
         OP + "actual_seq_lengths: the last running total 4 must equal the 5 rows",
     ),
-    "running totals that fall": (
+    "decreasing running totals": (
         wrong(actual_seq_lengths=[3, 1, 5]),
         OP + "actual_seq_lengths: running totals .* decrease at index 1",
     ),
@@ -289,7 +289,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         wrong(actual_seq_lengths_kv=[9, 33]),
         OP + "block_table: sequence 1 has 33 keys, more than",
     ),
-    "a block size that is not the cache's": (
+    "a block size that differs from the cache": (
         wrong(block_size=32),
         OP + "block_size: 32 must be 16, the block size",
     ),

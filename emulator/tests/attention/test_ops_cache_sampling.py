@@ -1,4 +1,4 @@
-"""Writing the paged cache, formats, and the sampling filter, against their definitions."""
+"""Test paged cache writes, format casts and the sampling filter against definitions."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]),
 )
 @settings(max_examples=40, deadline=None)
-def test_each_row_is_stored_in_its_slot_and_nothing_else_changes(
+def test_each_row_is_stored_in_its_slot_and_other_slots_keep_their_values(
     slots: list[int], writer: Writer
 ) -> None:
     (keys, values), (key, value) = caches(), rows(len(slots))
@@ -91,7 +91,7 @@ def test_format_cast_copies_all_elements() -> None:
     assert cast.sum() == 15
 
 
-def test_prefetch_changes_nothing() -> None:
+def test_prefetch_leaves_the_weight_unchanged() -> None:
     weight = torch.arange(4.0)
     assert cache.npu_prefetch(weight, None, 100) is None
     assert weight.tolist() == [0, 1, 2, 3]
@@ -109,13 +109,13 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "int64 slots": (store(1, torch.tensor([0])), "slot_indices: dtype torch.int64"),
     "a slot past the end": (store(2, int32(0, 12)), r"slot_indices: \[12\] lie past"),
     "rows without a slot": (store(2, int32(0)), "key: 2 rows for 1 slots"),
-    "another dtype than the cache's": (
+    "rows of another dtype": (
         lambda: cache._npu_reshape_and_cache(
             *(row.bfloat16() for row in rows(1)), *caches(), int32(0)
         ),
         "key: dtype",
     ),
-    "another head size than the cache's": (
+    "rows of another head size": (
         lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), int32(0)),
         "key: shape",
     ),
@@ -148,7 +148,7 @@ def test_unsupported_option_is_named(call: Callable[[], object], message: str) -
 
 
 def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
-    """Return the indices that the documentation's nine steps leave, for one row."""
+    """Return the indices of one row that the nine documented steps keep."""
     order = sorted(range(len(row)), key=lambda i: row[i])
     alive = set(order)
     if k is not None:
@@ -186,7 +186,7 @@ def test_top_k_and_top_p_equal_their_definition(
     assert all(out[0, i] == row[i] for i in kept)
 
 
-def test_each_row_has_its_own_limits() -> None:
+def test_each_row_has_its_own_k_and_p() -> None:
     out = sampling.npu_top_k_top_p(
         torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), int32(4, 4, 1)
     )

@@ -1,4 +1,4 @@
-"""npu_gather_pa_kv_cache against its definition, row by row."""
+"""Test npu_gather_pa_kv_cache row by row against a definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATHER = "npu_gather_pa_kv_cache: "
 def arguments(
     lengths: list[int], offsets: list[int] | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Return the operator's arguments for two sequences; targets are NaN."""
+    """Return arguments for two sequences. The output tensors hold NaN."""
     caches = {
         f"{name}_cache": random(BLOCKS, SIZE, HEADS, width, dtype=dtype)
         for name, width in WIDTHS.items()
@@ -40,7 +40,10 @@ def arguments(
 def defined(
     given: dict[str, Any], name: str, lengths: list[int], offsets: list[int]
 ) -> torch.Tensor:
-    """Return row j of sequence i: row j % SIZE of block offset // SIZE + j // SIZE of its table."""
+    """Return the rows of all sequences.
+
+    Row j of sequence i is row j % SIZE of the block in table column offset // SIZE + j // SIZE.
+    """
     cache, table = given[f"{name}_cache"], given["block_tables"]
     rows = [
         cache[int(table[i, offset // SIZE + j // SIZE]), j % SIZE]
@@ -56,14 +59,14 @@ CALLS: list[tuple[list[int], list[int] | None]] = [
     ([4, 4], [4, 4]),
     ([0, 2], [8, 4]),
     ([5, 0], [4, 400]),
-    ([5, 3], [6, 7]),  # within a block: rows begin where it begins
+    ([5, 3], [6, 7]),  # offsets within a block: rows start at the first row of the block
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("running_totals", [False, True])
 @pytest.mark.parametrize(("lengths", "offsets"), CALLS)
-def test_rows_are_loaded_end_to_end(
+def test_rows_of_all_sequences_are_loaded_contiguously(
     lengths: list[int], offsets: list[int] | None, running_totals: bool, dtype: torch.dtype
 ) -> None:
     given = arguments(lengths, offsets, dtype=dtype)
@@ -74,7 +77,7 @@ def test_rows_are_loaded_end_to_end(
     assert all(torch.equal(given[name], exact[name]) for name in WIDTHS)
 
 
-def test_device_operator_writes_its_targets() -> None:
+def test_device_operator_writes_the_output_tensors() -> None:
     given = arguments([6, 3], [4, 0])
     on_device = {
         name: value.to(NPU) if isinstance(value, torch.Tensor) else value
@@ -151,11 +154,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         gather(is_seq_lens_cumsum=True),
         GATHER + r"seq_lens: shape \(2,\) must be \(3,\)",
     ),
-    "totals that begin late": (
+    "totals that begin with 1": (
         gather(is_seq_lens_cumsum=True, seq_lens=int32(1, 6, 9)),
         GATHER + "seq_lens: .* must begin with 0",
     ),
-    "totals that fall": (
+    "decreasing totals": (
         gather(is_seq_lens_cumsum=True, seq_lens=int32(0, 10, 9)),
         GATHER + "seq_lens: .* must not be negative",
     ),
@@ -163,11 +166,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         gather(seq_offset=int32(0, -4)),
         GATHER + "seq_offset: .* must not be negative",
     ),
-    "an offset for three": (
+    "three offsets for two sequences": (
         gather(seq_offset=int32(0, 0, 0)),
         GATHER + r"seq_offset: shape \(3,\) must be \(2,\)",
     ),
-    "room for more rows": (
+    "an output with more rows": (
         gather(key=lambda key: torch.cat((key, key))),
         GATHER + r"key: shape \(18, 2, 8\) must be \(9, 2, 8\)",
     ),

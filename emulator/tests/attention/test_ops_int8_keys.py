@@ -1,4 +1,4 @@
-"""The int8 KV cache: how it is written, and attention over it, against their definitions."""
+"""Test writes to the int8 KV cache and attention over int8 keys against definitions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: store(key_cache=torch.zeros(5, 2, 4, 32, 16, dtype=torch.int8)), ValueError, "key_cache: shape"),
     "a cache of another dtype": (
         lambda: store(value_cache=torch.zeros(5, 2, 2, 32, 32)), ValueError, "value: dtype"),
-    "heads that are no whole parts": (lambda: store(key=int8(4, 2, 40)), ValueError, "key: head size 40"),
+    "a head size that is no multiple of 32": (lambda: store(key=int8(4, 2, 40)), ValueError, "key: head size 40"),
     "fewer slots than rows": (lambda: store(slot_mapping=int32(0)), ValueError, "key: 4 rows for 1 slots"),
     "another layout": (lambda: attend(input_layout="TND"), NEVER, "input_layout"),
     "several queries": (
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a scale of another dtype": (
         lambda: attend(key_antiquant_scale=random(2, 1, WIDTH)), ValueError, "key_antiquant_scale: dtype"),
     "another quantisation": (lambda: attend(antiquant_mode=1), NEVER, "antiquant_mode=1"),
-    "a block that is not there": (
+    "a block past the end": (
         lambda: attend(block_table=int32(5, 0, 0, 0, 0, 0).view(3, 2)), ValueError, "uses blocks .5."),
     "blocks of 16": (lambda: attend(block_size=16), ValueError, "block_size: 16"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernels of latent attention (MLA) against their definitions in float64."""
+"""Test the MLA kernels against float64 definitions."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_definition import BLOCK, CAUSAL_MASK, Lengths, attention, page, running_totals
 from emulated import TOLERANCE, close, int32, random, scenarios
+from wrong_calls import wrong
 
 from ascend_npu_emulator.ops.attention import mla
 from ascend_npu_emulator.ops.attention.fused import (
@@ -30,7 +31,7 @@ def half(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def angles(*shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Return cos and sin [..., 64] of 32 angles, each of which is there twice."""
+    """Return cos and sin [..., 64] of 32 angles. Each value appears twice."""
     turns = 3 * random(*shape, ROPE // 2, seed=7)
     return {
         name: torch.cat((part, part), -1).to(dtype)
@@ -39,7 +40,7 @@ def angles(*shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.
 
 
 def rotated(row: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Multiply a row [64] of 32 complex numbers by cos + i sin; real parts come first."""
+    """Multiply 32 complex numbers [64] by cos + i sin. The result has the real parts first."""
     numbers = torch.view_as_complex(row.double().view(-1, 2).contiguous())
     turned = numbers * torch.complex(cos.double()[: ROPE // 2], sin.double()[: ROPE // 2])
     return torch.cat((turned.real, turned.imag))
@@ -47,7 +48,7 @@ def rotated(row: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", [1, 3])
-def test_interleave_rope_rotates_neighbours_and_separates_them(
+def test_interleave_rope_rotates_neighbours_and_returns_real_parts_first(
     length: int, dtype: torch.dtype
 ) -> None:
     x, turn = half(5, 4, length, ROPE, dtype=dtype), angles(5, 1, length, dtype=dtype)
@@ -64,7 +65,7 @@ def test_single_angle_is_used_for_all_positions() -> None:
 
 
 def cache_arguments(slots: list[int], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return arguments that fill a paged cache of rotated keys and latents, which is NaN before."""
+    """Return arguments that write rotated keys and latents into paged caches of NaN."""
     rows = len(slots)
     caches = {
         name: torch.full((4, BLOCK, 1, width), math.nan, dtype=dtype)
@@ -110,7 +111,7 @@ def test_each_row_is_normed_rotated_and_stored(dtype: torch.dtype) -> None:
     assert all(cache[untouched].isnan().all() for cache in flat)
 
 
-def test_duplicate_slot_holds_neither_row_and_rows_are_returned_on_request() -> None:
+def test_duplicate_slot_holds_neither_row_and_no_rows_are_returned_by_default() -> None:
     given = cache_arguments([5, 9, 5, -1, -1])
     assert [rows.numel() for rows in mla.npu_kv_rmsnorm_rope_cache(**given)[2:]] == [0, 0]
     keys, latents = given["k_cache"].view(64, -1), given["ckv_cache"].view(64, -1)
@@ -134,7 +135,7 @@ def test_transpose_batchmatmul_equals_its_definition(swapped: bool, dtype: torch
 def load(
     lengths: list[int], starts: list[int] | None = None, **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Load from three blocks of four rows, whose elements are their rows' numbers."""
+    """Load from three blocks of four rows. Each element is the number of the row."""
     rows, table = (
         torch.arange(12.0).view(3, 4, 1, 1),
         torch.tensor([[2, 0], [1, 10_000]], dtype=torch.int32),
@@ -165,7 +166,7 @@ LOADED = [
 
 @pytest.mark.parametrize("given", [False, True], ids=["new tensors", "given tensors"])
 @pytest.mark.parametrize(("lengths", "starts", "rows"), LOADED)
-def test_paged_rows_are_loaded_end_to_end(
+def test_rows_of_all_sequences_are_loaded_contiguously(
     lengths: list[int], starts: list[int] | None, rows: list[int], given: bool
 ) -> None:
     targets = (
@@ -188,7 +189,7 @@ def test_paged_rows_are_loaded_end_to_end(
 
 
 class Cached:
-    """Sequences of (queries, keys) whose heads share cached latents, both keys and values."""
+    """A batch of (queries, keys) sequences. All heads use cached latents as keys and values."""
 
     def __init__(self, lengths: Lengths, heads: int = 2) -> None:
         self.lengths, self.heads, total = lengths, heads, sum(queries for queries, _ in lengths)
@@ -202,7 +203,7 @@ class Cached:
         )
 
     def exact(self, mode: int) -> torch.Tensor:
-        """Return [heads, T, 512]."""
+        """Return the exact output [heads, T, 512]."""
         keys = [torch.cat(pair, -1) for pair in zip(self.latents, self.ropes, strict=True)]
         query = torch.cat((self.query, self.query_rope), -1)
         return attention(self.lengths, query, keys, self.latents, SCALE, mode)[0].transpose(0, 1)
@@ -239,7 +240,7 @@ class Cached:
     [[(1, 9), (1, 16), (1, 33)], [(2, 20), (1, 1), (2, 2)]],
     ids=["one query each", "up to two queries"],
 )
-def test_queries_attend_to_cached_latents_head_by_head(lengths: Lengths) -> None:
+def test_each_head_attends_to_the_shared_latents(lengths: Lengths) -> None:
     batch = Cached(lengths)
     out, _ = batch.call()
     close(out, batch.exact(3))
@@ -247,7 +248,7 @@ def test_queries_attend_to_cached_latents_head_by_head(lengths: Lengths) -> None
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_bnsd_nbsd_layout_serves_decodes_of_equal_length(each: int) -> None:
+def test_bnsd_nbsd_layout_supports_decodes_of_equal_length(each: int) -> None:
     batch = Cached([(each, 9), (each, 16), (each, 33)])
     out, _ = batch.call(
         query=lambda q: q.view(3, each, 2, LATENT).transpose(1, 2),
@@ -267,7 +268,7 @@ def test_cache_may_omit_the_head_dimension() -> None:
     assert torch.equal(batch.call(**flat)[0], batch.call()[0])
 
 
-def test_the_out_form_fills_the_given_tensors() -> None:
+def test_out_form_writes_the_given_output() -> None:
     batch = Cached([(2, 20), (1, 5)])
     out = [torch.empty(2, 3, LATENT, dtype=torch.bfloat16), torch.empty(3)]
     batch.call(npu_fused_infer_attention_score_v2_out, workspace=None, out=out)
@@ -275,7 +276,7 @@ def test_the_out_form_fills_the_given_tensors() -> None:
 
 
 class Expanded:
-    """Sequences of (queries, keys) laid end to end, each head with keys and values of its own."""
+    """A packed batch of (queries, keys) sequences. Each head has separate keys and values."""
 
     def __init__(self, lengths: Lengths, heads: int = 2) -> None:
         self.lengths, self.heads, (queries, keys) = (
@@ -328,11 +329,13 @@ EXPANDED = [
 ]
 EXPANDED += [(lengths, 0) for lengths, _ in EXPANDED] + [
     ([(2, 3), (4, 0)], 0)
-]  # the last has queries without keys
+]  # the last batch has queries without keys
 
 
 @pytest.mark.parametrize(("lengths", "mode"), EXPANDED, ids=str)
-def test_heads_with_separate_keys_equal_the_definition(lengths: Lengths, mode: int) -> None:
+def test_attention_with_separate_keys_per_head_equals_its_definition(
+    lengths: Lengths, mode: int
+) -> None:
     batch = Expanded(lengths)
     (out, lse), (exact, exact_lse) = batch.call(mode), batch.exact(mode)
     close(out, exact)
@@ -341,7 +344,7 @@ def test_heads_with_separate_keys_equal_the_definition(lengths: Lengths, mode: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_partial_attentions_merge_into_full_attention(dtype: torch.dtype) -> None:
-    # Three parts of 5 keys each; row 0 sees no key of part 0, row 3 sees part 2 alone.
+    # Three parts of 5 keys each. Row 0 sees no key of part 0, row 3 sees only part 2.
     scores, values = (
         4 * random(4, 3, 5, dtype=torch.float64),
         random(3, 5, 8, seed=1, dtype=torch.float64),
@@ -367,12 +370,7 @@ def test_partial_attentions_merge_into_full_attention(dtype: torch.dtype) -> Non
     torch.testing.assert_close(merged.double(), torch.stack(exact), atol=tolerance, rtol=tolerance)
 
 
-# ---- what is refused ----
-
-
-def wrong(operator: Callable[..., object], **right: Any) -> Callable[..., Callable[[], object]]:
-    """Return a function that makes calls of `operator` that are right but for its own arguments."""
-    return lambda **changes: lambda: operator(**right | changes)
+# ---- refused calls ----
 
 
 def thrice(query: torch.Tensor) -> torch.Tensor:
@@ -411,18 +409,18 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "int32 slots": (cache(index=int32(1, 2)), STORE + "index: dtype torch.int32"),
     "too few slots": (cache(index=torch.tensor([1])), STORE + "index: shape"),
     "a latent of another size": (cache(gamma=half(256)), STORE + "gamma: shape"),
-    "caches that are swapped": (cache(k_cache=half(4, BLOCK, 1, LATENT)), STORE + "k_cache: shape"),
+    "swapped caches": (cache(k_cache=half(4, BLOCK, 1, LATENT)), STORE + "k_cache: shape"),
     "a cache of another dtype": (
         cache(k_cache=half(4, BLOCK, 1, ROPE, dtype=torch.float16)),
         STORE + "k_cache: dtype",
     ),
     "an unknown cache mode": (cache(cache_mode="PN"), STORE + "cache_mode: 'PN' is not one of"),
-    "an output that is not turned": (
+    "an output that is not transposed": (
         product(perm_y=None),
         PRODUCT + r"perm_y: \(0, 1, 2\) must be",
     ),
-    "a weight that is turned": (product(perm_x2=[0, 2, 1]), PRODUCT + "perm_x2"),
-    "an input that is turned inside out": (product(perm_x1=[2, 1, 0]), PRODUCT + "perm_x1"),
+    "a transposed weight": (product(perm_x2=[0, 2, 1]), PRODUCT + "perm_x2"),
+    "an input with reversed dimensions": (product(perm_x1=[2, 1, 0]), PRODUCT + "perm_x1"),
     "a product that is no multiple of 128": (
         product(weight=half(2, 128, 100)),
         PRODUCT + "weight: .* multiples of 128",
@@ -494,12 +492,12 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         latent(actual_seq_qlen=[1, 2]),
         SCORE_V2 + "actual_seq_lengths: the last running total",
     ),
-    "a sum in a layout that turns": (
+    "a log-sum-exp in a transposed layout": (
         latent(return_softmax_lse=True),
         SCORE_V2 + "softmax_lse_flag: cannot be set",
     ),
     "no mask": (latent(atten_mask=None), SCORE_V2 + "atten_mask: sparse_mode=3 needs"),
-    "a block size that is not the cache's": (latent(block_size=32), SCORE_V2 + "key: shape"),
+    "a block size that differs from the cache": (latent(block_size=32), SCORE_V2 + "key: shape"),
     "values of another width": (expanded(num_key_value_heads=1), SCORE + "key: shape"),
 }
 NZ = {

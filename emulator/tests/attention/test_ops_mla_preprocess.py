@@ -1,4 +1,4 @@
-"""MLAPO's kernel against its definition, one row at a time and in plain numbers."""
+"""Test the MLAPO kernel row by row against a definition in Python numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def int8(*shape: int, seed: int) -> torch.Tensor:
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """Return int8 [N, K] as [1, K / 32, N, 32], as vllm-ascend lays it out."""
+    """Return int8 [N, K] as [1, K / 32, N, 32], the layout of vllm-ascend."""
     out = torch.empty(1, weight.shape[1] // 32, weight.shape[0], 32, dtype=torch.int8)
     for part in range(out.shape[1]):
         out[0, part] = weight[:, 32 * part : 32 * part + 32]
@@ -38,7 +38,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Layer:
-    """The arguments for some rows, and each result by its definition."""
+    """Arguments of the kernel for ROWS rows, and the exact results."""
 
     def __init__(self) -> None:
         self.down, self.up = (
@@ -85,7 +85,7 @@ class Layer:
         return [max(-128, min(127, round(value))) for value in halves]
 
     def product(self, row: list[int], weight: torch.Tensor, index: int) -> torch.Tensor:
-        """Return bfloat16 [N]."""
+        """Return the scaled product, bfloat16 [N]."""
         scale, bias = self.given[f"descale{index}"].tolist(), self.given[f"bias{index}"].tolist()
         sums = [
             sum(a * b for a, b in zip(row, column, strict=True)) + bias[n]
@@ -94,7 +94,7 @@ class Layer:
         return torch.tensor([value * scale[n] for n, value in enumerate(sums)]).bfloat16()
 
     def turned(self, values: torch.Tensor, row: int) -> torch.Tensor:
-        """Turn element i with element i + 32, as complex numbers."""
+        """Rotate the pairs of elements i and i + 32 as complex numbers."""
         cos, sin = (self.given[name][row, 0, 0, : ROPE // 2].double() for name in ("cos", "sin"))
         made = torch.complex(
             values.double()[: ROPE // 2], values.double()[ROPE // 2 :]
@@ -141,14 +141,14 @@ def test_queries_and_cached_rows_equal_the_definition() -> None:
 
 
 def test_quantisation_rounds_to_float16_first() -> None:
-    """101.492 is 101.5 in float16, and becomes 102."""
+    """101.492 is 101.5 in float16 and rounds to 102."""
     layer = Layer()
     layer.given["quant_scale0"], layer.given["quant_offset0"] = (
         torch.ones(1).bfloat16(),
         torch.tensor([100], dtype=torch.int8),
     )
     layer.down.zero_()
-    layer.down[LATENT, 0] = layer.down[LATENT + 1, 1] = 1  # of the rope
+    layer.down[LATENT, 0] = layer.down[LATENT + 1, 1] = 1  # two elements of the rope
     layer.given |= {"wdqkv": packed(layer.down), "bias0": torch.zeros(len(layer.down), dtype=torch.int32),
                     "descale0": torch.ones(len(layer.down))}  # fmt: skip
     layer.given["cos"], layer.given["sin"] = (
@@ -169,7 +169,7 @@ def test_duplicate_slot_holds_neither_row() -> None:
         assert (rows[2] != POISON).all()
 
 
-# ---- what is refused ----
+# ---- refused calls ----
 
 
 def wrong(**changes: Any) -> Callable[[], object]:
@@ -178,13 +178,13 @@ def wrong(**changes: Any) -> Callable[[], object]:
 
 OP = "mla_preprocess: "
 BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
-    "a mode of the cache that does not exist": (wrong(cache_mode="kv"), OP + "cache_mode: 'kv' is not one of"),
-    "a mode of the scales that does not exist": (wrong(quant_mode="per_row"), OP + "quant_mode: 'per_row' is not one of"),
+    "an unknown cache mode": (wrong(cache_mode="kv"), OP + "cache_mode: 'kv' is not one of"),
+    "an unknown quantisation mode": (wrong(quant_mode="per_row"), OP + "quant_mode: 'per_row' is not one of"),
     "1025 rows": (wrong(hiddenState=lambda x: x[:1].expand(1025, -1)), OP + "hiddenState: 1025 rows must be"),
     "no rows": (wrong(hiddenState=lambda x: x[:0]), OP + "hiddenState: 0 rows must be"),
     "rows of 40 elements": (wrong(hiddenState=lambda x: x[:, :40].contiguous()), OP + "hiddenState: 40 elements must be a multiple"),
-    "rows that lie apart": (wrong(hiddenState=lambda x: x.repeat(1, 2)[:, :HIDDEN]), OP + "hiddenState: strides"),
-    "a weight that is not laid out": (wrong(wdqkv=lambda w: w.flatten(0, 1)), OP + "wdqkv: shape"),
+    "rows with gaps": (wrong(hiddenState=lambda x: x.repeat(1, 2)[:, :HIDDEN]), OP + "hiddenState: strides"),
+    "a weight in another layout": (wrong(wdqkv=lambda w: w.flatten(0, 1)), OP + "wdqkv: shape"),
     "a weight of floats": (wrong(wuq=torch.Tensor.bfloat16), OP + "wuq: dtype torch.bfloat16"),
     "no bias": (wrong(bias0=None), OP + "bias0: must be given"),
     "a bias of floats": (wrong(bias1=torch.Tensor.float), OP + "bias1: dtype torch.float32"),

@@ -1,4 +1,4 @@
-"""The kernels of sparse attention against their definitions, one query and one key at a time."""
+"""Test the sparse attention kernels against definitions, one query and one key at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_definition import BLOCK, Lengths, page, running_totals, sees
+from attention_definition import Lengths, page, running_totals, seen_by
 from emulated import close, int32, random, scenarios
 from wrong_calls import blocks_of, more_heads, widened, wrong
 
@@ -31,17 +31,8 @@ def half(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tor
     return random(*shape, seed=seed, dtype=dtype)
 
 
-def seen_by(lengths: Lengths, mode: int) -> list[tuple[int, list[int]]]:
-    """Return, for each query, its sequence and the keys that it sees."""
-    return [
-        (sequence, [key for key in range(keys) if sees(mode, query, key, queries, keys, (0, 0))])
-        for sequence, (queries, keys) in enumerate(lengths)
-        for query in range(queries)
-    ]
-
-
 class Indexed:
-    """Sequences of (queries, keys) with an indexer's queries, keys and weights."""
+    """A batch of (queries, keys) sequences with queries, keys and weights of an indexer."""
 
     def __init__(
         self, lengths: Lengths, heads: int = 3, dtype: torch.dtype = torch.bfloat16
@@ -57,7 +48,7 @@ class Indexed:
         (self.cache,), self.table = page(self.keys)
 
     def exact(self, mode: int, count: int) -> list[list[int]]:
-        """Return the chosen keys of each query, best first."""
+        """Return the selected keys of each query, best first."""
         chosen = []
         for row, (sequence, seen) in enumerate(seen_by(self.lengths, mode)):
             scores = {}
@@ -123,7 +114,7 @@ def test_each_query_selects_the_keys_with_the_highest_scores(
     )
 
 
-def test_weights_may_be_negative_and_in_float32() -> None:
+def test_indexer_accepts_negative_float32_weights() -> None:
     batch = Indexed([(9, 30)])
     batch.weights = -random(9, 3, seed=5).abs() + 0.3
     assert batch.call()[0][:, 0].tolist() == batch.exact(3, 7)
@@ -134,7 +125,7 @@ def test_equal_scores_are_ordered_by_key() -> None:
     assert batch.call(weights=torch.zeros_like)[0].flatten().tolist() == list(range(7))
 
 
-def test_rows_after_the_last_sequence_have_no_keys() -> None:
+def test_rows_after_the_last_sequence_have_invalid_indices() -> None:
     batch = Indexed([(2, 20), (3, 5)])
     indices, _ = batch.call(actual_seq_lengths_query=int32(2, 4))
     assert (indices[4] > 1 << 30).all()
@@ -142,7 +133,7 @@ def test_rows_after_the_last_sequence_have_no_keys() -> None:
 
 
 class Sparse:
-    """Sequences of (queries, keys) that share cached latents, and chosen keys for each query."""
+    """A batch of (queries, keys) sequences with cached latents and selected keys per query."""
 
     def __init__(
         self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6
@@ -168,7 +159,7 @@ class Sparse:
         ).unsqueeze(1)
 
     def exact(self, mode: int = 3) -> torch.Tensor:
-        """Return [T, heads, 512]."""
+        """Return the exact output [T, heads, 512]."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         for row, (sequence, seen) in enumerate(seen_by(self.lengths, mode)):
             chosen = []
@@ -224,20 +215,20 @@ def test_queries_attend_to_selected_keys_only(lengths: Lengths, dtype: torch.dty
     assert [(each.numel(), each.dtype) for each in sums] == [(0, torch.float32)] * 2
 
 
-def test_without_a_mask_all_keys_are_candidates() -> None:
+def test_all_keys_are_candidates_without_a_mask() -> None:
     batch = Sparse([(3, 20)])
     batch.indices = torch.tensor([[19, 3], [4, 19], [0, 18]], dtype=torch.int32).unsqueeze(1)
     close(batch.call(sparse_mode=0)[0], batch.exact(0))
 
 
 @scenarios("chosen", {
-    "a key that the query does not see": [19, 3, 17, -1],
-    "keys after a negative one": [3, -1, 4, 5],
-    "a key that is named twice": [3, 9, 3, 1],
-    "none": [-1, -1, -1, -1],
-    "none that it sees": [18, 19, -1, -1],
+    "an invisible key": [19, 3, 17, -1],
+    "keys after a negative index": [3, -1, 4, 5],
+    "a duplicate key": [3, 9, 3, 1],
+    "no key": [-1, -1, -1, -1],
+    "only invisible keys": [18, 19, -1, -1],
 })  # fmt: skip
-def test_indices_are_read_as_in_the_kernel(chosen: list[int]) -> None:
+def test_attention_stops_at_a_negative_index_and_skips_invisible_keys(chosen: list[int]) -> None:
     batch = Sparse([(4, 20)])  # the first query sees 17 keys
     batch.indices = torch.tensor([chosen] * 4, dtype=torch.int32).unsqueeze(1)
     close(batch.call()[0], batch.exact())
@@ -270,7 +261,7 @@ def test_rows_are_scattered_to_their_indices(
     assert torch.equal(var[0], updates[2])
     assert var[3].unique().tolist() == [
         127 if dtype == torch.int8 else POISON
-    ]  # two updates want it
+    ]  # two updates write this row
     assert not var[[1, 2, 4, 5, 6, 8]].any()
 
 
@@ -289,7 +280,7 @@ def test_batch_matmul_transpose_equals_its_definition(dtype: torch.dtype) -> Non
     close(out, exact, roundings=2)
 
 
-# ---- what is refused ----
+# ---- refused calls ----
 
 
 index = wrong(Indexed([(1, 20), (2, 9)]).call)
@@ -309,8 +300,8 @@ product = wrong(
 INDEXER, SPARSE = "npu_lightning_indexer: ", "npu_sparse_flash_attention: "
 SCATTER, PRODUCT = "npu_scatter_nd_update_", "batch_matmul_transpose: "
 BOTH: dict[str, tuple[dict[str, Any], str]] = {
-    "a layout that does not exist": ({"layout_query": "NTD"}, "layout_query: 'NTD' is not one of"),
-    "a mask of another kind": ({"sparse_mode": 4}, "sparse_mode: 4 is not one of"),
+    "an unknown layout": ({"layout_query": "NTD"}, "layout_query: 'NTD' is not one of"),
+    "another mask": ({"sparse_mode": 4}, "sparse_mode: 4 is not one of"),
     "a window before": ({"pre_tokens": 100}, "pre_tokens: 100 must be"),
     "a window after": ({"next_tokens": 0}, "next_tokens: 0 must be"),
     "no running totals": (
@@ -321,7 +312,7 @@ BOTH: dict[str, tuple[dict[str, Any], str]] = {
         {"actual_seq_lengths_query": torch.tensor([1, 3])},
         "actual_seq_lengths_query: dtype torch.int64",
     ),
-    "running totals that fall": (
+    "decreasing running totals": (
         {"actual_seq_lengths_query": int32(2, 1)},
         r"actual_seq_lengths_query: running totals \[2, 1\] decrease",
     ),
@@ -358,14 +349,14 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
        for name, (changes, message) in BOTH.items()},
     "more keys than the table has": (index(actual_seq_lengths_key=int32(20, 99)), INDEXER + "block_table: sequence 1 has 99 keys"),
     "a block that does not exist": (index(actual_seq_lengths_key=int32(20, 20)), INDEXER + "block_table: sequence 1 uses blocks"),
-    "keys of two sequences of three": (index(actual_seq_lengths_key=int32(20)), INDEXER + "actual_seq_lengths_key: 1 sequences"),
+    "key lengths of one sequence": (index(actual_seq_lengths_key=int32(20)), INDEXER + "actual_seq_lengths_key: 1 sequences"),
     "negative lengths": (sparse(actual_seq_lengths_kv=int32(20, -1)), SPARSE + "actual_seq_lengths_kv: -1 of sequence 1"),
     "another layout of keys": (sparse(layout_kv="BSND"), SPARSE + "layout_kv: 'BSND' is neither"),
     "another layout of the indexer's keys": (index(layout_key="BSND"), INDEXER + "layout_key: 'BSND' is neither"),
-    "no key to choose": (index(sparse_count=0), INDEXER + "sparse_count: 0 must be"),
+    "no key to select": (index(sparse_count=0), INDEXER + "sparse_count: 0 must be"),
     "2049 keys": (index(sparse_count=2049), INDEXER + "sparse_count: 2049 must be"),
     "9216 keys": (index(sparse_count=9216), INDEXER + "sparse_count: 9216 must be"),
-    "weights of another half": (index(weights=torch.Tensor.half), INDEXER + "weights: dtype torch.float16"),
+    "weights of another dtype": (index(weights=torch.Tensor.half), INDEXER + "weights: dtype torch.float16"),
     "weights of other heads": (index(weights=widened), INDEXER + "weights: shape"),
     "queries of 256": (index(query=widened, key=widened), INDEXER + "query: head size 256"),
     "small blocks of the indexer": (index(key=blocks_of(8)), INDEXER + "key: block size 8 "),
@@ -387,7 +378,7 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "updates of another dtype": (scatter(updates=random(2, 4)), SCATTER + ": updates: dtype torch.float32"),
     "updates of another width": (scatter(updates=half(2, 5)), SCATTER + ": updates: shape"),
     "rows in float64": (scatter(input=half(9, 4).double(), updates=half(2, 4).double()), SCATTER + ": input: dtype"),
-    "rows that are turned": (scatter_sk(var=half(4, 9).t()), SCATTER + "sk: var: rows with stride 9"),
+    "transposed rows": (scatter_sk(var=half(4, 9).t()), SCATTER + "sk: var: rows with stride 9"),
     "one more dimension": (scatter_sk(var=half(9, 4, 1)), SCATTER + "sk: var: shape"),
     "a product in float32": (product(tensor_a=random(5, 3, 64)), PRODUCT + "tensor_a: dtype torch.float32"),
     "a product of two dtypes": (product(tensor_b=half(3, 64, 32).half()), PRODUCT + "tensor_b: dtype torch.float16"),
@@ -441,6 +432,5 @@ def test_largest_sparse_counts_are_accepted(count: int) -> None:
 
 
 def test_128_heads_are_accepted() -> None:
-    assert BLOCK % 16 == 0
     batch = Sparse([(1, 20)], heads=128)
     close(batch.call()[0], batch.exact())

@@ -1,4 +1,4 @@
-"""The kernels of sparse attention over int8 caches against their definitions, one key at a time."""
+"""Test sparse attention kernels over int8 caches against definitions, one key at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_definition import Lengths, page, running_totals, sees
+from attention_definition import Lengths, page, running_totals, seen_by
 from emulated import close, int32, random, scenarios
 from wrong_calls import blocks_of, more_heads, widened, wrong
 
@@ -38,23 +38,14 @@ def scales(*shape: int, seed: int = 0) -> torch.Tensor:
     return (random(*shape, seed=seed).abs() / 100 + 0.001).half()
 
 
-def seen_by(lengths: Lengths, mode: int) -> list[tuple[int, list[int]]]:
-    """Return, for each query, its sequence and the keys that it sees."""
-    return [
-        (sequence, [key for key in range(keys) if sees(mode, query, key, queries, keys, (0, 0))])
-        for sequence, (queries, keys) in enumerate(lengths)
-        for query in range(queries)
-    ]
-
-
 def paged(parts: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay rows of whole numbers into blocks; see page."""
+    """Copy rows into shuffled blocks with `page`, and set unused rows to 77."""
     (cache,), table = page([part.double() for part in parts])
     return cache.nan_to_num(nan=77.0).to(dtype), table
 
 
 class Indexed:
-    """Sequences of (queries, keys) with int8 queries and keys of an indexer, weights and scales."""
+    """A batch of (queries, keys) sequences with int8 queries and keys of an indexer."""
 
     def __init__(self, lengths: Lengths, heads: int = 3) -> None:
         self.lengths, total = lengths, sum(queries for queries, _ in lengths)
@@ -69,7 +60,7 @@ class Indexed:
         self.scale_cache, _ = paged(self.key_scales, torch.float16)
 
     def score(self, row: int, sequence: int, key: int) -> float:
-        """Return the score that the kernel computes: rounded where the kernel rounds."""
+        """Return the score of a key, rounded at the same steps as in the kernel."""
         total = 0.0
         for head in range(self.query.shape[1]):
             product = sum(
@@ -90,7 +81,7 @@ class Indexed:
         return total * self.key_scales[sequence][key, 0].item()
 
     def exact(self, mode: int, count: int) -> list[list[int]]:
-        """Return the chosen keys of each query, best first."""
+        """Return the selected keys of each query, best first."""
         chosen = []
         for row, (sequence, seen) in enumerate(seen_by(self.lengths, mode)):
             found = {key: self.score(row, sequence, key) for key in seen}
@@ -131,7 +122,7 @@ def test_each_query_selects_the_keys_with_the_highest_scores(lengths: Lengths, m
 
 
 def one_key_after_another(keys: int, heads: int, first: int) -> Indexed:
-    """Return a query whose product with key i is 127 * first + i, for each head; scales are 1."""
+    """Return a query. The product with key i is 127 * first + i in each head. Key scales are 1."""
     batch = Indexed([(1, keys)], heads)
     batch.query.zero_()
     batch.query[..., 0], batch.query[..., 1] = first, 1
@@ -143,7 +134,7 @@ def one_key_after_another(keys: int, heads: int, first: int) -> Indexed:
 
 
 def test_products_are_divided_by_1024_then_rounded_to_float16() -> None:
-    """From 8128 on these are multiples of 4, and the first of equal scores comes first."""
+    """Products from 8128 to 8147 round to multiples of 4. Equal scores are ordered by key."""
     batch = one_key_after_another(20, 1, first=64)
     chosen = batch.call(
         weights=torch.ones_like, query_dequant_scale=torch.ones_like, sparse_count=20
@@ -164,8 +155,8 @@ def test_products_are_divided_by_1024_then_rounded_to_float16() -> None:
     ]
 
 
-def test_weights_times_scales_of_queries_are_rounded_to_float16() -> None:
-    """The shares of two heads add up to zero if they are rounded, and to 2^-20 otherwise."""
+def test_weight_times_query_scale_is_rounded_to_float16() -> None:
+    """The rounded shares of two heads add up to 0. Without rounding, the sum is 2^-20."""
     batch, above = one_key_after_another(20, 2, first=0), 1 + 2.0**-10
     shares = {
         "weights": torch.tensor([[above, -1 - 2.0**-9]]).half(),
@@ -181,7 +172,7 @@ def test_query_and_key_scales_change_the_selection() -> None:
     assert not torch.equal(right, batch.call(query_dequant_scale=torch.ones_like))
 
 
-def test_rows_after_the_last_sequence_have_no_keys() -> None:
+def test_rows_after_the_last_sequence_have_invalid_indices() -> None:
     batch = Indexed([(2, 20), (3, 5)])
     indices = batch.call(actual_seq_lengths_query=int32(2, 4))
     assert (indices[4] > 1 << 30).all()
@@ -189,7 +180,7 @@ def test_rows_after_the_last_sequence_have_no_keys() -> None:
 
 
 class Sparse:
-    """Sequences of (queries, keys) that share cached int8 latents, and each query's chosen keys."""
+    """A batch of (queries, keys) sequences with cached int8 latents and selected keys per query."""
 
     def __init__(
         self, lengths: Lengths, heads: int = 2, dtype: torch.dtype = torch.bfloat16, count: int = 6
@@ -221,7 +212,7 @@ class Sparse:
         ).unsqueeze(1)
 
     def key(self, sequence: int, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return latent [512] and rope [64] of a key, in float64."""
+        """Return the latent [512] and the rope [64] of a key, in float64."""
         latent = torch.empty(LATENT, dtype=torch.float64)
         for element in range(LATENT):
             exact = (
@@ -232,7 +223,7 @@ class Sparse:
         return latent, self.ropes[sequence][key].double()
 
     def exact(self, mode: int = 3) -> torch.Tensor:
-        """Return [T, heads, 512]."""
+        """Return the exact output [T, heads, 512]."""
         out = torch.zeros(*self.query.shape[:2], LATENT, dtype=torch.float64)
         for row, (sequence, seen) in enumerate(seen_by(self.lengths, mode)):
             chosen = []
@@ -286,12 +277,12 @@ def test_queries_attend_to_selected_keys_only(lengths: Lengths, dtype: torch.dty
 
 
 @scenarios("chosen", {
-    "a key that the query does not see": [19, 3, 17, -1],
-    "keys after a negative one": [3, -1, 4, 5],
-    "a key that is named twice": [3, 9, 3, 1],
-    "none": [-1, -1, -1, -1],
+    "an invisible key": [19, 3, 17, -1],
+    "keys after a negative index": [3, -1, 4, 5],
+    "a duplicate key": [3, 9, 3, 1],
+    "no key": [-1, -1, -1, -1],
 })  # fmt: skip
-def test_indices_are_read_as_by_the_unquantised_kernel(chosen: list[int]) -> None:
+def test_attention_stops_at_a_negative_index_and_skips_invisible_keys(chosen: list[int]) -> None:
     batch = Sparse([(4, 20)])  # the first query sees 17 keys
     batch.indices = torch.tensor([chosen] * 4, dtype=torch.int32).unsqueeze(1)
     close(batch.call()[0], batch.exact())
@@ -304,7 +295,7 @@ def test_rows_after_the_last_sequence_are_undefined() -> None:
     assert (out[:4] != POISON).all()
 
 
-# ---- what is refused ----
+# ---- refused calls ----
 
 
 index = wrong(Indexed([(1, 20), (2, 9)]).call)
@@ -341,11 +332,11 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "blocks of 1040 keys": (sparse(key=blocks_of(1040), value=blocks_of(1040)), SPARSE + "key: block size 1040"),
     "indices in int64": (sparse(sparse_indices=torch.Tensor.long), SPARSE + "sparse_indices: dtype torch.int64"),
     "indices of other rows": (sparse(sparse_indices=lambda i: i[:2]), SPARSE + "sparse_indices: shape"),
-    "scales of their own": (sparse(key_dequant_scale=torch.ones(1)), SPARSE + "key_dequant_scale: must not be given"),
+    "separate scales": (sparse(key_dequant_scale=torch.ones(1)), SPARSE + "key_dequant_scale: must not be given"),
     "the default mode of keys": (sparse(key_quant_mode=1), SPARSE + "key_quant_mode: 1 must be 2"),
     "the default mode of values": (sparse(value_quant_mode=1), SPARSE + "value_quant_mode: 1 must be 2"),
     "attention without latents": (sparse(attention_mode=0), SPARSE + "attention_mode: 0 must be 2"),
-    "scales aside": (sparse(quant_scale_repo_mode=0), SPARSE + "quant_scale_repo_mode: 0 must be 1"),
+    "scales in another tensor": (sparse(quant_scale_repo_mode=0), SPARSE + "quant_scale_repo_mode: 0 must be 1"),
     "tiles of 64": (sparse(tile_size=64), SPARSE + "tile_size: 64 must be 128"),
     "a rope of 32": (sparse(rope_head_dim=32), SPARSE + "rope_head_dim: 32 must be 64"),
     "blocks of 32 tokens": (sparse(sparse_block_size=32), SPARSE + "sparse_block_size: 32 is not one of"),

@@ -1,4 +1,4 @@
-"""Rows that are written into a cache by runs of slots lie where their slots say."""
+"""Test cache writes by runs of consecutive slots."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ def runs(
 
 @scenarios("slots, expected", {
     "one run": ([3, 4, 5], [(3, 0, 3)]),
-    "runs end with a block": ([14, 15, 16, 17], [(2, 0, 14), (2, 2, 16)]),
-    "runs end where slots do not follow": ([3, 5, 6, 2], [(1, 0, 3), (2, 1, 5), (1, 3, 2)]),
+    "a run ends at the end of a block": ([14, 15, 16, 17], [(2, 0, 14), (2, 2, 16)]),
+    "a run ends at a gap between slots": ([3, 5, 6, 2], [(1, 0, 3), (2, 1, 5), (1, 3, 2)]),
     "negative slots are in no run": ([-1, 0, 1, -1, 2], [(2, 1, 0), (1, 4, 2)]),
-    "slots that fall": ([9, 8, 8], [(1, 0, 9), (1, 1, 8), (1, 2, 8)]),
+    "decreasing slots": ([9, 8, 8], [(1, 0, 9), (1, 1, 8), (1, 2, 8)]),
     "no slot": ([-1, -1], []),
 })  # fmt: skip
-def test_runs_of_slots_are_found(slots: list[int], expected: list[tuple[int, int, int]]) -> None:
+def test_metadata_lists_the_runs_of_consecutive_slots(
+    slots: list[int], expected: list[tuple[int, int, int]]
+) -> None:
     groups = runs(slots)
     found = list(zip(*(groups[name].tolist() for name in GROUPS), strict=True))
     assert found == expected + [(0, 0, 0)] * (len(slots) - len(expected))
@@ -86,7 +88,7 @@ def find(**changes: Any) -> Callable[[], object]:
     "rows of another dtype": (store(key_in=random(3, 1, 8).bfloat16()), "store_kv_block: key_in: dtype torch.bfloat16"),
     "rows of another width": (store(key_in=random(3, 1, 4).half()), "store_kv_block: key_cache_in: shape"),
     "one dimension": (store(key_in=random(3).half()), "store_kv_block: key_in: shape"),
-    "blocks that lie apart": (store(key_cache_in=torch.zeros(3, BLOCK, 1, 16).half()[..., :8]), "store_kv_block: key_cache_in: strides"),
+    "blocks with gaps": (store(key_cache_in=torch.zeros(3, BLOCK, 1, 16).half()[..., :8]), "store_kv_block: key_cache_in: strides"),
     "a large block": (store(block_size=1 << 15), "store_kv_block: block_size: 32768 rows"),
     "a run longer than a block": (store(block_size=2), "store_kv_block: group_len: a run of 3"),
     "a run past the rows": (store(group_key_idx=int32(1, 0, 0)), "store_kv_block: group_key_idx: a run of 3 rows from 1"),

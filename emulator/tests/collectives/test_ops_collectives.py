@@ -1,4 +1,4 @@
-"""Products fused with a collective, between processes, against the definition."""
+"""Matrix products fused with a collective, across processes, against the definition."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def test_each_rank_gets_its_share_of_the_summed_products(ranks: Ranks, late_rank
         close(share, rows)
 
 
-def test_unknown_communicator_is_named(ranks: Ranks) -> None:
+def test_error_names_unknown_communicator(ranks: Ranks) -> None:
     for state, text in ranks.outcomes(partial(fused, hcom="hccl_nowhere")):
         assert state == "error"
         assert (

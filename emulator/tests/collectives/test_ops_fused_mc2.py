@@ -1,4 +1,4 @@
-"""Fused MC2 between processes, against the definition: W8A8 experts on whatever rank they are."""
+"""Fused MC2 across processes, with W8A8 experts, against the definition."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ascend_npu_emulator.ops.collectives.fused_mc2 import dispatch_ffn_combine
 from ascend_npu_emulator.ops.poison import POISON
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 5, 64, 24, 8, 2
-NO_LIMIT = 1 << 16  # of rows
+NO_LIMIT = 1 << 16  # rows
 
 
 class Given(NamedTuple):
-    """What a rank has; only tokens of `active` take part."""
+    """The inputs of one rank. Only tokens with `active` set take part."""
 
     x: torch.Tensor
     chosen: torch.Tensor
@@ -48,7 +48,7 @@ def given(rank: int, seed: int = 0) -> Given:
 
 
 def weights() -> Weights:
-    """Return what all experts have."""
+    """Return the weights of all experts."""
     generator = torch.Generator().manual_seed(7)
     up, down = (torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
                 for shape in ((EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, INNER, HIDDEN)))  # fmt: skip
@@ -63,12 +63,12 @@ def weights() -> Weights:
 
 
 def as_bits(scale: torch.Tensor) -> torch.Tensor:
-    """Return float32 as vllm-ascend gives them: bits in int64, in one dimension."""
+    """Return float32 scales in vllm-ascend's format: the bits in int64, in one dimension."""
     return scale.contiguous().view(torch.int32).long().flatten()
 
 
 def arguments(rank: int, size: int, mine: Given, **changes: Any) -> dict[str, Any]:
-    """Return the arguments as vllm-ascend gives them, on the device."""
+    """Return the arguments in vllm-ascend's format, on the device."""
     os.environ["NPU_EMULATOR_SOC"] = "a3"
     local = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
     own = [tensor[local] for tensor in weights()]
@@ -91,7 +91,7 @@ def arguments(rank: int, size: int, mine: Given, **changes: Any) -> dict[str, An
 
 
 def fused(rank: int, size: int, **changes: Any) -> tuple[torch.Tensor, ...]:
-    """Return the result, the rows of each expert, and the indices after the call."""
+    """Return the result, the number of rows per expert, and the indices after the call."""
     named = arguments(rank, size, given(rank), **changes)
     out, numbers = torch.ops._C_ascend.dispatch_ffn_combine(**named)
     assert (out.data_ptr(), numbers.data_ptr()) == (
@@ -107,7 +107,7 @@ def to_int8(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made_of(row: torch.Tensor, expert: int, limit: float) -> torch.Tensor:
-    """Return what an expert makes of a row."""
+    """Return the output of an expert for a row."""
     held = weights()
     integers, scale = to_int8(row.float())
     product = (
@@ -124,7 +124,7 @@ def made_of(row: torch.Tensor, expert: int, limit: float) -> torch.Tensor:
 
 
 def check_rows(mine: Given, result: torch.Tensor, limit: float = 0.0) -> None:
-    """Compare with the definition, whose scales have all of their bits."""
+    """Compare with the definition. The definition uses all bits of the scales."""
     for token in mine.active.nonzero().flatten().tolist():
         rows = [
             made_of(mine.x[token], expert, limit).float() for expert in mine.chosen[token].tolist()
@@ -149,7 +149,7 @@ def test_token_gets_the_weighted_sum_of_expert_results(
         check_rows(mine, result, limit)
         assert torch.equal(
             chosen, torch.where(mine.active[:, None], mine.chosen, EXPERTS)
-        )  # as the kernel leaves them
+        )  # the kernel overwrites the indices of inactive tokens
     assert torch.cat([numbers for _, numbers, _ in results]).tolist() == received.tolist()
 
 
@@ -164,25 +164,25 @@ def replayed(rank: int, size: int) -> torch.Tensor:
     return named["out"].cpu()
 
 
-def test_fused_mc2_is_captured_and_replayed(ranks: Ranks, late_ranks: bool) -> None:
+def test_replay_of_fused_mc2_reads_current_inputs(ranks: Ranks, late_ranks: bool) -> None:
     for rank, result in enumerate(ranks.run(replayed, late_ranks)):
         check_rows(given(rank, seed=1), result)
 
 
 def test_rows_beyond_max_output_size_are_undefined(ranks: Ranks) -> None:
-    """A rank computes its first row only, of the first expert that has one."""
+    """Each rank computes one row only: the first row of the first expert with rows."""
     defined = 0
     for rank, (result, _, _) in enumerate(ranks.run(partial(fused, max_output_size=1))):
         mine = given(rank)
         assert all(
             (row.abs() > 10).all() for row in result[mine.active].float()
-        )  # each has an undefined one, times a share
+        )  # each sum includes an undefined row
         defined += int((result[mine.active] != POISON).any(1).sum())
     assert defined
 
 
 def unread_bits(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results for scales that differ in bits which the hardware does not read."""
+    """Return the results for scales that differ only in bits the hardware does not read."""
     local = EXPERTS // size
     low = torch.full((local * HIDDEN,), 0x3B000000)
     with_more = low | 0x1FFF | 5 << 32

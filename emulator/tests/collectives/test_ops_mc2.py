@@ -1,4 +1,4 @@
-"""MC2 between processes, against the definition: dispatch to the ranks of experts, and combine."""
+"""MC2 across processes, against the definition: dispatch to the experts' ranks, and combine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOCS = pytest.mark.parametrize("soc", ["a2", "a3"])
 
 
 class Given(NamedTuple):
-    """What a rank has; only its first `active` tokens take part."""
+    """The inputs of one rank. Only the first `active` tokens take part."""
 
     x: torch.Tensor
     chosen: torch.Tensor
@@ -44,7 +44,7 @@ def given(rank: int, seed: int = 0) -> Given:
 
 
 def group_of(rank: int, size: int, soc: str) -> dict[str, Any]:
-    """Return the arguments that both operators share, as vllm-ascend gives them."""
+    """Return the arguments that both operators share, in vllm-ascend's format."""
     os.environ["NPU_EMULATOR_SOC"] = soc
     name = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
     shared = {
@@ -75,7 +75,7 @@ def dispatch(rank: int, size: int, soc: str = "a2", **changes: Any) -> list[torc
 
 
 def arrivals(rank: int, size: int, expert: int) -> list[tuple[int, int, int]]:
-    """Return (rank, token, place) of the rows for one of a rank's experts, in order."""
+    """Return (rank, token, place) of each row for one expert of a rank, in order."""
     wanted = rank * (EXPERTS // size) + expert
     return [
         (sender, token, place)
@@ -123,7 +123,7 @@ def test_rank_receives_rows_of_its_experts_without_padding(
         assert (undefined == (POISON if quant_mode == 0 else 127)).all()
 
 
-def test_expert_counts_may_be_running_totals(ranks: Ranks) -> None:
+def test_expert_token_nums_type_0_gives_running_totals(ranks: Ranks) -> None:
     counts = ranks.run(dispatch)
     totals = ranks.run(partial(dispatch, expert_token_nums_type=0))
     assert [total[3].tolist() for total in totals] == [
@@ -132,11 +132,11 @@ def test_expert_counts_may_be_running_totals(ranks: Ranks) -> None:
 
 
 def there_and_back(mine: Given, shared: dict[str, Any], lost: bool = False) -> torch.Tensor:
-    """Return what combine makes of rows that expert e multiplies by e + 1.
+    """Dispatch rows, multiply the rows of expert e by e + 1, and return the combined result.
 
     Args:
         mine: tensors on the device; `active` is the mask.
-        lost: whether all rows are said to be of token 0 of rank 0.
+        lost: whether to assign all rows to token 0 of rank 0 before the combine.
     """
     common = {"expert_ids": mine.chosen, "x_active_mask": mine.active, **shared}
     rows, _, info, per_expert, totals, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
@@ -189,7 +189,9 @@ def replayed(rank: int, size: int) -> torch.Tensor:
     return results[0].cpu()
 
 
-def test_dispatch_and_combine_are_captured_and_replayed(ranks: Ranks, late_ranks: bool) -> None:
+def test_replay_of_dispatch_and_combine_reads_current_inputs(
+    ranks: Ranks, late_ranks: bool
+) -> None:
     for rank, result in enumerate(ranks.run(replayed, late_ranks)):
         check_sums(given(rank, seed=1)._replace(active=given(rank).active), result)
 
@@ -204,19 +206,19 @@ def test_error_names_rows_without_a_result(ranks: Ranks) -> None:
 
 
 def with_another(rank: int, size: int, on_rank_1: Any) -> Any:
-    """Dispatch on all ranks but rank 1, on which something else happens."""
+    """Call `on_rank_1` on rank 1, and dispatch on all other ranks."""
     return on_rank_1(rank, size) if rank == 1 else dispatch(rank, size)
 
 
 def count_tokens(rank: int, size: int) -> Any:
-    """Begin an all-to-all, as vllm-ascend does: with the number of tokens for each expert."""
+    """Begin an all-to-all as vllm-ascend does: gather the number of tokens for each expert."""
     return dist.all_gather_into_tensor(
         torch.empty(size * EXPERTS, device="npu"), torch.zeros(EXPERTS, device="npu")
     )
 
 
 def skip(rank: int, size: int) -> Any:
-    """Go on to what comes after the experts."""
+    """Skip the experts, and continue with a barrier."""
     return dist.barrier()
 
 
@@ -254,7 +256,7 @@ WRONG_VALUES = {
     "padding before a token": ({"x_active_mask": torch.tensor([True, False, True, True, True])}, "x_active_mask: true must precede false"),
     "an expert that does not exist": ({"expert_ids": int32(0, 1, 2, 3, 8, 0, 1, 2, 3, 4).view(5, 2)}, "expert_ids: [8, 0] of token 2"),
     "an expert twice": ({"expert_ids": int32(0, 1, 2, 3, 4, 4, 1, 2, 3, 4).view(5, 2)}, "expert_ids: [4, 4] of token 2"),
-    "the rank of another": ({"ep_rank_id": 0}, "ep_rank_id: 0 must be 1"),
+    "the id of another rank": ({"ep_rank_id": 0}, "ep_rank_id: 0 must be 1"),
 }  # fmt: skip
 
 
@@ -283,7 +285,7 @@ WRONG_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more bytes than the buffer": (
         "a3", {"x": ROWS.repeat(128, 256), "expert_ids": CHOSEN.repeat(128, 1), "moe_expert_num": 16},
         "x: 310378496 bytes exceed HCCL_BUFFSIZE, 200 MB: set 296"),
-    "a size of group": ("a2", {"ep_world_size": 9, "moe_expert_num": 9}, "ep_world_size: 9 is not supported on A2"),
+    "an unsupported group size": ("a2", {"ep_world_size": 9, "moe_expert_num": 9}, "ep_world_size: 9 is not supported on A2"),
     "experts that ranks cannot share": ("a3", {"moe_expert_num": 6}, "moe_expert_num: 6 must be a multiple"),
     "another dtype": ("a3", {"x": ROWS.float()}, "x: dtype torch.float32"),
     "indices of another dtype": ("a3", {"expert_ids": CHOSEN.long()}, "expert_ids: dtype torch.int64"),

@@ -1,4 +1,4 @@
-"""torch.autocast("npu") runs each operation in the type that torch's lists name."""
+"""torch.autocast("npu") runs each operation in the dtype that torch's lists name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def matrix(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
-# The operation, the dtypes of its arguments, and the dtype in which it runs.
+# The operation, the dtypes of the arguments, and the dtype of the computation.
 OPERATIONS: dict[
     str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, torch.dtype], torch.dtype | None]
 ] = {
-    # In the lower precision, None: what multiplies.
+    # None, the lower precision: matrix products.
     "matmul": (lambda a, b: a @ b, (FLOAT, FLOAT), None),
     "linear": (F.linear, (FLOAT, FLOAT), None),
     "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (FLOAT, FLOAT), None),
@@ -32,7 +32,7 @@ OPERATIONS: dict[
         (FLOAT, FLOAT),
         None,
     ),
-    # In float32: what needs the range.
+    # float32: operations that need the range.
     "exp": (lambda a, b: a.exp(), (BFLOAT, BFLOAT), FLOAT),
     "rsqrt": (lambda a, b: a.rsqrt(), (BFLOAT, BFLOAT), FLOAT),
     "power": (lambda a, b: a.pow(3), (BFLOAT, BFLOAT), FLOAT),
@@ -41,7 +41,7 @@ OPERATIONS: dict[
     "norm": (lambda a, b: torch.norm(a, 2, -1, False), (BFLOAT, BFLOAT), FLOAT),
     "layer_norm": (lambda a, b: F.layer_norm(a, (6,)), (BFLOAT, BFLOAT), FLOAT),
     "mse_loss": (F.mse_loss, (BFLOAT, BFLOAT), FLOAT),
-    # In the widest type of the arguments: what takes one type only.
+    # The widest dtype of the arguments: operations that need one dtype.
     "dot": (lambda a, b: torch.dot(a[0], b[0]), (FLOAT, BFLOAT), FLOAT),
     "scatter_add": (
         lambda a, b: a.scatter_add(0, torch.zeros(6, 6, dtype=torch.int64, device=a.device), b),
@@ -75,7 +75,7 @@ def test_unsafe_operation_is_refused_under_autocast() -> None:
         F.binary_cross_entropy(matrix(1).npu(), matrix(2).npu())
 
 
-def test_autocast_leaves_other_operations_and_devices_alone() -> None:
+def test_autocast_does_not_change_other_operations_or_devices() -> None:
     with torch.autocast("npu", dtype=torch.bfloat16):
         assert (matrix(1).npu() + matrix(2).npu()).dtype == torch.float32
         assert (matrix(1) @ matrix(2)).dtype == torch.float32  # on the CPU
@@ -84,7 +84,7 @@ def test_autocast_leaves_other_operations_and_devices_alone() -> None:
     assert (matrix(1).npu() @ matrix(2).npu()).dtype == torch.float32
 
 
-def test_training_step_equals_the_cpu() -> None:
+def test_training_step_under_autocast_equals_the_cpu() -> None:
     def step(device: str) -> list[torch.Tensor]:
         torch.manual_seed(5)
         model: Any = torch.nn.Sequential(

@@ -1,4 +1,4 @@
-"""Contexts of processes on NPUs: who gets one, what it takes, and who sees it.
+"""Contexts on NPUs: the calls that create them, their memory, and the processes that see them.
 
 The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37): csrc/core/npu/NPUFunctions.cpp,
 NPUStream.cpp:289, NPUEvent.cpp:53, impl/NPUGuardImpl.cpp; csrc/npu/Module.cpp:2523.
@@ -21,7 +21,7 @@ from emulated import MIB
 from ascend_npu_emulator.launch import environment
 
 CONTEXT = 107 * MIB
-# Each scenario runs in a process whose main thread has used NPU 1, in the thread "other".
+# Each scenario runs in a thread "other". The main thread of the process has used NPU 1 before.
 PROGRAM = """
 import json, os, sys, threading
 import torch, torch_npu
@@ -60,7 +60,7 @@ for name, body in json.load(sys.stdin).items():
     os.wait()
 print(json.dumps(found))
 """
-# What the thread runs, and the call that gives it NPU 0.
+# The code of the thread, and the call that creates the context on NPU 0.
 GETS_NPU_0 = {
     "an event is dropped": ("events.clear()", "dropping an event"),
     "the current stream is asked for": ("torch.npu.current_stream()", "current_stream"),
@@ -112,13 +112,17 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", GETS_NPU_0)
-def test_a_thread_without_a_device_gets_npu_0_when(name: str, found: dict[str, Any]) -> None:
+def test_call_in_a_thread_without_a_device_creates_a_context_on_npu_0(
+    name: str, found: dict[str, Any]
+) -> None:
     _, call = GETS_NPU_0[name]
     assert found[name] == {"contexts": [0, 1], "created": [["other", call]]}
 
 
 @pytest.mark.parametrize("name", GETS_NONE)
-def test_a_thread_without_a_device_gets_no_context_by(name: str, found: dict[str, Any]) -> None:
+def test_call_in_a_thread_without_a_device_creates_no_context(
+    name: str, found: dict[str, Any]
+) -> None:
     assert found[name] == {"contexts": [1], "created": []}
 
 
@@ -138,8 +142,8 @@ assert "in first_use" in calls, calls
     )
 
 
-def test_pinned_memory_creates_a_context_on_npu_0_without_a_set_device() -> None:
-    """CachingHostAllocator.cpp:206, npu_sys_ctrl.cpp:394."""
+def test_pinned_memory_without_set_device_creates_a_context_on_npu_0() -> None:
+    """See CachingHostAllocator.cpp:206 and npu_sys_ctrl.cpp:394."""
     program = """
 import torch, torch_npu
 torch.empty(4, pin_memory=True)
@@ -173,7 +177,7 @@ for line in sys.stdin:
 
 
 class User:
-    """A process with a context on NPU 0 of its view."""
+    """A process with a context on the first NPU that is visible to it."""
 
     def __init__(self, environ: dict[str, str], **variables: str) -> None:
         self.process = subprocess.Popen(
@@ -223,7 +227,7 @@ def test_processes_of_a_machine_see_each_others_contexts_until_they_are_killed()
             assert third.free_at_start == size - 2 * CONTEXT
 
 
-def test_context_counts_on_the_machines_npu_number() -> None:
+def test_context_takes_memory_of_the_physical_npu() -> None:
     size = 1 << 30
     environ = environment(npus=2, hbm_bytes=size)
     with users(
@@ -245,10 +249,12 @@ def test_machines_do_not_see_each_others_contexts() -> None:
         assert other.free_at_start == size - CONTEXT
 
 
-def test_a_process_frees_its_memory_but_keeps_its_context() -> None:
+def test_process_keeps_its_context_after_empty_cache() -> None:
     torch.npu.set_device(0)
-    held = torch.empty(MIB, device="npu:0")
-    del held
-    torch.npu.empty_cache()
-    free, total = torch.npu.mem_get_info(0)
-    assert free <= total - CONTEXT
+    free = []
+    for size in (1, MIB):
+        held = torch.empty(size, device="npu:0")
+        del held
+        torch.npu.empty_cache()
+        free.append(torch.npu.mem_get_info(0)[0])
+    assert free[0] == free[1] <= torch.npu.mem_get_info(0)[1] - CONTEXT

@@ -1,4 +1,4 @@
-"""Every operator on the device gives the CPU's result, and aliases what it aliases there."""
+"""Operators on the device give the CPU's results, with the same aliasing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def same(got: Any, expected: Any, device: torch.device) -> None:
     for one, other in zip(tree_leaves(got), tree_leaves(expected), strict=True):
         if isinstance(other, torch.Tensor):
             assert (one.device, one.dtype, one.shape) == (device, other.dtype, other.shape)
-            # Composite operators may take another path on the device: equal up to rounding.
+            # Composite operators may take another path on the device. Rounding may differ.
             torch.testing.assert_close(
                 one.cpu().resolve_conj(), other.resolve_conj(), rtol=1e-6, atol=1e-6
             )
@@ -174,7 +174,7 @@ def test_views_share_the_bytes_of_their_base(name: str) -> None:
     same(npu, cpu, NPU)
 
 
-# Steps of a random program, and what they need: (dimensions, length of the first dimension).
+# Steps of a random program: (least dimensions, least length of the first dimension, step).
 STEPS: dict[str, tuple[int, int, Callable[[torch.Tensor], object]]] = {
     "t": (2, 0, lambda x: x.transpose(0, -1)),
     "slice": (1, 2, lambda x: x[1:]),
@@ -199,7 +199,7 @@ def test_chains_of_views_and_writes_equal_the_cpu(names: list[str]) -> None:
     same(npu, cpu, NPU)
 
 
-def test_out_is_resized_and_its_views_follow() -> None:
+def test_resized_out_shares_its_storage_with_earlier_views() -> None:
     out = torch.empty(0, device=NPU)
     again = out.view(0)
     result = torch.add(full(1.0, 3), 1, out=out)
@@ -233,7 +233,7 @@ def test_resize_and_set_keep_bytes_and_storage() -> None:
 
 
 def test_histc_counts_integers() -> None:
-    """torch's CPU kernel counts floats only; an integer is in one of the bins [0, 1), [1, 2)."""
+    """torch's CPU kernel counts floats only. Integers are counted in the bins [0, 1), [1, 2)."""
     counts = torch.histc(int32(0, 3, 1, 3, 3, 7).npu(), bins=8, min=0, max=8)
     assert (counts.dtype, counts.tolist()) == (torch.int32, [1, 1, 0, 3, 0, 0, 0, 1])
     assert torch.histc(torch.tensor([0.5, 2.0], device="npu"), bins=2, min=0, max=2).tolist() == [
@@ -257,18 +257,18 @@ def test_large_tensors_are_zeroed_in_full() -> None:
     assert int(torch.zeros(5 << 20, dtype=torch.int32, device=NPU).max()) == 0
 
 
-# ---- what hardware refuses ----
+# ---- calls that hardware refuses ----
 
 REFUSED: dict[str, Callable[[], object]] = {
     "npu and cpu": lambda: full(1.0, 2) + torch.ones(2),
-    "a list with both": lambda: torch.cat([full(1.0, 2), torch.ones(2)]),
+    "a list of npu and cpu": lambda: torch.cat([full(1.0, 2), torch.ones(2)]),
     "cpu indices of an embedding": lambda: F.embedding(
         torch.tensor([0]), torch.ones(2, 2, device=NPU)
     ),
     "cpu out": lambda: torch.add(full(1.0, 2), 1, out=torch.empty(2)),
     "npu out of cpu inputs": lambda: torch.add(torch.ones(2), 1, out=torch.empty(2, device=NPU)),
     "two npus": lambda: full(1.0, 2) + torch.ones(2, device="npu:1"),
-    "matmul of both": lambda: torch.ones(2, 2, device=NPU) @ torch.ones(2, 2),
+    "matmul of cpu and npu": lambda: torch.ones(2, 2, device=NPU) @ torch.ones(2, 2),
     "cpu values of an index_put": lambda: torch.ones(4, device=NPU).index_put_(
         (torch.tensor([0, 1], device=NPU),), torch.ones(2)
     ),
@@ -296,7 +296,7 @@ def test_numpy_of_a_device_tensor_is_refused() -> None:
 # ---- copies, files, pickles ----
 
 
-def test_copies_between_devices_carry_the_values() -> None:
+def test_copies_between_devices_keep_the_values() -> None:
     x = torch.arange(6.0).view(2, 3)
     there = x.to("npu:1")
     assert there.to("npu:2").device.index == 2
@@ -310,7 +310,7 @@ def test_copies_between_devices_carry_the_values() -> None:
     assert torch.equal(copy.deepcopy(there).cpu(), x)
 
 
-def test_tensors_survive_files_and_pickles() -> None:
+def test_saved_and_pickled_tensors_load_unchanged() -> None:
     x = torch.arange(6.0, device="npu:1")
     file = io.BytesIO()
     torch.save({"x": x, "tail": x[3:]}, file)
@@ -327,7 +327,7 @@ def test_tensors_survive_files_and_pickles() -> None:
     assert str(x).startswith("tensor([0., 1., 2.")
 
 
-def test_modules_move_to_the_device_and_train() -> None:
+def test_gradients_of_a_module_on_the_device_equal_the_cpu() -> None:
     torch.manual_seed(0)
     cpu = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SiLU(), torch.nn.Linear(4, 1))
     npu = copy.deepcopy(cpu).npu()

@@ -1,4 +1,4 @@
-"""External events and task groups: a replay blocks until the host has given its parameters."""
+"""External events and task groups: a replay blocks until the host has set the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulated import capture, full, replay_aside, scenarios, side_stream
 
 
 class Scaled:
-    """A graph of y = (x + 1) * factor; the host gives the factor, as vllm-ascend does lengths."""
+    """A graph of y = (x + 1) * factor. The host sets the factor, as vllm-ascend sets lengths."""
 
     def __init__(self) -> None:
         self.x, self.y, self.event, self.update_stream = (
@@ -46,7 +46,7 @@ def scaled(any_mode: None) -> Scaled:
     return Scaled()
 
 
-def test_replay_uses_parameters_that_the_host_updates_during_it(scaled: Scaled) -> None:
+def test_replay_uses_parameters_that_the_host_updates_during_the_replay(scaled: Scaled) -> None:
     for x, factor in ((1, 3), (2, 5), (0, 5)):
         scaled.x.fill_(x)
         torch.npu.current_stream().synchronize()
@@ -64,7 +64,7 @@ def _update_a_replay_aside(scaled: Scaled) -> None:
 
 UPDATES: dict[str, Callable[[Scaled], object]] = {
     "before the replay": lambda s: (s.update(3), s.graph.replay()),
-    "several times, of which the last counts": lambda s: (
+    "several times, with the last update in effect": lambda s: (
         s.graph.replay(),
         s.update(7, record=False),
         s.update(3),
@@ -81,20 +81,20 @@ def test_task_group_update_changes_the_replay(
     assert scaled.y.tolist() == [6] * 4
 
 
-def test_work_after_a_blocked_replay_waits_with_it(scaled: Scaled) -> None:
+def test_work_after_a_blocked_replay_waits_for_the_update(scaled: Scaled) -> None:
     done = torch.npu.Event()
     scaled.graph.replay()
     done.record()
     assert [done.query() for _ in range(6)] == [False] * 6
     scaled.update(3)
-    after = scaled.after * 2  # runs what the replay still has to do first
+    after = scaled.after * 2  # runs the rest of the replay first
     assert after.tolist() == [13] * 4
     done.synchronize()
     assert done.query()
 
 
-def test_work_that_is_launched_after_a_blocked_replay_is_queued_in_order(scaled: Scaled) -> None:
-    """As vllm-ascend does for a MoE target on model runner V2 (platform.py:651 in 0.30.0rc2)."""
+def test_work_launched_after_a_blocked_replay_runs_in_order(scaled: Scaled) -> None:
+    """vllm-ascend does so for a MoE target on model runner V2 (platform.py:651 in 0.30.0rc2)."""
     mask = torch.zeros(4, dtype=torch.bool, device=scaled.x.device)
     for factor in (3, 5):
         scaled.graph.replay()
@@ -136,7 +136,7 @@ NEEDS: dict[str, Callable[[Scaled], object]] = {
 
 
 @scenarios("need", NEEDS)
-def test_hanging_device_is_an_error_when_the_host_waits(
+def test_wait_for_an_unrecorded_external_event_is_an_error(
     scaled: Scaled, need: Callable[[Scaled], object]
 ) -> None:
     scaled.graph.replay()
@@ -144,7 +144,7 @@ def test_hanging_device_is_an_error_when_the_host_waits(
         need(scaled)
 
 
-def test_waiting_thread_continues_when_another_records_the_event(
+def test_waiting_thread_continues_when_another_thread_records_the_event(
     scaled: Scaled,
 ) -> None:
     seen, started = [], threading.Event()
@@ -165,7 +165,7 @@ def test_waiting_thread_continues_when_another_records_the_event(
 
 
 @pytest.mark.usefixtures("any_mode")
-def test_an_event_stays_set_until_a_stream_resets_it() -> None:
+def test_external_event_stays_set_until_a_stream_resets_it() -> None:
     event, stream, x = torch.npu.ExternalEvent(), torch.npu.Stream(), full(1.0)
     event.record()
     for _ in range(2):
@@ -180,10 +180,10 @@ def test_an_event_stays_set_until_a_stream_resets_it() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_update_runs_as_late_as_its_stream() -> None:
+def test_queued_update_does_not_change_an_unordered_replay() -> None:
     scaled = Scaled()
     scaled.update(3, record=False)  # queued on the update stream
-    scaled.event.record()  # and nothing orders the replay after it
+    scaled.event.record()  # but the replay is not ordered after the update
     scaled.graph.replay()
     assert scaled.y.tolist() == [20] * 4
     scaled.update_stream.synchronize()
@@ -228,7 +228,7 @@ def test_update_neither_runs_nor_captures_its_work() -> None:
     assert scaled.y.tolist() == [0] * 4
 
 
-def test_task_groups_need_a_capture_and_updates_must_be_outside() -> None:
+def test_task_groups_outside_a_capture_and_updates_inside_are_errors() -> None:
     scaled, begin, end = Scaled(), torch.npu.graph_task_group_begin, torch.npu.graph_task_group_end
     with side_stream() as stream:
         for call, message in (

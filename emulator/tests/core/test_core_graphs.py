@@ -1,4 +1,4 @@
-"""Graphs: a capture runs nothing, and a replay runs what was captured, on the same memory."""
+"""Graphs: a capture runs nothing, and a replay runs the captured work on the same memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @both_modes
 @scenarios("write", WRITES)
-def test_a_capture_runs_nothing_before_the_replay(write: Callable[[torch.Tensor], object]) -> None:
+def test_capture_runs_nothing_before_the_replay(write: Callable[[torch.Tensor], object]) -> None:
     x = full(2.0)
     direct = x.clone()
     write(direct)
@@ -91,7 +91,7 @@ def test_metadata_changes_immediately_in_a_capture() -> None:
     assert not torch.npu.is_current_stream_capturing()
 
 
-# ---- what a capture refuses ----
+# ---- calls that a capture refuses ----
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "item": (lambda x: x[0].item(), CAPTURED),
@@ -196,7 +196,7 @@ def test_capture_error_mode_controls_synchronous_copies_of_threads(
     assert len(errors) == (not allowed)
 
 
-def test_work_of_other_streams_goes_on_during_a_capture() -> None:
+def test_other_streams_run_their_work_during_a_capture() -> None:
     x = full(1.0)
     OUTSIDE.wait_stream(torch.npu.current_stream())
     with torch.npu.graph(torch.npu.NPUGraph()):
@@ -273,7 +273,7 @@ def test_captured_events_have_no_effect_outside_the_capture() -> None:
 def beside(
     side: torch.npu.Stream, first: Callable[[], object], second: Callable[[], object]
 ) -> Callable[[], None]:
-    """Return a body that launches `second` on `side` beside `first`, and waits for it."""
+    """Return a body that launches `first`, launches `second` on `side`, and waits for `side`."""
 
     def body() -> None:
         side.wait_stream(torch.npu.current_stream())
@@ -301,7 +301,7 @@ def test_stream_that_waits_for_a_capture_is_captured() -> None:
         x.fill_(value)
         graph.replay()
         assert total.tolist() == [5 * value] * 4
-    with torch.npu.stream(side):  # it is as it was before
+    with torch.npu.stream(side):  # the stream no longer captures
         assert not torch.npu.is_current_stream_capturing()
         side.wait_stream(torch.npu.default_stream())
         z.fill_(7)

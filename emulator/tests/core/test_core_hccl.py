@@ -1,4 +1,4 @@
-"""hccl between processes: collectives against their definitions, and ranks that disagree."""
+"""hccl across processes: collectives against their definitions, and ranks that disagree."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from emulated import RACE, capture, replay_aside, scenarios, side_stream
 from hccl_ranks import Ranks, Scenario
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int64)
-# One that travels inside the frame, one that does not, one empty: rows for each rank, and columns.
+# (rows for each rank, columns): data inside the frame, data outside the frame, and no data.
 SHAPES = ((2, 3), (35, 65), (0, 4))
 Parts = list[torch.Tensor]
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the input of a rank, as a CPU tensor; every rank can compute it."""
+    """Return the input of a rank, as a CPU tensor. Every rank can compute it."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank)) * 3
     return drawn.to(dtype) if dtype.is_floating_point else drawn.abs().to(dtype)
 
@@ -30,7 +30,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def total(parts: Parts) -> torch.Tensor:
-    """Return the sum in float32, rounded once; integers exactly."""
+    """Return the sum, computed in float32 and rounded once. The sum of integers is exact."""
     wide = torch.float32 if parts[0].dtype.is_floating_point else parts[0].dtype
     return torch.stack([part.to(wide) for part in parts]).sum(0).to(parts[0].dtype)
 
@@ -69,7 +69,8 @@ def on_rank_1(value: Any) -> Any:
     return value if dist.get_rank() == 1 else None
 
 
-# The call from x to out, both with rows for each rank, and the expected out by all ranks' x.
+# (call, definition): the call reads x and writes out, both with rows for each rank. The definition
+# gives the expected out for the x of all ranks.
 COLLECTIVES: dict[
     str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Callable[[Parts], torch.Tensor]]
 ] = {
@@ -141,7 +142,7 @@ def captured(name: str, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("run", [defined, captured])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collective_equals_its_definition_called_and_captured(
+def test_collective_equals_its_definition_when_called_or_captured(
     ranks: Ranks, name: str, run: Scenario, late_ranks: bool
 ) -> None:
     ranks.run(partial(run, name), late_ranks)
@@ -156,7 +157,7 @@ def replayed_beside_an_idle_host(mode: str, rank: int, size: int) -> None:
     graph = capture(lambda: (event.wait(), dist.all_reduce(summed)))
     graph.replay()
     event.record(torch.npu.Stream())
-    if rank == 0:  # its host launches nothing more, and waits for the hosts of the others
+    if rank == 0:  # the host launches no more work, and waits for the other hosts
         store.wait(
             [f"{mode} {other} has seen it" for other in range(1, size)], timedelta(seconds=30)
         )
@@ -176,7 +177,7 @@ def all_reduce_bits(rank: int, size: int) -> bytes:
     return x.cpu().view(torch.uint8).numpy().tobytes()
 
 
-def test_all_ranks_get_the_same_bits(ranks: Ranks) -> None:
+def test_all_reduce_gives_the_same_bits_on_all_ranks(ranks: Ranks) -> None:
     assert len(set(ranks.run(all_reduce_bits))) == 1
 
 
@@ -284,11 +285,13 @@ USES = (
 
 
 @pytest.mark.parametrize("scenario", USES, ids=lambda use: use.__name__)
-def test_ranks_agree_on(ranks: Ranks, scenario: Scenario, late_ranks: bool) -> None:
+def test_all_ranks_get_the_expected_result(
+    ranks: Ranks, scenario: Scenario, late_ranks: bool
+) -> None:
     ranks.run(scenario, late_ranks)
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def mismatched(kind: str, rank: int, size: int) -> None:
@@ -334,7 +337,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_ranks_that_disagree_all_get_the_error_and_can_continue(
+def test_all_ranks_get_the_error_of_a_mismatch_and_can_continue(
     ranks: Ranks, kind: str, late_ranks: bool
 ) -> None:
     for rank, (state, text) in enumerate(ranks.outcomes(partial(mismatched, kind), late_ranks)):

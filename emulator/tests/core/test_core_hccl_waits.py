@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different groups of hccl are named; slow ranks are not."""
+"""Errors name ranks that wait for each other in different hccl groups. Slow ranks are no error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def three(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def records() -> dist.Store:
-    """Return the store in which waiting ranks post."""
+    """Return the store for the records of waiting ranks."""
     return dist.PrefixStore("hccl/waits", _shared(dist.distributed_c10d._get_default_store()))
 
 
@@ -46,7 +46,7 @@ def gather(group: Any) -> None:
 def crossing(
     groups: list[list[int]], enters: list[int], rank: int, size: int
 ) -> tuple[str, list[str]]:
-    """Gather in group `enters[rank]`. Return the error, and the names of the groups."""
+    """Gather in group `enters[rank]`. Return the error, and the names of the rank's groups."""
     made = [dist.new_group(members, backend="hccl") for members in groups]
     names = [f"group {group.group_name} (ranks {', '.join(map(str, members))})"
              for group, members in zip(made, groups, strict=True) if rank in members]  # fmt: skip
@@ -56,7 +56,7 @@ def crossing(
 
 
 CROSSINGS = {
-    # Rank 2 is no part of it, but waits for both.
+    # Rank 2 is not in the cycle, but waits for both ranks.
     "two": ([[0, 1], [0, 1, 2]], [0, 1, 1], (0, 1)),
     "three in a cycle": ([[0, 1], [1, 2], [0, 2]], [0, 1, 2], (0, 1, 2)),
 }
@@ -80,12 +80,12 @@ def test_all_ranks_name_a_deadlock_across_groups(three: Ranks, case: str) -> Non
 
 
 def slow(rank: int, size: int) -> bytes:
-    """Return what a rank's own record is after an exchange for which it waited."""
+    """Return the record of this rank after it has waited for an exchange."""
     first, second, everyone = (
         dist.new_group(members, backend="hccl") for members in ([0, 1], [1, 2], [0, 1, 2])
     )
     store = records()
-    # Rank 0 waits for rank 1, which waits for rank 2, which waits until both have looked.
+    # Rank 0 waits for rank 1, and rank 1 for rank 2. Rank 2 waits until both have posted records.
     if rank == 2:
         store.wait(["0", "1"])
         before = store.get("1")
@@ -94,7 +94,7 @@ def slow(rank: int, size: int) -> bytes:
             reduce(group)
     after = store.get(str(rank)) if rank in (0, 1) else WITHDRAWN
     dist.barrier()
-    # Rank 2 waits for rank 1, and still sees the record of an exchange that both have left.
+    # Rank 2 waits for rank 1, and sees an old record, of an exchange that both have left.
     if rank == 2:
         assert before != WITHDRAWN
         store.set("1", before.decode())

@@ -1,4 +1,4 @@
-"""`npu-emulate`, the settings it passes on, and the compiled library in its cache."""
+"""`npu-emulate`, the settings that it passes on, and the cache of the compiled library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MACHINES: dict[str, tuple[tuple[str, ...], dict[str, str], list[str]]] = {
     ),
     "queue mode": (("--queue",), {}, ["8", str(2 << 30), "False", "True"]),
     "defaults": ((), {}, ["8", str(2 << 30), "False", "False"]),
-    "variables, which are then the defaults": (
+    "variables as the defaults": (
         ("--npus", "2"),
         SET,
         ["2", str(1 << 30), "True", "True"],
@@ -62,7 +62,7 @@ MACHINES: dict[str, tuple[tuple[str, ...], dict[str, str], list[str]]] = {
 
 
 @scenarios("options, variables, shown", MACHINES)
-def test_a_command_runs_on_the_machine_given_by(
+def test_command_runs_on_the_configured_machine(
     options: tuple[str, ...], variables: dict[str, str], shown: list[str]
 ) -> None:
     done = run(*options, "--", sys.executable, "-c", SHOW, **variables)
@@ -82,7 +82,7 @@ print(get_ascend_device_type().name, torch.npu.get_device_name(), torch.npu.get_
 
 @pytest.mark.parametrize("options", [(), ("--late",)], ids=["at once", "late"])
 def test_device_memory_does_not_reveal_old_host_memory(options: tuple[str, ...]) -> None:
-    """Upstream multiplies padding rows that nobody wrote by 0: right unless they are NaN."""
+    """Upstream multiplies unwritten padding rows by 0. The product is 0 unless a row has NaN."""
     used = (
         "import torch, numpy; used = [numpy.full(4096, -1, numpy.int16) for _ in range(99)]; del "
         "used; "
@@ -96,7 +96,7 @@ def test_device_memory_does_not_reveal_old_host_memory(options: tuple[str, ...])
 
 
 @pytest.mark.parametrize("imports", ["torch, torch_npu", "torch_npu, torch"])
-def test_either_package_can_be_imported_first(imports: str) -> None:
+def test_torch_and_torch_npu_can_be_imported_in_either_order(imports: str) -> None:
     shown = (
         "print(torch.npu.device_count(), torch_npu.npu.device_count(), "
         "os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
@@ -105,7 +105,7 @@ def test_either_package_can_be_imported_first(imports: str) -> None:
     assert done.stdout.split() == ["3", "3", "None"], done.stderr
 
 
-def test_the_defaults_are_in_the_help() -> None:
+def test_help_shows_the_defaults() -> None:
     text = run("--help").stdout
     assert "(default: 8)" in text
     assert "(default: 2GiB)" in text
@@ -164,9 +164,7 @@ def test_environment_puts_the_site_directory_first_once(
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     }
     assert expected.items() <= added.items()
-    monkeypatch.setenv(
-        "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
-    )  # how workers start is the user's choice
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the user's choice is kept
     assert environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
@@ -180,7 +178,7 @@ def test_environment_puts_the_site_directory_first_once(
         ("256M", 256 << 20),
     ],
 )
-def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
+def test_units_of_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size("--hbm", text) == size
 
 
@@ -246,7 +244,7 @@ done
 """
 
 
-def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_compile_the_library_once(tmp_path: Path) -> None:
     compiler, count = tmp_path / "c++", tmp_path / "count"
     compiler.write_text(FAKE_COMPILER)
     compiler.chmod(0o755)
@@ -256,7 +254,7 @@ def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
         "COUNT": str(count),
         "NPU_EMULATOR_CACHE": str(tmp_path / "cache"),
     }
-    # Without the devices, whose own start would compile.
+    # Loading the devices would compile the library too.
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     program = "from ascend_npu_emulator.build import library; print(library().read_text().strip())"
     started = [

@@ -1,7 +1,7 @@
 """Random programs over three streams in late mode: a missing wait is an error.
 
-A model of happens-before, written independently of the emulator's, decides where a program needs a
-wait. With all its waits, of any kind, a program gives the sequential result; then one is left out.
+A model of happens-before decides where a program needs a wait. It shares no code with the emulator.
+With all waits, of any kind, a program gives the sequential result. Then one wait is left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("late")
 BUFFERS, HOSTS, STREAMS = 3, 2, 3
-HOST = STREAMS  # the number of the host among those that act; the streams are 0 to STREAMS - 1
-# (place, is it written) of each kind: d and e are device buffers, h is a pinned one.
+HOST = STREAMS  # the number of the host as an actor; the streams are 0 to STREAMS - 1
+# (buffer, is it written) of each kind: d and e are device buffers, h is a pinned buffer.
 KINDS = {
     "add": [("d", True)],
     "mix": [("e", False), ("d", True)],
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass
 class Order:
-    """Happens-before among operations: which earlier operations each actor knows of."""
+    """Happens-before among operations: the earlier operations that each actor knows of."""
 
     known: list[set[int]] = field(default_factory=lambda: [set() for _ in range(STREAMS + 1)])
     done: list[Operation] = field(default_factory=list)
@@ -134,7 +134,7 @@ def sequential(program: list[Operation]) -> list[list[float]]:
 
 
 def make_wait(kind: str, actor: torch.npu.Stream | None, other: torch.npu.Stream) -> None:
-    """Make the actor, None for the host, wait for the other stream."""
+    """Make the actor wait for the other stream. None is the host."""
     if kind == "device":
         torch.npu.synchronize()
     elif actor is None or kind.startswith("host"):
@@ -148,7 +148,7 @@ def make_wait(kind: str, actor: torch.npu.Stream | None, other: torch.npu.Stream
 def play(
     program: list[Operation], draw: Callable[[], str], leave_out: int | None
 ) -> tuple[Buffers, Operation | None]:
-    """Run the program up to the operation that needs the `leave_out`-th wait, which is left out."""
+    """Run the program without wait number `leave_out`, up to the operation that needs the wait."""
     torch.npu.synchronize()
     buffers, order, waits = Buffers(NPU), Order(), 0
     made = [torch.npu.default_stream(), *(torch.npu.Stream() for _ in range(STREAMS - 1)), None]
@@ -191,7 +191,7 @@ def test_device_operation_without_its_wait_is_an_error(
     except RuntimeError as error:
         assert RACE in str(error)
     else:
-        # Accesses by the host itself are not checked; it reads stale bytes (test_core_streams.py).
+        # Accesses by the host are not checked. The host reads stale bytes (test_core_streams.py).
         assert unordered is None or unordered.actor == HOST, f"{unordered} ran without its wait"
         if unordered is None:
             assert buffers.results() == sequential(program)

@@ -26,14 +26,14 @@ def streams(count: int) -> list[torch.npu.Stream]:
 
 
 def filled_aside(*shape: int) -> tuple[torch.Tensor, torch.npu.Stream]:
-    """Return a tensor of zeros that a side stream, the second value, is filling with ones."""
+    """Return a tensor of zeros, and the side stream that is filling the tensor with ones."""
     x = full(0.0, *shape)
     with side_stream() as stream:
         x.fill_(1)
     return x, stream
 
 
-# ---- each kind of conflict, with and without its wait ----
+# ---- each kind of conflict, with and without a wait ----
 
 write: Step = lambda x: x.fill_(1)  # noqa: E731
 read: Step = lambda x: x + 1  # noqa: E731
@@ -128,7 +128,7 @@ def _chain(one: torch.npu.Stream, other: torch.npu.Stream) -> None:
 
 
 @scenarios("order", ORDERS)
-def test_two_writes_are_ordered_by(order: Wait) -> None:
+def test_wait_orders_two_writes(order: Wait) -> None:
     (other,), (x, one) = streams(1), filled_aside()
     order(one, other)
     with torch.npu.stream(other):
@@ -139,14 +139,14 @@ def test_two_writes_are_ordered_by(order: Wait) -> None:
 
 NO_ORDERS: dict[str, Wait] = {
     "a wait in the wrong direction": lambda one, other: one.wait_stream(other),
-    "a query that said no": lambda one, other: one.record_event().query(),
+    "a query that returns False": lambda one, other: one.record_event().query(),
     "an event of the waiting stream": lambda one, other: other.wait_event(other.record_event()),
     "the host waiting for the other stream": lambda one, other: other.synchronize(),
 }
 
 
 @scenarios("order", NO_ORDERS)
-def test_two_writes_are_not_ordered_by(order: Wait) -> None:
+def test_two_writes_race_without_the_required_wait(order: Wait) -> None:
     (other,), (x, one) = streams(1), filled_aside()
     order(one, other)
     with torch.npu.stream(other), pytest.raises(RuntimeError, match=RACE):
@@ -166,7 +166,7 @@ def test_an_event_orders_only_earlier_launches() -> None:
             y.add_(1)
 
 
-def test_the_error_names_streams_operators_and_shape() -> None:
+def test_race_error_names_streams_operators_and_shape() -> None:
     x, one = filled_aside(2, 5)
     with pytest.raises(RuntimeError) as caught:
         x + 1
@@ -181,7 +181,7 @@ def test_the_error_names_streams_operators_and_shape() -> None:
         assert part in str(caught.value)
 
 
-def test_pinned_memory_is_checked_too() -> None:
+def test_race_in_pinned_memory_is_an_error() -> None:
     host, x = torch.zeros(4).pin_memory(), torch.ones(4, device=NPU)
     one, other = streams(2)
     with torch.npu.stream(one):
@@ -261,7 +261,7 @@ def test_allocating_memory_that_a_side_stream_may_still_write_is_an_error(
 
 
 @pytest.mark.parametrize("cure", ["record_stream", "wait", "another stream's memory", "larger"])
-def test_memory_freed_while_a_side_stream_reads_it_is_safe_with(cure: str) -> None:
+def test_memory_freed_while_a_side_stream_reads_it_is_safe_with_a_cure(cure: str) -> None:
     host, stream = _read_and_free(record=cure == "record_stream")
     if cure == "wait":
         torch.npu.current_stream().wait_stream(stream)

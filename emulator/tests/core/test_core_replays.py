@@ -1,4 +1,4 @@
-"""The memory of graphs, and replays among other work: late, on side streams, and in races."""
+"""The memory of graphs, and replays in late mode, on side streams and in races."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_replay_on_freed_memory_is_an_error() -> None:
 
 
 @late
-def test_a_replay_on_a_side_stream_runs_when_something_waits_for_it() -> None:
+def test_replay_on_a_side_stream_runs_when_another_stream_waits_for_it() -> None:
     host, x = pinned(5, 5, 5, 5), full(0.0)
     graph = capture(lambda: x.copy_(host, non_blocking=True))
     stream = replay_aside(graph)
@@ -213,7 +213,7 @@ def test_error_in_a_replay_is_raised_when_the_host_waits() -> None:
 def test_streams_of_one_graph_race_unless_captured_events_order_them(
     aside: bool, streams_before: int
 ) -> None:
-    # The 33rd stream of a process is the first one again, which may be the one that captures share.
+    # The 33rd stream of a process is the first stream again. Captures may share this stream.
     for _ in range(streams_before):
         torch.npu.Stream()
     x, y, side, captured = full(1.0), full(0.0), torch.npu.Stream(), torch.npu.Stream()

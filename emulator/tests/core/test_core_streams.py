@@ -1,4 +1,4 @@
-"""Late mode: what an API promises has happened, and what it does not promise has not."""
+"""Late mode: work is done when an API guarantees it, and no earlier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("late")
 
 
 def side_copy(value: float = 7.0) -> tuple[torch.npu.Stream, torch.Tensor]:
-    """Return a stream that is copying `value` to the host, and the destination, which holds 0."""
+    """Return a stream that is copying `value` to the host, and the destination, still 0."""
     source, destination = full(value, 2), pinned(0, 0)
     with side_stream() as stream:
         destination.copy_(source, non_blocking=True)
@@ -26,18 +26,18 @@ def side_copy(value: float = 7.0) -> tuple[torch.npu.Stream, torch.Tensor]:
     return stream, destination
 
 
-# ---- what makes the host see a copy ----
+# ---- waits that complete a copy to the host ----
 
 WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
     "the stream": lambda s: s.synchronize(),
     "an event after it": lambda s: s.record_event().synchronize(),
     "the device": lambda s: torch.npu.synchronize(),
     "torch.accelerator": lambda s: torch.accelerator.synchronize(),
-    "the default stream, which waits": lambda s: (
+    "the default stream after wait_stream": lambda s: (
         torch.npu.default_stream().wait_stream(s),
         torch.npu.default_stream().synchronize(),
     ),
-    "another stream, which waits": lambda s: _through_another(s),
+    "another stream after wait_event": lambda s: _through_another(s),
     "an item on the stream": lambda s: _item_on(s),
     "a copy that blocks": lambda s: _blocking_copy_on(s),
 }
@@ -60,7 +60,7 @@ def _blocking_copy_on(s: torch.npu.Stream) -> None:
 
 
 @scenarios("wait", WAITS)
-def test_a_copy_reaches_the_host_when_the_host_waits_for(
+def test_host_wait_completes_a_copy_to_the_host(
     wait: Callable[[torch.npu.Stream], object],
 ) -> None:
     stream, destination = side_copy()
@@ -84,7 +84,9 @@ NO_WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
 
 
 @scenarios("wait", NO_WAITS)
-def test_a_copy_does_not_reach_the_host_by(wait: Callable[[torch.npu.Stream], object]) -> None:
+def test_unrelated_wait_does_not_complete_a_copy_to_the_host(
+    wait: Callable[[torch.npu.Stream], object],
+) -> None:
     stream, destination = side_copy()
     wait(stream)
     assert destination.tolist() == [0, 0]
@@ -125,7 +127,7 @@ def test_device_reads_see_earlier_copies_of_the_same_stream() -> None:
 
 
 @pytest.mark.parametrize("destination", ["pageable", "blocking", "another layout"])
-def test_copies_to_the_host_that_hardware_makes_synchronous_are(destination: str) -> None:
+def test_copy_to_the_host_is_synchronous_as_on_hardware(destination: str) -> None:
     source = torch.arange(4.0, device=NPU).view(2, 2)
     host = torch.zeros(2, 2) if destination == "pageable" else torch.zeros(2, 2).pin_memory()
     if destination == "another layout":
@@ -141,7 +143,9 @@ def test_copies_to_the_host_that_hardware_makes_synchronous_are(destination: str
 @pytest.mark.parametrize(
     ("pin", "seen"), [(True, 9), (False, 1)], ids=["pinned: late", "pageable: at once"]
 )
-def test_a_copy_to_the_device_on_a_side_stream_reads_the_host(pin: bool, seen: int) -> None:
+def test_side_stream_reads_pinned_memory_late_and_pageable_memory_at_once(
+    pin: bool, seen: int
+) -> None:
     source, there = torch.ones(2, pin_memory=pin), full(0.0, 2)
     with side_stream() as stream:
         there.copy_(source, non_blocking=True)
@@ -271,7 +275,7 @@ def test_query_returns_false_then_makes_progress(what: str) -> None:
 def test_elapsed_time_is_the_time_between_two_events() -> None:
     first, second = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     first.record()
-    time.sleep(0.02)  # the quantity that is measured
+    time.sleep(0.02)  # the measured time
     second.record()
     second.synchronize()
     assert 15 < first.elapsed_time(second) < 5000
@@ -279,7 +283,7 @@ def test_elapsed_time_is_the_time_between_two_events() -> None:
         torch.npu.current_stream().record_event().elapsed_time(second)
 
 
-def test_many_threads_may_wait_for_one_event_while_work_goes_on() -> None:
+def test_many_threads_can_wait_for_one_event_during_other_work() -> None:
     read: list[list[float]] = []
     stream, destination = side_copy(3.0)
     event = stream.record_event()
@@ -300,7 +304,7 @@ def test_many_threads_may_wait_for_one_event_while_work_goes_on() -> None:
 # ---- streams as objects ----
 
 
-def test_streams_are_current_in_their_context_and_thread_and_on_their_device_only() -> None:
+def test_stream_is_current_only_in_its_context_thread_and_device() -> None:
     stream, seen = torch.npu.Stream(device="npu:2"), []
     with torch.npu.stream(stream):
         assert torch.npu.current_stream() == torch.accelerator.current_stream() == stream
@@ -316,7 +320,7 @@ def test_streams_are_current_in_their_context_and_thread_and_on_their_device_onl
     assert torch.npu.current_stream() == torch.npu.default_stream()
 
 
-def test_streams_compare_and_hash_by_identity_of_the_queue() -> None:
+def test_streams_compare_and_hash_by_identity() -> None:
     one, two = torch.npu.Stream(), torch.npu.Stream()
     assert one != two
     assert torch.npu.default_stream() == torch.npu.default_stream(0)
@@ -325,7 +329,7 @@ def test_streams_compare_and_hash_by_identity_of_the_queue() -> None:
     assert isinstance(one.record_event(), torch.npu.Event)
 
 
-def test_the_generic_stream_and_event_classes_work_too() -> None:
+def test_torch_stream_and_event_classes_order_device_work() -> None:
     stream, event = torch.Stream(device="npu"), torch.Event(device="npu")
     x, host = torch.ones(2, device=NPU), pinned(0, 0)
     stream.wait_stream(torch.accelerator.current_stream())
@@ -351,7 +355,7 @@ def test_work_of_two_devices_is_ordered_by_a_copy_between_them() -> None:
 
 def test_normal_mode_runs_work_at_the_call() -> None:
     torch.npu.synchronize()
-    core.set_late(False)  # the fixture sets it back
+    core.set_late(False)  # the fixture restores late mode
     stream, destination = side_copy()
     assert destination.tolist() == [7, 7]
     assert stream.query()

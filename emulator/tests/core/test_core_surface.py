@@ -1,4 +1,4 @@
-"""The names of torch_npu and torch.npu: something real, or an error with the full name."""
+"""Names of torch_npu and torch.npu exist, or raise an error with the full name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dotted(node: ast.expr) -> str:
 
 
 NAMES = named_in_vllm_ascend()
-# Numbers of types that torch lacks (torch_npu 2.10.0.post4, op_plugin/meta/_meta_registrations.py).
+# Numbers of dtypes that torch lacks: op_plugin/meta/_meta_registrations.py, torch_npu 2.10.0.post4.
 TYPES = {
     "torch_npu.hifloat8": 290,
     "torch_npu.float8_e8m0fnu": 293,
@@ -185,14 +185,14 @@ def test_imported_module_is_patched_immediately(
 # ---- the stub of torchvision ----
 
 
-def test_a_name_of_torchvision_is_importable_and_an_error_when_used() -> None:
+def test_torchvision_name_can_be_imported_and_raises_when_used() -> None:
     transforms = importlib.import_module("torchvision.transforms")
     with pytest.raises(NotImplementedError, match=r"torchvision\.transforms\.Resize"):
         transforms.Resize(3)
 
 
-def test_image_functions_equal_pillow() -> None:
-    """A level of 256 apart: Pillow rounds between its two passes."""
+def test_torchvision_image_functions_equal_pillow() -> None:
+    """Pixels differ by at most 2 of 256 levels, because Pillow rounds between two passes."""
     transforms = importlib.import_module("torchvision.transforms.v2").functional
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
@@ -217,7 +217,7 @@ def test_image_functions_equal_pillow() -> None:
 
 
 def test_removed_torchvision_name_is_an_import_error() -> None:
-    """datasets 5.1.0 compares every value's type with it (formatting/torch_formatter.py:83)."""
+    """datasets 5.1.0 compares value types with VideoReader (formatting/torch_formatter.py:83)."""
     with pytest.raises(ImportError):
         from torchvision.io import VideoReader  # noqa: F401
     with pytest.raises(ImportError):
@@ -225,7 +225,7 @@ def test_removed_torchvision_name_is_an_import_error() -> None:
 
 
 def test_tensor_data_can_be_set_across_devices() -> None:
-    """As torch_npu allows; vllm-ascend loads the scales of an int8 KV cache so."""
+    """torch_npu allows this. vllm-ascend loads the scales of an int8 KV cache this way."""
     parameter = torch.nn.Parameter(torch.ones(1, device="npu"), requires_grad=False)
     parameter.data = torch.arange(3.0)
     assert (parameter.device.type, parameter.tolist()) == ("cpu", [0.0, 1.0, 2.0])

@@ -1,4 +1,4 @@
-"""The task queue of an NPU: failures (queue mode), held work, waiting threads, a full queue.
+"""The task queue of an NPU: failures in queue mode, held work, waiting threads, a full queue.
 
 The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37), csrc/core/npu: NPUQueue.cpp, NPUEvent.cpp,
 NPUEventManager.cpp, interface/AsyncTaskQueueInterface.cpp. Copies: CopyKernelOpApi.cpp.
@@ -35,20 +35,20 @@ def is_garbage(tensor: torch.Tensor) -> bool:
 
 
 def fail_an_operator() -> None:
-    """Let the launch of an operator fail, as a kernel that gets a wrong parameter."""
+    """Make the launch of an operator fail, like a kernel with a wrong parameter."""
     core.fail("aten::tanh", "EZ1001: the parameter is wrong")
     full(0.0).tanh()
     assert status() == "error"
 
 
 def exhaust() -> None:
-    """Let an operator fail, and take the error."""
+    """Make an operator fail, and catch the error."""
     fail_an_operator()
     with pytest.raises(RuntimeError, match=ERROR):
         full(0.0).add(1)
 
 
-# ---- what fails ----
+# ---- launches that fail ----
 
 
 def wait_for_an_event() -> torch.npu.Event:
@@ -102,7 +102,7 @@ def test_failed_launch_raises_once_at_a_later_call(
     name: str, launch: Callable[[], object], named: str
 ) -> None:
     core.fail(name, "EZ1001: the parameter is wrong")
-    kept = launch()  # an event that is dropped would take the error
+    kept = launch()  # dropping the event would lose the error
     assert status() == "error"
     text = rf"(?s){ERROR}.*{named}.*asynchronously.*ERR00100 PTA call acl api failed.*EZ1001: the parameter"
     with pytest.raises(RuntimeError, match=text):
@@ -153,7 +153,7 @@ FILTERS: dict[str, tuple[str, list[Callable[[], object]], Callable[[], object]]]
 
 
 @scenarios(("failure", "others", "launch"), FILTERS)
-def test_failure_applies_to(
+def test_failure_applies_only_to_matching_launches(
     failure: str, others: list[Callable[[], object]], launch: Callable[[], object]
 ) -> None:
     core.fail(failure)
@@ -186,7 +186,7 @@ def test_a_file_can_name_the_launch_that_fails(tmp_path: Path) -> None:
     assert status() == "error"
 
 
-# ---- who gets the error ----
+# ---- calls that raise the error ----
 
 # NPUQueue.cpp:543 Enqueue and :315 MakeSureQueueEmpty.
 THROWS: dict[str, Callable[[Any], object]] = {
@@ -217,7 +217,7 @@ DOES_NOT_THROW: dict[str, Callable[[Any], object]] = {
 
 
 class Before:
-    """Made before the failure."""
+    """Objects that exist before the failure."""
 
     def __init__(self) -> None:
         self.tensor = full(1.0)
@@ -231,7 +231,7 @@ class Before:
 
 
 @scenarios("call", THROWS)
-def test_failed_task_raises_at(call: Callable[[Any], object]) -> None:
+def test_call_raises_the_error_of_a_failed_task(call: Callable[[Any], object]) -> None:
     before = Before()
     fail_an_operator()
     with pytest.raises(RuntimeError, match=ERROR):
@@ -240,7 +240,7 @@ def test_failed_task_raises_at(call: Callable[[Any], object]) -> None:
 
 
 @scenarios("call", DOES_NOT_THROW)
-def test_failed_task_does_not_raise_at(call: Callable[[Any], object]) -> None:
+def test_call_does_not_raise_the_error_of_a_failed_task(call: Callable[[Any], object]) -> None:
     before = Before()
     fail_an_operator()
     call(before)
@@ -267,7 +267,7 @@ def test_error_is_raised_in_one_thread_only() -> None:
 
 
 def test_dropping_an_event_loses_the_error() -> None:
-    """NPUEvent.cpp:60, :68."""
+    """See NPUEvent.cpp:60 and :68."""
     before = Before()
     fail_an_operator()
     before.event = None
@@ -280,7 +280,7 @@ def test_other_npus_continue_after_a_failure() -> None:
     assert torch.ones(2, device="npu:1").add(1).tolist() == [2, 2]
 
 
-# ---- what is lost ----
+# ---- work that a failure drops ----
 
 
 def test_later_operators_are_dropped_and_new_tensors_hold_garbage() -> None:
@@ -304,18 +304,18 @@ def test_later_non_blocking_copies_are_dropped() -> None:
 
 
 def test_blocking_copies_copy_the_current_bytes() -> None:
-    """CopyKernelOpApi.cpp:51: they synchronize the stream, and do not enter the queue."""
+    """Blocking copies synchronize the stream and bypass the queue (CopyKernelOpApi.cpp:51)."""
     x = full(1.0, 2, 2)
     exhaust()
     assert x.cpu().tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert x[0, 0].item() == 1.0
-    assert is_garbage(x[:, 0].cpu())  # its contiguous copy is an operator
+    assert is_garbage(x[:, 0].cpu())  # the contiguous copy is an operator
     x.copy_(torch.tensor([[5.0, 5.0], [5.0, 5.0]]))
     assert x.tolist() == [[5.0, 5.0], [5.0, 5.0]]
 
 
 def test_an_event_recorded_later_never_completes() -> None:
-    """AsyncTaskQueueInterface.cpp:201, NPUEvent.cpp:89, :212."""
+    """See AsyncTaskQueueInterface.cpp:201, NPUEvent.cpp:89 and :212."""
     new, reused = torch.npu.Event(), torch.npu.current_stream().record_event()
     reused.synchronize()
     exhaust()
@@ -326,7 +326,7 @@ def test_an_event_recorded_later_never_completes() -> None:
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
-        core.reset_tasks()  # lets it go
+        core.reset_tasks()  # ends the wait
         thread.join(60)
         assert not thread.is_alive()
         exhaust()
@@ -349,7 +349,7 @@ def test_wrong_arguments_raise_at_the_call_in_queue_mode() -> None:
         x + torch.ones(4)
 
 
-def test_python_references_are_dropped_too() -> None:
+def test_later_operators_with_python_references_are_dropped() -> None:
     x, weight = torch.ones(2, 4, device=NPU), torch.ones(4, device=NPU)
     exhaust()
     out, _ = torch.ops.npu.npu_rms_norm(x, weight)
@@ -396,7 +396,7 @@ def test_an_operator_that_cannot_be_queued_waits_for_the_release() -> None:
 
 
 def test_failure_drops_queued_work() -> None:
-    """NPUQueue.cpp:453-469."""
+    """See NPUQueue.cpp:453-469."""
     x, host = full(1.0), pinned(7, 7, 7, 7)
     torch.npu.synchronize()
     core.hold(DEVICE)
@@ -413,7 +413,7 @@ def test_failure_drops_queued_work() -> None:
     assert (host.tolist(), x.tolist()) == ([7.0] * 4, [2.0] * 4)
 
 
-def test_an_event_whose_record_was_in_the_queue_shows_its_earlier_state() -> None:
+def test_event_with_a_dropped_record_keeps_its_earlier_state() -> None:
     """An event that was never recorded is complete (CANN runtime, event.cc:1189)."""
     new, reused = torch.npu.Event(), torch.npu.current_stream().record_event()
     reused.synchronize()
@@ -474,14 +474,14 @@ def test_waiting_thread_spins_if_configured(spins: bool) -> None:
     event.synchronize()
     used = time.thread_time() - used
     core.set_spin(False)
-    assert used > 0.05 if spins else used < 0.02  # a busy machine leaves it less than a second
+    assert used > 0.05 if spins else used < 0.02  # less than a second on a busy machine
 
 
 # ---- a full queue ----
 
 
 def test_full_queue_blocks_a_record_with_the_gil_held() -> None:
-    """NPUQueue.cpp:612, :787; csrc/npu/Event.cpp:143 keeps the GIL."""
+    """See NPUQueue.cpp:612 and :787. csrc/npu/Event.cpp:143 keeps the GIL."""
     event = torch.npu.Event()
     core.hold(DEVICE)
     for _ in range(4095):
@@ -503,11 +503,11 @@ def test_full_queue_blocks_a_record_with_the_gil_held() -> None:
     stop.set()
     thread.join()
     assert blocked >= 0.5
-    assert meanwhile < 50  # of hundreds
+    assert meanwhile < 50  # without the GIL held: hundreds
 
 
 def test_blocked_task_is_dropped_when_an_earlier_task_fails() -> None:
-    """NPUQueue.cpp:599."""
+    """See NPUQueue.cpp:599."""
     event, x = torch.npu.Event(), full(7.0)
     torch.npu.synchronize()
     core.hold(DEVICE)

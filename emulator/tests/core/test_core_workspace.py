@@ -1,4 +1,4 @@
-"""Operators take device memory for themselves, and their first launches are known."""
+"""The workspace of operators in device memory, and the list of first launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layers(count: int) -> list[torch.Tensor]:
 
 
 def stack(count: int, slot_layers: int) -> Callable[[], object]:
-    """Return a stack of `count` layers into a slot that has `slot_layers`."""
+    """Return a call that stacks `count` layers into a slot of `slot_layers` layers."""
     inputs, slot = layers(count), on_device(ROWS, slot_layers, HIDDEN, dtype=torch.bfloat16)
     return lambda: torch.stack(inputs, dim=1, out=slot[:, :count])
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Callable[[], Callable[[], object]], int]] = {
     # SplitToStack in aclnn_stack.cpp:157, ops-math 9.1.0
     "stack of 32": (lambda: stack(32, 32), 0),
     "stack of 33": (lambda: stack(33, 33), 33 * ROW * 2),
-    # ViewCopy in contiguous.cpp:670: the last kernel writes into an output that is contiguous
+    # ViewCopy in contiguous.cpp:670: the last kernel writes a contiguous output
     "stack into a part of a slot": (lambda: stack(32, 40), 32 * ROW * 2),
     "stack of 33 into a part of a slot": (lambda: stack(33, 40), 2 * 33 * ROW * 2),
     # aclnnInplaceCopy in aclnn_copy.cpp:106
@@ -75,7 +75,7 @@ def settled() -> None:
 def test_operator_workspace_comes_from_the_caching_allocator(
     prepare: Callable[[], Callable[[], object]], expected: int
 ) -> None:
-    """op-plugin 8b9c8534, utils/op_api_common.h:341: TASK_QUEUE_ENABLE is 1 by default."""
+    """TASK_QUEUE_ENABLE is 1 by default (op-plugin 8b9c8534, utils/op_api_common.h:341)."""
     with torch.npu.device(DEVICE):
         launch = prepare()
         settled()
@@ -87,10 +87,13 @@ def test_operator_workspace_comes_from_the_caching_allocator(
 
 
 @scenarios("prepare, expected", CASES)
-def test_task_queue_2_workspace_is_a_stream_block_outside_of_torchs_counters(
+def test_torchs_counters_exclude_the_workspace_of_task_queue_2(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[[], Callable[[], object]], expected: int
 ) -> None:
-    """NPUWorkspaceAllocator.cpp:75, torch_npu 2.10.0.post4: 32 bytes more, in steps of 2 MiB."""
+    """The block has 32 extra bytes, and is rounded up to 2 MiB.
+
+    See NPUWorkspaceAllocator.cpp:75 in torch_npu 2.10.0.post4.
+    """
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     with torch.npu.device(DEVICE):
         launch = prepare()
@@ -109,7 +112,7 @@ def test_task_queue_2_workspace_is_a_stream_block_outside_of_torchs_counters(
 def test_kept_workspace_is_released_when_tensors_need_memory(
     monkeypatch: pytest.MonkeyPatch, set_hbm: Callable[[int], None]
 ) -> None:
-    """NPUCachingAllocator.cpp:1274: the last try before "out of memory" empties it."""
+    """The last try before "out of memory" frees the workspace (NPUCachingAllocator.cpp:1274)."""
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     set_hbm((107 + 64) * MIB)  # a context has 107 MiB
     with torch.npu.device(DEVICE):
@@ -124,7 +127,7 @@ def test_kept_workspace_is_released_when_tensors_need_memory(
     del tensor
 
 
-def test_first_launch_happens_once_per_device_and_dtypes() -> None:
+def test_first_launch_is_listed_once_per_device_and_dtype() -> None:
     for dtype in (torch.float64, torch.float32, torch.float64):
         x = on_device(4, dtype=dtype)
         torch.logaddexp2(x, x)
@@ -141,7 +144,7 @@ def test_captured_operator_takes_no_separate_workspace() -> None:
         held = torch.npu.memory_allocated(DEVICE)
         graph = capture(
             launch, stream=torch.npu.Stream(DEVICE)
-        )  # the default one is of the first capture's device
+        )  # the default stream is on the device of the first capture
         graph.replay()
         torch.npu.synchronize(DEVICE)
     assert torch.npu.max_memory_allocated(DEVICE) == held

@@ -1,4 +1,4 @@
-"""The causal convolution of GatedDeltaNet against its definition, token by token in float64."""
+"""The causal convolution of GatedDeltaNet against the definition, token by token in float64."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def conv(
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("silu", [True, False])
 def test_prefill_convolves_state_and_sequence(width: int, silu: bool, dtype: torch.dtype) -> None:
-    # New, with a state, shorter than the taps, without tokens, padding.
+    # Sequences: new, with a state, shorter than the taps, without tokens, and padding.
     bounds, rows = [0, 7, 12, 13, 13, 16], [4, 2, 0, 3, PAD]
     x, weight, bias = (
         random(16, 32, dtype=dtype),
@@ -85,7 +85,7 @@ def test_prefill_convolves_state_and_sequence(width: int, silu: bool, dtype: tor
     assert torch.equal(state, before)
 
 
-def test_token_by_token_equals_one_call() -> None:
+def test_updates_token_by_token_equal_one_prefill() -> None:
     x, weight, state = random(6, 16), random(4, 16, seed=1), torch.zeros(3, 3, 16)
     whole = conv(
         x,
@@ -95,7 +95,7 @@ def test_token_by_token_equals_one_call() -> None:
         cache_indices_opt=torch.tensor([2]),
     )
     for token in range(6):
-        # Beside it a sequence of padding; of the table's columns the first counts.
+        # The second sequence is padding. Only the first column of the table is used.
         pair = torch.stack((x[token], x[0]))
         table = torch.tensor([[2, 1], [PAD, PAD]], dtype=torch.int32)
         out = conv(
@@ -135,7 +135,7 @@ def test_an_update_takes_several_tokens_of_a_sequence() -> None:
 
 
 def test_rejected_drafts_do_not_change_the_convolution() -> None:
-    """Of three tokens at a time one, three and two are accepted; the next follow those alone."""
+    """Accept one, three and two of three tokens. The next step follows the accepted tokens only."""
     x, weight, state = random(20, 16), random(4, 16, seed=1), torch.zeros(2, 5, 16)
     state[1, :3] = x[:3]
     bounds, rows, real, accepted = torch.tensor([0, 3]), torch.tensor([1]), 3, 1

@@ -1,4 +1,4 @@
-"""The stand-in for the package fla_npu against the definitions of its kernels, in float64."""
+"""The stand-in for the package fla_npu against the kernels' definitions, in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_npu(value: Any) -> Any:
 
 
 def with_gaps(rows: torch.Tensor, gap: int = 48) -> torch.Tensor:
-    """Return the rows on the NPU with `gap` elements, of 7, between them."""
+    """Return the rows on the NPU, with `gap` elements of value 7 between rows."""
     memory = torch.full((rows.shape[0], rows[0].numel() + gap), 7.0, dtype=rows.dtype, device=NPU)
     view = memory.as_strided(rows.shape, (memory.stride(0), *rows[0].stride()))
     return view.copy_(rows)
@@ -55,7 +55,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
 def test_prompts_are_convolved_with_their_state_and_store_their_last_inputs(
     activation: str | None, any_mode: None
 ) -> None:
-    # New, with a state, shorter than the taps, without tokens, padding, the null block.
+    # Sequences: new, with a state, shorter than the taps, without tokens, padding, the null block.
     bounds, rows = [0, 7, 12, 13, 13, 16, 18], [4, 2, 1, 3, PAD, NULL]
     has_state = [False, True, True, True, True, True]
     x, weight, bias = (
@@ -100,7 +100,7 @@ def test_decodes_advance_their_states_except_the_null_block(any_mode: None) -> N
 
 
 def test_rejected_drafts_and_the_null_block_leave_states_unchanged(any_mode: None) -> None:
-    """A prompt of five, then two tokens at a time, of which the next step accepts one or both."""
+    """Run a prompt of five tokens, then steps of two tokens. The next step accepts one or both."""
     x, weight = random(20, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     state = with_gaps(torch.zeros(3, WIDTH, CHANNELS, dtype=BF16))
     call(
@@ -140,7 +140,7 @@ def test_rejected_drafts_and_the_null_block_leave_states_unchanged(any_mode: Non
     assert_gaps_untouched(state)
 
 
-def test_without_out_an_update_writes_its_input() -> None:
+def test_update_without_out_writes_its_input() -> None:
     x, weight = random(1, CHANNELS, dtype=BF16).to(NPU), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     before = x.cpu()
     places = {"conv_state_indices": int32(1), "query_start_loc": int32(0, 1)}
@@ -149,7 +149,7 @@ def test_without_out_an_update_writes_its_input() -> None:
     torch.testing.assert_close(x.cpu(), before * weight[-1])
 
 
-def test_row_0_is_ordinary_without_a_null_block() -> None:
+def test_row_0_is_updated_without_a_null_block() -> None:
     x, weight = random(1, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     state = torch.zeros(2, WIDTH - 1, CHANNELS, dtype=BF16, device=NPU)
     places = {"conv_state_indices": int32(0), "query_start_loc": int32(0, 1), "max_query_len": 1}
@@ -157,7 +157,7 @@ def test_row_0_is_ordinary_without_a_null_block() -> None:
     assert torch.equal(state[0, -1].cpu(), x[0])
 
 
-# ---- the rule ----
+# ---- the gated delta rule ----
 
 
 def test_states_with_gaps_between_rows_are_advanced(any_mode: None) -> None:
@@ -175,12 +175,12 @@ def test_states_with_gaps_between_rows_are_advanced(any_mode: None) -> None:
     assert_gaps_untouched(state)
 
 
-BOUNDS = [0, 1, 71, 199]  # one token, a chunk and a bit, two full chunks
+BOUNDS = [0, 1, 71, 199]  # one token, a full and a partial chunk, two full chunks
 INDICES = [0, 0, 1, 0, 1, 1, 2, 0, 2, 1]
 
 
 def chunked(given: Inputs, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the function as vllm-ascend does; return output [tokens, heads, V] and last states."""
+    """Call the function as vllm-ascend does. Return output [tokens, heads, V] and last states."""
     q, k, v = (
         part.transpose(0, 1).unsqueeze(0).contiguous() for part in (given.q, given.k, given.v)
     )
@@ -222,7 +222,7 @@ def test_chunked_prompts_continue_from_the_last_states() -> None:
     near(out[71:199], exact, 0.03)
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def bad_conv(name: str, **changes: Any) -> Callable[[], object]:

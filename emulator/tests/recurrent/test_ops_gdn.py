@@ -1,4 +1,4 @@
-"""The kernels of GatedDeltaNet against the plain recurrence, token by token in float64."""
+"""The kernels of GatedDeltaNet against the recurrence, token by token in float64."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_the_gates_follow_their_definition() -> None:
             )
 
 
-# ---- the rule ----
+# ---- the gated delta rule ----
 
 
 class Inputs:
-    """Arguments: q and k of length 1, slow decay, two value heads to a key head."""
+    """Arguments: q and k of norm 1, slow decay, two value heads per key head."""
 
     def __init__(self, tokens: int, sequences: int, seed: int = 0) -> None:
         q, k = (random(tokens, KEY_HEADS, SIZE, seed=seed + index) for index in (1, 2))
@@ -62,7 +62,7 @@ class Inputs:
         self.beta = random(tokens, HEADS, seed=seed + 4).sigmoid().bfloat16()
         self.g = -0.1 * random(tokens, HEADS, seed=seed + 5).abs()
         self.state = random(sequences, HEADS, SIZE, SIZE, seed=seed + 6)  # [K, V]
-        self.memory = self.state.transpose(-1, -2).contiguous()  # [V, K], as it lies in memory
+        self.memory = self.state.transpose(-1, -2).contiguous()  # [V, K], the layout in memory
 
     def recurred(
         self, first: int, last: int, state: torch.Tensor
@@ -140,16 +140,16 @@ def test_each_token_of_a_sequence_stores_a_state() -> None:
             assert_state(given, row, after)
 
 
-def test_a_sequence_begins_after_its_last_accepted_token() -> None:
+def test_sequence_continues_after_its_last_accepted_token() -> None:
     given = Inputs(5, 6)
     recurrent(given, [3, 2], [5, 0, 2, 3, 4], num_accepted_tokens=int32(2, 1))
     for row, first, last, begin in ((2, 0, 3, 0), (4, 3, 5, 3)):
         assert_state(given, row, given.recurred(first, last, given.state[begin])[1][-1])
 
 
-# ---- the rule chunk by chunk ----
+# ---- the gated delta rule, chunk by chunk ----
 
-BOUNDS = [0, 1, 71, 71, 199]  # one token, a chunk and a bit, none, two full chunks
+BOUNDS = [0, 1, 71, 71, 199]  # one token, a full and a partial chunk, no token, two full chunks
 CHUNKS = [
     (0, 0, 1),
     (1, 1, 65),
@@ -217,7 +217,7 @@ def applied(
     return w, u
 
 
-def test_decays_are_summed_up_from_the_start_of_each_chunk() -> None:
+def test_decays_are_summed_from_the_start_of_each_chunk() -> None:
     given = Inputs(TOKENS, 4)
     g = summed(given.g)
     for _, first, last in CHUNKS:
@@ -254,7 +254,7 @@ def test_inverse_times_matrix_is_the_identity() -> None:
     given = Inputs(TOKENS, 4)
     lower = (
         dotted(given, summed(given.g)) * 3
-    )  # larger than keys of length 1 make it: the inverse is far from I - A
+    )  # larger than with keys of norm 1, to move the inverse far from I - A
     inverse = inverted(lower, torch.float32)
     assert not inverse.isnan().any()
     for _, first, last in CHUNKS:
@@ -349,7 +349,7 @@ def test_states_are_copied_between_addresses_in_stream_order(any_mode: None) -> 
     assert torch.equal(states.cpu(), expected)
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def bad_step(**changes: Any) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""vllm-ascend's fused norm and gate, which runs from its source, against its definition."""
+"""vllm-ascend's fused norm and gate, run from source, against the definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = only_with(">=0.26", f"it has no {SOURCE}")
 @pytest.mark.parametrize("activation", [SWISH, SIGMOID])
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("is_rms_norm", [True, False])
-def test_rows_are_normed_and_gated(
+def test_rows_are_normalized_and_gated(
     is_rms_norm: bool, norm_before_gate: bool, activation: int, dtype: torch.dtype
 ) -> None:
     x, gate = (random(ROWS, WIDTH, seed=seed, dtype=dtype) for seed in (0, 1))
@@ -29,7 +29,7 @@ def test_rows_are_normed_and_gated(
         "feature_size": WIDTH, "block_feature": 16, "block_rows": 2, "activation": activation,
         "norm_before_gate": norm_before_gate, "is_rms_norm": is_rms_norm, "has_bias": True,
     }  # fmt: skip
-    # Two programs for four tiles of two rows, the last of which is half full.
+    # Two programs for four tiles of two rows. The last tile is half full.
     kernels_of("vllm_ascend", SOURCE)[KERNEL][(2,)](
         x, gate, out, weight, bias, mean, rstd, EPS, ROWS, 2, **options
     )

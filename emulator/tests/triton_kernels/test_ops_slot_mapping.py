@@ -1,4 +1,4 @@
-"""The reference of the slot mapping equals the kernels' sources, and its definition."""
+"""The reference for the slot mapping equals the kernels' sources and the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_ASCEND = pytest.param("vllm_ascend", marks=only_with(">=0.26", "it takes vllm
 @pytest.mark.parametrize(
     ("ranks", "rank", "turn", "parts"), [(1, 0, 1, 1), (2, 1, 1, 1), (2, 0, 4, 1), (2, 1, 2, 2)]
 )
-def test_the_reference_equals_the_kernels_source(
+def test_slot_mapping_reference_equals_the_kernels_source(
     package: str, ranks: int, rank: int, turn: int, parts: int
 ) -> None:
     path, sizes = SOURCES[package]
@@ -51,10 +51,10 @@ def test_the_reference_equals_the_kernels_source(
 @pytest.mark.parametrize(
     ("ranks", "rank", "turn", "whole"), [(1, 0, 1, 8), (2, 1, 1, 8), (2, 0, 4, 8), (2, 1, 2, 12)]
 )
-def test_slots_with_several_table_blocks_per_cache_block(
+def test_slots_follow_the_definition_with_several_table_blocks_per_cache_block(
     ranks: int, rank: int, turn: int, whole: int
 ) -> None:
-    """By definition: what a rank holds of `ranks` blocks of the KV cache fills `whole` places."""
+    """By definition, the part of `ranks` KV cache blocks that a rank holds fills `whole` places."""
     positions, table, slots = (
         torch.tensor([0, 5, 6, 7, 19, 30]),
         torch.arange(16, dtype=torch.int32) * 3 + 1,
@@ -78,6 +78,6 @@ def test_slots_with_several_table_blocks_per_cache_block(
         if position not in held:
             expected.append(-1)
             continue
-        local = first // ranks + held.index(position)  # among all that this rank holds
+        local = first // ranks + held.index(position)  # among all places that this rank holds
         expected.append(int(table[local // 4]) * 4 + local % 4)
     assert slots.tolist() == [*expected, -1, -1]

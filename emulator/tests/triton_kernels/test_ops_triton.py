@@ -1,4 +1,4 @@
-"""The emulated Triton runs kernels from their sources, and its references equal the sources."""
+"""The emulated Triton runs kernels from source, and the references equal the sources."""
 
 import ast
 import importlib.util
@@ -67,16 +67,16 @@ def caller_kernel(x_ptr):
     double_kernel(x_ptr, tl.program_id(1))
 
 
-def test_masked_programs_cover_exactly_the_elements() -> None:
+def test_masked_programs_write_exactly_the_elements() -> None:
     x, y, out = random(10), random(10, seed=1), torch.full((12,), -1.0)
     add_kernel[(3,)](
         x, y, out, 10, BLOCK=4, num_warps=4, multibuffer=False
-    )  # options of the launch are no arguments
+    )  # launch options are not arguments
     assert torch.equal(out[:10], x + y)
     assert out[10:].tolist() == [-1, -1]
 
 
-def test_a_pointer_starts_where_its_tensor_does() -> None:
+def test_pointer_starts_at_the_first_element_of_its_tensor() -> None:
     x, out = random(10), torch.zeros(4)
     add_kernel[(1,)](x[3:7], x[5:9], out, 4, BLOCK=4)
     assert torch.equal(out, x[3:7] + x[5:9])
@@ -88,7 +88,7 @@ def test_grid_stride_loops_and_atomic_adds_count_every_element_once() -> None:
     assert counts.tolist() == [1, 3, 1, 2]
 
 
-def test_control_flow_on_loaded_values_and_default_constexpr() -> None:
+def test_kernel_branches_on_loaded_values_and_has_a_default_constexpr() -> None:
     x = random(3, 10)
     values, places = torch.empty(3), torch.empty(3, dtype=torch.int64)
     running_best_kernel[(3,)](x, values, places, 10)
@@ -96,7 +96,7 @@ def test_control_flow_on_loaded_values_and_default_constexpr() -> None:
     assert torch.equal(places, x.argmax(1))
 
 
-def test_a_kernel_may_call_another_and_the_grid_has_three_axes() -> None:
+def test_kernel_calls_another_kernel_on_a_grid_of_two_axes() -> None:
     x = torch.ones(3)
     caller_kernel[(2, 3)](x)
     assert x.tolist() == [4, 4, 4]
@@ -140,7 +140,7 @@ def test_invalid_launch_names_the_kernel(
         call()
 
 
-def test_read_beside_a_tensor_gives_poison_and_a_far_read_is_an_error() -> None:
+def test_read_just_past_a_tensor_gives_poison_and_a_far_read_is_an_error() -> None:
     out = torch.zeros(8)
     add_kernel[(2,)](random(4), torch.zeros(8), out, 8, BLOCK=4)
     assert torch.equal(out[:4], random(4))
@@ -158,7 +158,7 @@ def test_autotuning_takes_the_first_configuration_and_heuristics_are_computed() 
     assert guessed.bind(1, 2, 3, 4)["BLOCK"] == 8
 
 
-def test_the_hook_makes_vllm_see_triton() -> None:
+def test_hook_makes_triton_available_to_vllm() -> None:
     module = ModuleType("vllm.triton_utils")
     module.HAS_TRITON = False
     patch_hooks()["vllm.triton_utils"](module)
@@ -167,7 +167,7 @@ def test_the_hook_makes_vllm_see_triton() -> None:
     assert module.tl.float32 is torch.float32
 
 
-# ---- references against the sources that vllm and vllm-ascend carry ----
+# ---- references against the sources in vllm and vllm-ascend ----
 
 
 SCOPE = {"tl": tl, "triton": triton, "torch": torch, "BT_LIST": [8]}
@@ -192,7 +192,7 @@ def kernels_of(package: str, path: str) -> dict[str, Kernel]:
 def assert_same(
     package: str, path: str, name: str, grid: tuple[int, ...], make: Callable[[], dict[str, Any]]
 ) -> None:
-    """Assert that source and reference, started from equal arguments, leave equal tensors."""
+    """Assert that source and reference give equal tensors for equal arguments."""
     kernel, by_source, by_reference = kernels_of(package, path)[name], make(), make()
     kernel.interpret(grid, kernel.bind(**by_source))
     REFERENCES[f"{package}.{path.removesuffix('.py').replace('/', '.')}.{name}"](
@@ -341,7 +341,7 @@ def test_split_and_mrope_reference_equals_the_kernels_source(
     assert_same("vllm_ascend", MROPE, "split_qkv_rmsnorm_mrope_kernel", (2,), arguments)
 
 
-def test_the_split_of_qwen3_next_equals_the_kernels_source() -> None:
+def test_split_reference_of_qwen3_next_equals_the_kernels_source() -> None:
     def arguments() -> dict[str, Any]:
         return {
             "mixed_qkv": torch.zeros(5, 2 * 2 * 8 + 4 * 16),
@@ -369,8 +369,8 @@ def test_the_split_of_qwen3_next_equals_the_kernels_source() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_of_keys_equals_the_kernels_sources(dtype: torch.dtype) -> None:
-    """vllm-ascend's (prefill) has a reference, vLLM's (decode) runs from its source."""
+def test_norms_of_keys_equal_source_and_definition(dtype: torch.dtype) -> None:
+    """vllm-ascend's kernel (prefill) has a reference. vLLM's kernel (decode) runs from source."""
 
     def arguments() -> dict[str, Any]:
         tensors = {"X": random(7, 16, dtype=dtype), "Y": torch.zeros(7, 16, dtype=dtype)}
@@ -392,11 +392,11 @@ def test_the_norm_of_keys_equals_the_kernels_sources(dtype: torch.dtype) -> None
     close(y, exact)
 
 
-# ---- kernels that run from their source: do they give what their callers expect? ----
+# ---- kernels that run from source, against their definitions ----
 
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_the_gated_norm_follows_its_definition(norm_before_gate: bool) -> None:
+def test_gated_norm_follows_its_definition(norm_before_gate: bool) -> None:
     kernel = kernels_of("vllm_ascend", "ops/triton/layernorm_gated.py")[
         "_layer_norm_fwd_1pass_kernel_npu"
     ]
@@ -460,7 +460,7 @@ def test_penalties_follow_their_definition() -> None:
     close(logits, expected)
 
 
-# What the kernels of vllm-ascend 0.26 take more.
+# Arguments that vllm-ascend 0.26 has added.
 NOT_SYNTHETIC = (
     {}
     if installed_is("<0.26")
@@ -489,11 +489,11 @@ def test_greedy_rejection_keeps_drafts_up_to_the_first_mismatch(block: int) -> N
         BLOCK_SIZE=block,
         **NOT_SYNTHETIC,
     )
-    # Two drafts, the second wrong; no draft: the bonus token; two right ones and the bonus token.
+    # The second of two drafts is wrong. No draft: the bonus token. Two right drafts and the bonus.
     assert output.tolist() == [[7, 1, -1], [101, -1, -1], [9, 5, 102]]
 
 
-def test_single_drafts_use_the_short_kernel() -> None:
+def test_short_kernel_verifies_single_drafts() -> None:
     kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py")
     output = torch.full((2, 2), -1, dtype=torch.int32)
     kernels["rejection_greedy_sample_spec_len_1_triton"][(2,)](

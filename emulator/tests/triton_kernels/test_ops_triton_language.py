@@ -1,4 +1,4 @@
-"""Functions of the emulated Triton's language that model runner V2 uses, against definitions."""
+"""Functions of the emulated Triton language that model runner V2 uses, against definitions."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_random_numbers_depend_only_on_seed_and_offset_and_fill_the_range() -> N
     assert tl.randint(0, torch.tensor(0)) == 0x6627E8D5
 
 
-def test_shapes_sums_and_choices() -> None:
+def test_functions_on_blocks_follow_their_definitions() -> None:
     block = torch.tensor([[3, 1, 3], [0, 5, 2]], dtype=torch.int32)
     assert tl.cumsum(block, 1).tolist() == [[3, 4, 7], [0, 5, 7]]
     assert tl.cumsum(block, 1, reverse=True).tolist() == [[7, 4, 3], [7, 7, 2]]
@@ -110,7 +110,7 @@ def copy_kernel(addresses_ptr, out_ptr, count, CAST: tl.constexpr):
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_kernel_uses_pointers_made_of_addresses(cast: bool, dtype: torch.dtype) -> None:
+def test_kernel_uses_pointers_cast_from_addresses(cast: bool, dtype: torch.dtype) -> None:
     sources = [random(5).to("npu"), random(5).to("npu")]
     before = [source.cpu() for source in sources]
     addresses = torch.tensor([source.data_ptr() for source in sources]).view(dtype).to("npu")
@@ -133,8 +133,8 @@ def move_kernel(addresses_ptr, row, stride: tl.int64):
     )
 
 
-def test_kernel_makes_pointers_of_computed_addresses() -> None:
-    """And moves eight bytes at a time, whatever they are."""
+def test_kernel_casts_computed_addresses_to_pointers() -> None:
+    """The kernel moves eight bytes at a time, of any dtype."""
     source, target = torch.arange(24.0).view(3, 8).to("npu"), torch.zeros(10, device="npu")
     addresses = torch.tensor([source.data_ptr(), target.data_ptr()]).to("npu")
     move_kernel[(1,)](addresses, 2, 32)
