@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --d
 LONG ?=
 # Each emulated NPU is a process. More threads than cores would only wait for each other.
 export OMP_NUM_THREADS ?= 1
-# Some machines set it. Every process would then compile all sources again.
+# Some machines set this variable. Every process would then compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all releases matrix lint ut emulator e2e defects mutants benchmark docs dist clean
@@ -59,8 +59,8 @@ emulator: setup
 	$(PYTEST) emulator/tests
 	$(BIN)/python tests/depth.py
 
-# Plants mistakes one at a time; a test must fail for each. `make test-all` runs a tenth of them,
-# another tenth each day.
+# Makes one mistake in the code at a time. A test must fail for each mistake. `make test-all` runs a
+# tenth of the mistakes, another tenth each day.
 mutants: setup
 	$(BIN)/python tests/mutations/run.py $(MUTANTS)
 

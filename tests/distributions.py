@@ -26,7 +26,7 @@ EMULATOR_SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 def build(work: Path, *, emulator: bool = False) -> Path:
-    """Build sdist and wheel of the plugin, or of the emulator, and return their folder.
+    """Build sdist and wheel of the plugin, or of the emulator. Return the folder.
 
     They are built in a copy below the folder `work`, to leave no build files here. The copy is a
     repository, because setuptools-scm, if installed, adds every file of a repository to the sdist.
@@ -43,9 +43,8 @@ def build(work: Path, *, emulator: bool = False) -> Path:
         copy = shutil.copytree if (top / name).is_dir() else shutil.copy
         copy(top / name, source / name)
     (source / "tests").mkdir()
-    shutil.copy(
-        __file__, source / "tests" / "test_copied.py"
-    )  # setuptools adds such files by itself
+    # setuptools adds tests/test*.py to an sdist, unless MANIFEST.in excludes them.
+    shutil.copy(__file__, source / "tests" / "test_copied.py")
     identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     for words in (
         ("init", "--quiet"),

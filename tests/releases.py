@@ -14,7 +14,7 @@ VLLM_ASCEND = "vllm_ascend"
 
 
 def installed_is(versions: str) -> bool:
-    """Return True if the installed vllm-ascend is in `versions`, such as ">=0.26"."""
+    """Return True if the installed vllm-ascend is in `versions`, for example ">=0.26"."""
     return release_to_patch(VLLM_ASCEND) in SpecifierSet(versions)
 
 
@@ -22,7 +22,7 @@ def only_with(versions: str, why: str) -> pytest.MarkDecorator:
     """Skip a test unless the installed vllm-ascend is in `versions`.
 
     Args:
-        versions: releases without suffixes (0.26.0rc1 counts as 0.26.0), such as "<0.26".
+        versions: releases without suffixes, for example "<0.26"; 0.26.0rc1 counts as 0.26.0.
         why: behaviour or defect of the other releases.
     """
     reason = f"about vllm-ascend {versions}, but {version(VLLM_ASCEND)} is installed: {why}"

@@ -38,7 +38,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 @pytest.fixture(scope="module")
 def reader(master: MooncakeMaster) -> Iterator[MooncakeReader]:
-    """A reader of that store."""
+    """A reader of the Mooncake store."""
     from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 
     with MooncakeReader(master.address) as reader:
@@ -47,14 +47,14 @@ def reader(master: MooncakeMaster) -> Iterator[MooncakeReader]:
 
 @pytest.fixture
 def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the disk take everything at once, for tests of what is seen, not of what survives."""
+    """Omit fsync, for tests of visible files that do not simulate power failures."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Workers in `out`, by the options of worker_harness.Engine; closed after the test."""
+    """Create workers in `out` with options of worker_harness.Engine. Close them after the test."""
     from worker_harness import Engine
 
     made: list[Engine] = []
@@ -70,7 +70,7 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def sink(tmp_path: Path) -> Iterator[FileSink]:
-    """A sink of files; a test of another sink has a fixture of its own."""
+    """A sink of files. Tests of other sinks define other fixtures."""
     from sink_harness import FORMAT
 
     from vllm_ascend_hsx.sinks.file import FileSink
@@ -93,7 +93,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]
 def any_bench(
     request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Bench]:
-    """The same with a server of files and with one of shards."""
+    """The same, once with a server of files and once with a server of shards."""
     from generate_bench import Bench
     from generate_files import SINKS
     from generate_harness import FakeServer
@@ -104,7 +104,7 @@ def any_bench(
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Answers while it is set; a write begins and an opened lock comes back only then."""
+    """An event. The storage answers while it is set: writes begin, and locks are acquired."""
     from worker_harness import waiting
 
     from vllm_ascend_hsx.protocol.lock import HeldLock
@@ -115,7 +115,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """As `storage`, for locks alone."""
+    """Like `storage`, for locks only."""
     from worker_harness import waiting
 
     from vllm_ascend_hsx.protocol.lock import HeldLock

@@ -14,7 +14,7 @@ from vllm_ascend_hsx.generate.ledger import row_of_file
 
 
 class Bench:
-    """A dataset, a server, and an output directory that is the server's storage directory."""
+    """A dataset, a server, and an output directory equal to the server's storage directory."""
 
     def __init__(self, root: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
         self.root = root
@@ -30,8 +30,8 @@ class Bench:
     ) -> tuple[int, str]:
         """Run the command, and return exit code and output.
 
-        A server gets one request at a time until one has succeeded, and rows in flight
-        together may come in any order: with two at a time the first to come is row 0 or 1.
+        A server gets one request at a time until the first success. Rows in flight together may
+        arrive in any order: with two at a time, the first row is 0 or 1.
         """
         data = write_jsonl(
             self.root / "data.jsonl", token_rows(records) if isinstance(records, int) else records
@@ -59,7 +59,7 @@ class Bench:
         return sorted(row for row in map(row_of_file, contents(self.output)) if row is not None)
 
     def check(self, rows: list[int], records: int = 6) -> None:
-        """Check that these rows have the right files and that only the ledger exists besides."""
+        """Check that the directory has the right files of these rows and the ledger only."""
         wanted = {
             f"hs_{row}.safetensors": right(token_rows(records)[row]["token_ids"]) for row in rows
         }

@@ -28,7 +28,7 @@ MODEL = "tiny"
 
 
 def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt.NDArray[np.uint16]:
-    """Return a sequence's bf16 rows [tokens, layers, hidden] as bits: all different and finite."""
+    """Return bf16 rows [tokens, layers, hidden] of a sequence as bits: different and finite."""
     ids = np.asarray(token_ids, dtype=np.uint32).reshape(-1, 1, 1)
     positions = np.arange(len(token_ids), dtype=np.uint32).reshape(-1, 1, 1)
     layer = np.arange(layers, dtype=np.uint32).reshape(1, -1, 1)
@@ -40,7 +40,7 @@ def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt
 
 
 def change_a_bit(path: Path) -> None:
-    """Flip a bit in the rows of a file, or of the member of a shard with that name."""
+    """Flip a bit in the rows of a file, or of a member of a shard."""
     found = shards_of(path.parent).find(path.name)
     shard, offset = (path, 0) if found is None else (found[0], found[1].offset)
     with shard.open("r+b") as file:
@@ -76,7 +76,7 @@ SINKS: dict[str, Callable[..., DirectorySink]] = {
 
 
 def contents(output: Path) -> dict[str, Tensors]:
-    """(type, shape, bytes) of each tensor of each row's file or member; {} for other files."""
+    """Return (type, shape, bytes) of each tensor by file or member; {} for files without rows."""
     members = members_in(output)
     names = [name for name in os.listdir(output) if not name.startswith((".", "hsx-"))]
     assert not set(members) & set(names), "a file and a member have one name"
@@ -87,7 +87,7 @@ def contents(output: Path) -> dict[str, Tensors]:
 
 
 def tensors_of(path: Path) -> Tensors:
-    """(type, shape, bytes) of each tensor of a file."""
+    """Return (type, shape, bytes) of each tensor of a file."""
     place = open_stored(path, 0)
     try:
         tensors = read_header(place.fd, place.offset, place.size).tensors
@@ -139,7 +139,7 @@ class Seen:
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids of the prompt; a text has one per byte."""
+        """Token ids of the prompt. A text has one token per byte."""
         if "messages" in self.body:
             text = "".join(f"<{each['role']}>{each['content']}" for each in self.body["messages"])
             return list((text + "<assistant>" * self.body["add_generation_prompt"]).encode())
@@ -148,7 +148,7 @@ class Seen:
 
     @property
     def request_id(self) -> str:
-        """vLLM's own id, without the random digits."""
+        """vLLM's internal id without the random digits."""
         chat = "messages" in self.body
         return (
             f"chatcmpl-{self.body['request_id']}" if chat else f"cmpl-{self.body['request_id']}-0"
@@ -161,7 +161,7 @@ class Seen:
 
     @property
     def stored(self) -> list[int]:
-        """Tokens with rows."""
+        """Tokens whose rows are stored."""
         return self.token_ids + (
             self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else []
         )

@@ -46,11 +46,11 @@ class FakeServer:
     Attributes:
         storage: directory of the files.
         behave: behaviour for a request: the name of a method do_*, or an HTTP status.
-        at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
-            file exists), "answered".
+        at: called at the stages of a request: "asked", "begun" (lock held), "written" (file
+            published), "answered".
         tls: context for HTTPS; None for HTTP.
-        reuses: True to reuse rows of published prompts; any other value is the `reused_tokens` of
-            its answers.
+        reuses: True to report the reuse of published prompts. Any other value is sent as
+            `reused_tokens`.
         seen: requests for rows.
         rendered: requests for the token ids of a prompt.
     """
@@ -274,14 +274,14 @@ class FakeServer:
     # Files
 
     def path(self, seen: Seen) -> Path:
-        """Of the request's file. Raises ParamsError."""
+        """Return the path of the request's file. Raises ParamsError."""
         params = ServerParams(self.storage, allow_path=self.allow_path)
         path = read_params(seen.body["kv_transfer_params"], params).path
         assert path is not None
         return path
 
     async def begin(self, exchange: Exchange, sink: DirectorySink | None = None) -> RequestFile:
-        """The lock is held, the rows are written."""
+        """Lock the file and write the rows."""
         seen = exchange.seen
         if self.reuses is not False:
             ids = seen.token_ids[:-1]
@@ -329,7 +329,7 @@ class FakeServer:
         exchange.writer.close()
 
     async def do_hang(self, exchange: Exchange) -> None:
-        """Never answer; abort the request when the client goes, before its row's next request."""
+        """Never answer. Abort when the client disconnects, before the next request of the row."""
         file = await self.begin(exchange)
         aborted = self._hanging[exchange.seen.row] = asyncio.Event()
         await exchange.gone()
@@ -393,7 +393,7 @@ class FakeServer:
         await self.publish(exchange, file)
 
     async def do_other_tokens(self, exchange: Exchange) -> None:
-        """The file is another request's."""
+        """Publish a file with the tokens of another request."""
         file = await self.begin(exchange)
         file.commit(
             np.asarray(exchange.seen.stored, dtype=np.int64) + 1, len(exchange.seen.token_ids)
@@ -408,7 +408,7 @@ class FakeServer:
         await self.answer(exchange, await self.publish(exchange, file))
 
     async def do_corrupt(self, exchange: Exchange) -> None:
-        """The disk has changed a bit."""
+        """Publish a file, and flip a bit in it."""
         path = await self.publish(exchange, await self.begin(exchange))
         change_a_bit(Path(path))
         await self.answer(exchange, path)

@@ -1,4 +1,4 @@
-"""Values that no honest client sends, and a place outside of which nothing may change."""
+"""Hostile values, and a storage directory outside of which nothing may change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import pytest
 from hypothesis import strategies as st
 from sink_harness import open_fds
 
-ANY_TEXT = st.text(
-    st.characters(exclude_categories=()), max_size=60
-)  # surrogates, NUL and control characters included
+# Includes surrogates, NUL and control characters.
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=60)
 HOSTILE = st.text("./~\\\0 \n-aé\ud800\u202e", max_size=20)
 CHOSEN = st.builds(
     lambda parts, end: "/".join(parts) + end,
@@ -42,7 +41,7 @@ JSON = st.recursive(
 
 
 def nested(depth: int) -> Any:
-    """A list in a list in a list: Python refuses to write it down."""
+    """Return lists nested to this depth. Python refuses to serialise deep lists."""
     value: Any = 0
     for _ in range(depth):
         value = [value]
@@ -51,7 +50,7 @@ def nested(depth: int) -> Any:
 
 T = TypeVar("T")
 DEEP = "[" * 100_000 + "]" * 100_000
-HUGE = 10**5000  # a number that Python refuses to write down
+HUGE = 10**5000  # Python refuses to convert it to a string
 
 
 class Entry(NamedTuple):
@@ -66,7 +65,7 @@ def change(path: Path, offset: int, how: Callable[[bytes], bytes], size: int = 1
 
 
 def snapshot(directory: Path) -> dict[str, Entry]:
-    """Return types, modes, times of change, contents and link targets of everything in a tree."""
+    """Return mode, mtime and content or link target of each path in a tree."""
     found = {}
     for where, folders, files in os.walk(directory):
         for name in [".", *folders, *files]:
@@ -84,7 +83,7 @@ def snapshot(directory: Path) -> dict[str, Entry]:
 
 
 def make_outside(directory: Path) -> Path:
-    """Make files that nobody may touch, named as those of a sink, and return their directory."""
+    """Create files with names of a sink that no sink may touch, and return the directory."""
     (directory / "folder" / "inner").mkdir(parents=True)
     for name in (
         "file",
@@ -100,7 +99,7 @@ def make_outside(directory: Path) -> Path:
 
 
 class Place(NamedTuple):
-    """Where an example happens: storage and outside are neighbours."""
+    """Directories of an example: `storage`, and `outside` beside it."""
 
     above: Path
     storage: Path
@@ -108,18 +107,18 @@ class Place(NamedTuple):
     before: dict[str, Entry]
 
     def restart(self) -> None:
-        """Take the tree outside as it is now for what must not change."""
+        """Record the tree outside. `place` checks that it stays the same."""
         self.before.clear()
         self.before.update(snapshot(self.outside))
 
     def plant(self, path: Path, kind: str) -> None:
-        """Put something under a name, as anybody may who can write to the directory."""
+        """Create a file of this kind, like any user who may write to the directory."""
         for folder in reversed(path.relative_to(self.above).parents):
             inside = self.above / folder
             if not os.path.lexists(inside):
                 inside.mkdir()
             if not stat.S_ISDIR(os.lstat(inside).st_mode):
-                return  # something was planted above it
+                return  # a parent is no longer a directory
         if os.path.lexists(path):
             os.rename(path, self.above / f"stolen-{len(os.listdir(self.above))}")
         PLANTS[kind](path, self.outside)
@@ -152,7 +151,7 @@ DIRECTORIES = ("directory", "full directory")
 
 @contextmanager
 def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
-    """Yield an empty storage directory; check that the tree outside and the descriptors stay.
+    """Yield an empty storage directory. Check that the tree outside and descriptors do not change.
 
     Args:
         checkpoint: called before each system call of the sink's modules.
@@ -178,9 +177,10 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
 
 
 def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None]) -> list[str]:
-    """Return a list that gets what the sink's modules do wrong from now on.
+    """Return a list of errors that the sink's modules make from now on.
 
-    Wrong is a descriptor of something outside, and a path that leads through the directory.
+    Errors are to open a file or directory outside, and to use an absolute path other than the
+    storage directory.
     """
     found: list[str] = []
 
@@ -251,7 +251,7 @@ def _socket(path: Path) -> None:
         os.chdir(here)
 
 
-# What is no file. Not everybody can make a device, so a link leads to one.
+# Irregular files. Only root can create a device, so the device is a link to /dev/zero.
 KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
     "fifo": (os.mkfifo, "a FIFO"),
     "socket": (_socket, "a socket"),
@@ -262,7 +262,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def plant_no_file(path: Path, kind: str) -> str:
-    """Replace whatever has this name, and return what errors call the new thing."""
+    """Replace the file by an irregular one, and return the term for it in errors."""
     path.unlink(missing_ok=True)
     KINDS[kind][0](path)
     return KINDS[kind][1]

@@ -1,4 +1,4 @@
-"""The lock protocols of other projects' readers, a system call at a time."""
+"""The lock protocols of other projects' readers, one system call at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def speculators_reader(path: Path) -> Reader:
 
 
 def vllm_reader(path: Path) -> Reader:
-    """Take the steps of vLLM 0.23.0's load_hidden_states, polling where it blocks.
+    """Take the steps of vLLM 0.23.0's load_hidden_states. Polls where vLLM blocks.
 
     example_hidden_states_connector.py:45
     """
@@ -62,7 +62,8 @@ class Stepped:
 
     Attributes:
         running: True during a step.
-        done, result: whether it has returned, and what.
+        done: True if the reader has returned.
+        result: the returned value.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -85,7 +86,7 @@ class Stepped:
                 self.running = False
 
     def finish(self) -> dict[str, Any] | None:
-        """Run it to its end, and return its result."""
+        """Run the reader to the end, and return the result."""
         self.step(100)
         assert self.done, "the reader still waits for a lock that nobody should hold"
         return self.result

@@ -19,7 +19,7 @@ SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 def written(
     sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5
 ) -> RequestFile:
-    """A file with all its rows, not committed yet."""
+    """Return a file with all rows, not committed yet."""
     file = sink.open(request_id, directory / f"{request_id}.safetensors")
     file.write(0, make_rows(0, tokens))
     return file

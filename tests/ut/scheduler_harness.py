@@ -1,4 +1,4 @@
-"""A scheduler of extracted requests, and the part of vLLM's requests that it reads."""
+"""A scheduler of extracted requests, and the attributes of vLLM's requests that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.protocol.api import ServerParams
 from vllm_ascend_hsx.sinks.destination import Destination, InDirectory
 
 ROW_BYTES = 64
-# As responses say it before weights are loaded again.
+# In responses, before weights are loaded again.
 FIRST_WEIGHTS = {"weight_versions": [[0, ""]]}
 
 
@@ -31,7 +31,7 @@ def make_scheduler(
     budget: DirectoryBudget | None = None,
     **params: Any,
 ) -> ExtractionScheduler:
-    """Return a scheduler, by default of the directory /data. `params` are those of ServerParams."""
+    """Return a scheduler, by default of the directory /data. `params` are for ServerParams."""
     destination = destination or InDirectory(Path("/data"))
     return ExtractionScheduler(
         destination,
@@ -44,7 +44,7 @@ def make_scheduler(
 
 
 def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
-    """Return the part of vllm.v1.request.Request that is read."""
+    """Return the attributes of vllm.v1.request.Request that the scheduler reads."""
     request = SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=list(range(num_tokens)),
@@ -79,7 +79,7 @@ def schedule(
         scheduler: the scheduler.
         requests: requests that start.
         running: position of the first token and number of tokens of other requests, by id.
-        most: most tokens of a request that starts.
+        most: maximum number of tokens of a request that starts.
     """
     running = running or {}
     new = [

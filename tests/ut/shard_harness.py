@@ -1,4 +1,4 @@
-"""Directories of shards for tests of their readers, and lines of their indexes."""
+"""Directories of shards for tests of readers, and lines of indexes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def sealed_shards(where: Path) -> Path:
-    """Write two sealed shards, one of them with folders, and a plain file beside them."""
+    """Write two sealed shards, one with folders, and a plain file."""
     with ShardSink(where, FORMAT, shard_bytes=20_000) as sink:
         for i in range(5):
             publish(sink, where, f"r{i}", 3 + i, i)
@@ -37,7 +37,7 @@ def index_of(storage: Path) -> Path:
 
 
 def line(name: str, **changes: Any) -> bytes:
-    """A line of an index about a member, newer than all that a test writes."""
+    """Return an index line about a member, newer than any line that a test writes."""
     values = {
         "name": name,
         "offset": 4096,

@@ -1,4 +1,4 @@
-"""Every sink as the contract's tests see it: requests, what readers find, and what is left."""
+"""Every sink for the tests of the contract: requests, results of readers, and leftovers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 class SinkCase(ABC):
-    """A sink, and what readers see of its requests, which have names.
+    """A sink whose requests have names, with the reader of the sink.
 
     Attributes:
-        row_format: of its rows.
-        sink: what `open` uses; set by `serve`.
-        published, failed: the traces of a request that was committed, or that failed.
+        row_format: of the rows.
+        sink: sink that `open` uses; set by `serve`.
+        published, failed: traces of a committed request, and of a failed request.
         spare_fds: descriptors that a sink may keep for later requests.
     """
 
@@ -49,7 +49,7 @@ class SinkCase(ABC):
 
     @contextmanager
     def serve(self, **changes: Any) -> Iterator[Sink]:
-        """Start a sink, whose rows have another format if changes are given, and stop it."""
+        """Start and stop a sink. `changes` change the format of the rows."""
         before = getattr(self, "sink", None)
         with self.make(replace(self.row_format, **changes)) as self.sink:
             yield self.sink
@@ -57,29 +57,29 @@ class SinkCase(ABC):
 
     @abstractmethod
     def make(self, row_format: RowFormat) -> Sink:
-        """Return one more sink at the same place."""
+        """Return another sink for the same directory or store."""
 
     @abstractmethod
     def path(self, name: str) -> Path:
-        """Return the path that the request of this name is opened with."""
+        """Return the path with which the request is opened."""
 
     @abstractmethod
     def load(self, name: str, timeout: float = 0) -> HiddenStates:
-        """Return what the sink's reader does, or raise its error."""
+        """Load with the reader of the sink."""
 
     @abstractmethod
     def traces(self, name: str) -> set[str]:
-        """Return which of a request's rows, reason, lock, manifest and hidden file are there."""
+        """Return the existing traces: rows, reason, lock, manifest, hidden file."""
 
     @abstractmethod
     def held(self) -> int:
-        """Return how much memory, or how many descriptors, this process holds for requests."""
+        """Return the memory, or the number of descriptors, that this process holds for requests."""
 
     def open(self, name: str, tokens: int = 0, adapter: Adapter = NO_ADAPTER) -> SinkFile:
         return self.sink.open(name, self.path(name), tokens, adapter=adapter)
 
     def outcome(self, name: str) -> npt.NDArray[np.uint16] | str | None:
-        """Return a request's rows, the reason of its failure, or None while there is neither."""
+        """Return the rows of a request, the reason of the failure, or None if there is neither."""
         try:
             return bits(self.load(name).hidden_states)
         except HiddenStatesError as error:
@@ -88,13 +88,13 @@ class SinkCase(ABC):
             return None
 
     def as_read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what a reader must make of rows: the same, or as quantised by hs_connectors."""
+        """Return the expected rows of a reader: unchanged, or as quantised by hs_connectors."""
         if not self.row_format.is_quantized or not len(rows):
             return rows
         return dequantized(*quantize_tensor_to_fp8(rows), rows.dtype)
 
     def has(self, name: str, rows: npt.NDArray[np.uint16]) -> bool:
-        """Return True if these are the rows that a reader gets; `rows` are bfloat16 bits."""
+        """Return True if a reader gets these rows, given as bfloat16 bits."""
         found = self.outcome(name)
         return isinstance(found, np.ndarray) and np.array_equal(
             found, bits(self.as_read(torch.from_numpy(rows).view(torch.bfloat16)))
@@ -105,8 +105,8 @@ class FileCase(SinkCase):
     """A FileSink.
 
     Args:
-        where: its directory.
-        quantization, options: the sink's.
+        where: directory of the sink.
+        quantization, options: of the sink.
     """
 
     published = frozenset({"rows", "lock"})
@@ -131,7 +131,7 @@ class FileCase(SinkCase):
     def traces(self, name: str) -> set[str]:
         path = self.path(name)
         suffixes = {"reason": ".error", "lock": ".lock"}
-        found = {what for what, suffix in suffixes.items() if os.path.lexists(f"{path}{suffix}")}
+        found = {trace for trace, suffix in suffixes.items() if os.path.lexists(f"{path}{suffix}")}
         hidden = [
             each
             for each in self.where.glob(".hsx-*/*")
@@ -157,7 +157,7 @@ class ShardCase(FileCase):
     """A ShardSink."""
 
     published = frozenset({"rows"})
-    spare_fds = 6  # of a shard, its index and the hidden files that serve the next requests
+    spare_fds = 6  # a shard, the index, and hidden files for the next requests
 
     def make(self, row_format: RowFormat) -> DirectorySink:
         return ShardSink(self.where, row_format, self.options, shard_bytes=MIB)
@@ -181,12 +181,12 @@ def mooncake_options(master: str, **changes: Any) -> MooncakeOptions:
 
 
 class MooncakeCase(SinkCase):
-    """A MooncakeSink. To stop one takes a second, so each serves all tests until `close`.
+    """A MooncakeSink. A stop takes a second, so a sink serves all tests until `close`.
 
     Args:
         master: host:port.
         reader: of the same store.
-        quantization: the sink's.
+        quantization: of the sink.
     """
 
     published = frozenset({"rows", "manifest"})
@@ -199,7 +199,7 @@ class MooncakeCase(SinkCase):
         self._reader = reader
         self._options = mooncake_options(master)
         self._sinks: dict[RowFormat, MooncakeSink] = {}
-        self.test = ""  # before each name: the store outlives a test
+        self.test = ""  # prefix of each name: all tests share the store
 
     @contextmanager
     def serve(self, **changes: Any) -> Iterator[Sink]:
@@ -212,14 +212,13 @@ class MooncakeCase(SinkCase):
         self.sink = before or self.sink
 
     def close(self) -> None:
-        """Stop all sinks, which takes each some seconds."""
+        """Stop all sinks at the same time. Each stop takes some seconds."""
         if self._sinks:
             run_threads(*(sink.close for sink in self._sinks.values()))
 
     def make(self, row_format: RowFormat) -> MooncakeSink:
-        return self._make(
-            row_format, 0
-        )  # what it stores is in the memory of the others, and outlives it
+        # The rows are in the memory of the other sinks, and remain when this sink is closed.
+        return self._make(row_format, 0)
 
     def _make(self, row_format: RowFormat, segment: int) -> MooncakeSink:
         return MooncakeSink(
@@ -236,8 +235,8 @@ class MooncakeCase(SinkCase):
         assert isinstance(self.sink, MooncakeSink)
         there = self.sink.client.exist(keys_of(self._handle(name)))
         return {
-            what
-            for what, is_there in zip(("rows", "reason", "manifest"), there, strict=True)
+            trace
+            for trace, is_there in zip(("rows", "reason", "manifest"), there, strict=True)
             if is_there
         }
 

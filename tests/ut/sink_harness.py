@@ -1,4 +1,4 @@
-"""What tests of sinks and readers share: rows that differ by position, requests, listings."""
+"""Helpers of tests of sinks and readers: rows that differ by position, requests, listings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_ascend_hsx.sinks.file import DirectorySink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
-if TYPE_CHECKING:  # the processes that test_crash.py kills start without torch
+if TYPE_CHECKING:  # processes that test_crash.py kills start without torch
     import torch
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]
 
 
 def finite_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]:
-    """The same without NaN and infinity."""
+    """Return rows like make_rows without NaN and infinity."""
     return make_rows(first, last, version) & np.uint16(0xBFFF)
 
 
@@ -59,26 +59,26 @@ def token_ids(tokens: int) -> npt.NDArray[np.int64]:
 
 
 def put(file: SinkFile, tokens: int, version: int = 0) -> Path:
-    """Write all rows of a request, commit it, and return its path. The last token is generated."""
+    """Write all rows of a request, commit it, and return the path. The last token is generated."""
     file.write(0, finite_rows(0, tokens, version))
     file.commit(token_ids(tokens), max(0, tokens - 1))
     return file.path
 
 
 def open_request(sink: DirectorySink, where: Path, name: str = "a", tokens: int = 0) -> RequestFile:
-    """Open `<name>-0123abcd.safetensors`, named as by vLLM, of at least this many tokens."""
+    """Open a request of at least this many tokens. vLLM's random suffix is -0123abcd."""
     return sink.open(f"{Path(name).name}-0123abcd", where / f"{name}-0123abcd.safetensors", tokens)
 
 
 def publish(
     sink: DirectorySink, where: Path, name: str = "a", tokens: int = 3, version: int = 0
 ) -> Path:
-    """Publish one request, and return its path."""
+    """Publish one request, and return the path."""
     return put(open_request(sink, where, name, tokens), tokens, version)
 
 
 def end(file: SinkFile, how: str, tokens: int = 2) -> None:
-    """Commit a file whose rows are written, fail it with the reason "as a test", or discard it."""
+    """Commit a file with written rows, fail it with the reason "as a test", or discard it."""
     if how == "commit":
         file.commit(token_ids(tokens), tokens)
     elif how == "fail":
@@ -92,7 +92,7 @@ ENDS = ("commit", "fail", "discard")
 
 
 def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
-    """A tensor of 16-bit elements, so that NaN equals itself."""
+    """Return the bits of 16-bit elements. Equal bits are equal, also for NaN."""
     import torch
 
     return tensor.view(torch.uint16).numpy()
@@ -111,7 +111,7 @@ def reason_of(path: Path) -> str:
 
 
 def run_threads(*actions: Callable[[], object]) -> None:
-    """Run actions at the same time, and raise what one of them raises."""
+    """Run actions at the same time, and raise the first error."""
     errors: list[BaseException] = []
     begin = threading.Barrier(len(actions))
 
@@ -133,7 +133,7 @@ def run_threads(*actions: Callable[[], object]) -> None:
 
 @contextmanager
 def write_in_flight(file: SinkFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have a thread write four rows of a file; the disk takes them only when the block is left."""
+    """Start to write four rows of a file in a thread. The write ends when the block is left."""
     writing, go_on = threading.Event(), threading.Event()
 
     def checkpoint(call: str) -> None:
@@ -154,7 +154,7 @@ def write_in_flight(file: SinkFile, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def killed(serve: Callable[[], object]) -> None:
-    """Fork a process that does something, and is killed then."""
+    """Call a function in a forked process, and kill the process afterwards."""
     child = os.fork()
     if child == 0:
         try:
@@ -165,7 +165,7 @@ def killed(serve: Callable[[], object]) -> None:
 
 
 def checksum_of(content: bytes) -> str:
-    """What the checksum of a file with this content must be, as docs/file-format.md says."""
+    """Return the right checksum of a file with this content (docs/file-format.md)."""
     end = 8 + int.from_bytes(content[:8], "little")
     stated = json.loads(content[8:end])["__metadata__"]["checksum"]
     header = content[:end].replace(f'"checksum":"{stated}"'.encode(), b'"checksum":"00000000"')
@@ -173,7 +173,7 @@ def checksum_of(content: bytes) -> str:
 
 
 def as_version_1(content: bytes) -> bytes:
-    """The file as versions before 2 wrote it: the checksum is of what follows the header."""
+    """Return the file in format version 1: the checksum covers only the bytes after the header."""
     end = 8 + int.from_bytes(content[:8], "little")
     stated = json.loads(content[8:end])["__metadata__"]["checksum"]
     header = content[:end].replace(b'"format_version":"2"', b'"format_version":"1"')
@@ -186,7 +186,7 @@ def as_version_1(content: bytes) -> bytes:
 
 
 def listing(directory: Path) -> list[str]:
-    """Return all names in a directory and its hidden ones, but not what live servers keep there."""
+    """Return all names in a directory and in workspaces, without live workspaces themselves."""
     names = []
     for name in os.listdir(directory):
         if token_of_workspace(name) is None and not name.startswith(".hsx-unlocked-"):
@@ -200,18 +200,18 @@ def listing(directory: Path) -> list[str]:
 
 
 def dead_workspace(directory: Path, token: str = "0badcafe", folders: str = "") -> Path:
-    """What a server has left that died with a file under way."""
+    """Create the workspace of a server that died while it was writing a file."""
     making = directory / f"making-{token}"
     making.mkdir()
     (making / LOCK).write_text(folders)
     (making / "0").touch()
-    return making.rename(directory / workspace_name(token))  # only now can somebody clean it up
+    return making.rename(directory / workspace_name(token))  # from now on a server may clean it up
 
 
 def open_fds(below: Path | None = None) -> set[tuple[str, str]]:
-    """Return the descriptors of this process with what they point to, or only those of a directory.
+    """Return (descriptor, target) pairs of this process, optionally only targets in `below`.
 
-    Compare by difference: what an earlier test left may go at any time.
+    Compare by difference: descriptors of an earlier test may be closed at any time.
     """
     fds = set()
     for name in os.listdir("/proc/self/fd"):
@@ -223,7 +223,7 @@ def open_fds(below: Path | None = None) -> set[tuple[str, str]]:
 
 
 def wait_for_sleepers(lock: Path, count: int = 1) -> None:
-    """Wait until `count` flock() calls sleep on the file, by the kernel's own list."""
+    """Wait until `count` flock() calls sleep on the file, according to /proc/locks."""
     inode = os.stat(lock).st_ino
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -239,7 +239,7 @@ def wait_for_sleepers(lock: Path, count: int = 1) -> None:
 
 
 def join_sleepers() -> None:
-    """Wait for the threads that slept on locks; they close descriptors after they answer."""
+    """Wait for threads that slept on locks. They close descriptors after they answer."""
     for thread in threading.enumerate():
         if thread.name.startswith("hsx-lock-"):
             thread.join(30)
@@ -247,7 +247,7 @@ def join_sleepers() -> None:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a writer holds the lock file now."""
+    """Return True if a writer holds the lock."""
     with open(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -257,7 +257,7 @@ def is_held(lock: Path) -> bool:
 
 
 def is_free(lock: Path) -> bool:
-    """Whether nobody holds the lock. A server that cleans up may remove it at any time."""
+    """Return True if nobody holds the lock. A server that cleans up may remove it at any time."""
     try:
         return not is_held(lock)
     except FileNotFoundError:
@@ -273,10 +273,10 @@ class Entry(NamedTuple):
 
 
 def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, list[Entry]]:
-    """Return the members of the shards in a directory, by stem, as tarfile sees them.
+    """Return the members of the shards in a directory, by stem, as read by tarfile.
 
     Raises:
-        AssertionError: they are not what the index says, or something else is in the tar file.
+        AssertionError: the members differ from the index, or the tar file has other content.
     """
     found = {}
     for path in sorted(
@@ -297,14 +297,14 @@ def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, l
 
 
 def lines_of(directory: Path, stem: str) -> list[Member | Tombstone]:
-    """What the index of a shard says."""
+    """Return the lines of the index of a shard."""
     lines = [decode(line) for line in (directory / f"{stem}.jsonl").read_bytes().splitlines()]
     assert None not in lines
     return lines  # type: ignore[return-value]
 
 
 def member_bytes(directory: Path, name: str) -> bytes | None:
-    """The safetensors file that a member is."""
+    """Return the content of a member (a safetensors file), or None."""
     place = open_member(directory / name)
     if place is None:
         return None

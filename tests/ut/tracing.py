@@ -1,4 +1,4 @@
-"""System calls of the sinks, seen and made to fail by tests."""
+"""Record system calls of the sinks, and make them fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_THE_START = ("orphans",)
 
 
 class Traced:
-    """A module whose functions call `checkpoint(name)` first, which may raise."""
+    """A module whose functions first call `checkpoint(name)`. The checkpoint may raise."""
 
     def __init__(self, module: ModuleType, checkpoint: Callable[[str], None]) -> None:
         self._module = module
@@ -33,7 +33,7 @@ class Traced:
             try:
                 self._checkpoint(name)
             except OSError:
-                if name == "close":  # a close that fails closes nevertheless
+                if name == "close":  # close() closes the descriptor even if it fails
                     attribute(*args, **kwargs)
                 raise
             return attribute(*args, **kwargs)
@@ -44,12 +44,12 @@ class Traced:
 def trace(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None], *, start: bool = False
 ) -> None:
-    """Call `checkpoint` before each system call of the sinks in a directory, and of nothing else.
+    """Call `checkpoint` before each system call of the sinks that write to a directory.
 
     Args:
-        monkeypatch: ends it.
-        checkpoint: gets the name of the call.
-        start: include the calls of a sink's start, which cleans up.
+        monkeypatch: ends the tracing.
+        checkpoint: called with the name of the system call.
+        start: include the clean-up when a sink starts.
     """
     for module in (
         *(f"sinks.{name}" for name in _OF_REQUESTS),
@@ -70,12 +70,12 @@ def trace(
 
 
 class Calls:
-    """A checkpoint that lists the calls, and fails some of them.
+    """A checkpoint that records the calls, and makes some of them fail.
 
     Args:
         number: errno of the failures.
-        names: calls that fail, each time.
-        nth: number of the one call that fails, beginning at 1; 0: none.
+        names: calls that always fail.
+        nth: number of a call that fails, from 1 on; 0: none.
         when: calls fail only while it returns True.
 
     Attributes:
@@ -98,5 +98,5 @@ class Calls:
 
     @property
     def failed(self) -> str:
-        """The call that was made to fail as the `nth`; empty if fewer were made."""
+        """Name of call number `nth`; empty if fewer calls were made."""
         return self.made[self._nth - 1] if 0 < self._nth <= len(self.made) else ""

@@ -33,7 +33,7 @@ NOTHING = HsxConnectorMetadata()
 
 
 class Engine:
-    """A worker, and the calls that an engine makes. Knows the expected value of every row."""
+    """A worker, the calls of an engine, and the expected value of every row."""
 
     def __init__(
         self,
@@ -62,9 +62,8 @@ class Engine:
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
-        self.sink.writes_side_by_side = (
-            side_by_side  # as with direct I/O, but rows of this size are too small for it
-        )
+        # As with direct I/O. Rows of this size are too small for direct I/O.
+        self.sink.writes_side_by_side = side_by_side
         self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
             rank=rank,
@@ -155,7 +154,7 @@ class Engine:
         expected = torch.tensor(
             [self.value(request_id, position) for position in range(num_tokens)]
         )
-        # Layer ids (3, 1): the first layer of a row is the second that the target collects.
+        # Layer ids (3, 1): the first layer of a row is the second collected layer.
         assert torch.equal(
             tensors["hidden_states"][:, 0], (expected + 0.5).unsqueeze(1).expand(-1, HIDDEN)
         )
@@ -184,7 +183,7 @@ def failures(engine: Engine) -> dict[str, int]:
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterator[threading.Event]:
-    """Make methods wait for an event. It is set at first, and again at the end."""
+    """Make methods wait for an event. The event is set at first, and again at the end."""
     answers = threading.Event()
     answers.set()
     for owner, name in calls:

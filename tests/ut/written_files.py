@@ -50,7 +50,7 @@ def write(
 
 
 def write_member(directory: Path) -> Path:
-    """Write a member of a shard, with three rows. Returns its path, where no file is."""
+    """Write a member of a shard with three rows, and return the path. No file has this path."""
     with ShardSink(directory, FORMAT, FileOptions(), shard_bytes=1 << 20) as sink:
         file = sink.open("s", directory / "s.safetensors")
         file.write(0, rows_of(3).view(torch.uint8).numpy())

@@ -411,7 +411,7 @@ class Driver:
 
 
 def _descriptor(number: str) -> str | None:
-    """Return the target of a descriptor, without numbers; None for the one in use here."""
+    """Return the target of a descriptor without numbers; None for a descriptor already closed."""
     try:
         target = os.readlink(f"/proc/self/fd/{number}")
     except FileNotFoundError:

@@ -19,6 +19,6 @@ def main() -> None:
             arguments = EngineArgs(enforce_eager=True, max_model_len=512, **options)
             arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
             refusals[name] = None
-        except Exception as error:  # noqa: BLE001 - the test decides what it means
+        except Exception as error:  # noqa: BLE001 - the test judges the error
             refusals[name] = str(error)
     print("\nrefusals:" + json.dumps(refusals))

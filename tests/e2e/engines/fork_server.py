@@ -87,7 +87,7 @@ def serve(driver: Any, actions: Any, answers: Any) -> None:
             answer["result"] = getattr(driver, action["action"])(
                 *action.get("args", ()), **action.get("kwargs", {})
             )
-        except BaseException:  # noqa: BLE001 - the test decides what the failure means
+        except BaseException:  # noqa: BLE001 - the test judges the failure
             answer["error"] = traceback.format_exc()
         answer["events"], driver.events = driver.events, []
         answer["preemptions"], driver.preemptions = driver.preemptions, []
@@ -140,7 +140,7 @@ def end(code: int) -> None:
 
 
 def fork(message: dict[str, Any], descriptors: Sequence[int], requests: socket.socket) -> None:
-    """Fork a process that waits for another one. The other one runs the command."""
+    """Fork a process that waits for a second process. The second process runs the command."""
     log_fd, status_fd, *others = descriptors
     if os.fork():
         return

@@ -133,7 +133,7 @@ def run_engine(
 
 
 def names_in(storage: Path) -> set[str]:
-    """Return names in a storage directory and its workspaces, without locks."""
+    """Return names in a storage directory and in workspaces, without locks."""
     names = set()
     for path in storage.iterdir():
         if token_of_workspace(path.name) is None:

@@ -74,7 +74,13 @@ class Reference:
 
 
 class Found(NamedTuple):
-    """Contents of a wrong row: `what`, or the row of `whose` (empty: own) at +`shift`."""
+    """Contents of a wrong row.
+
+    Attributes:
+        what: description, or the wrong layer slots of a row that was found elsewhere.
+        whose: request of the found row; empty for the same request.
+        shift: position of the found row minus the position of the wrong row; None if not found.
+    """
 
     what: str
     whose: str = ""

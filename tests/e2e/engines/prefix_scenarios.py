@@ -21,7 +21,7 @@ def repeated_and_extended_prompts(stage: Stage) -> None:
     )
     stage.drain()
     assert again.num_cached_tokens == 0
-    assert extended.num_cached_tokens in (0, BLOCK)  # it may wait for the rows of the previous one
+    assert extended.num_cached_tokens in (0, BLOCK)  # it may wait for the rows of `again`
     assert ordinary.num_cached_tokens == BLOCK
     assert ordinary.kv_transfer_params is None
 
@@ -115,7 +115,7 @@ def preempted_after_a_copied_prefix(stage: Stage) -> None:
 
 
 def a_file_is_published_just_now(stage: Stage) -> None:
-    """The scheduler learns it with the next step, for which the second request waits."""
+    """The scheduler learns of the file in the next step. The second request waits for it."""
     prompt = tokens(2 * BLOCK + 8)
     stage.add(prompt, name="first")
     stage.drain()
@@ -132,7 +132,7 @@ def the_prefix_cache_is_reset(stage: Stage) -> None:
     before.append(stage.add(prompt, name="once-more"))
     stage.session.settle()
     assert stage.session.call("reset_prefix_cache")
-    # It fills the cache again, perhaps with other weights, and has no rows.
+    # This request fills the cache again, perhaps with other weights, and has no rows.
     stage.add(prompt, name="filler", expect="nothing", params={"hidden_states": False})
     stage.session.settle()
     after = [stage.add(prompt, name="after-the-reset")]

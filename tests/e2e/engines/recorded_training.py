@@ -1,7 +1,7 @@
 """Run `hsx`, and record each batch that an EAGLE-3 draft is trained on or validated with.
 
 Usage: recorded_training.py FILE ARGUMENT ..., with arguments as for `hsx`. FILE becomes a list of
-batches (torch.save), each of which has the arguments of the draft's forward pass on the CPU, and
+batches (torch.save). Each batch has the arguments of the draft's forward pass on the CPU, and
 `training`.
 """
 

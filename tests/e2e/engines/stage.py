@@ -96,7 +96,7 @@ class Stage:
         self.settle_in()
 
     def progress(self, request: Request) -> dict[str, Any]:
-        """Return status, computed, prompt and outputs; empty if the scheduler does not know it."""
+        """Return status, computed, prompt and outputs; empty if the request is unknown."""
         found: dict[str, Any] = self.session.call("progress").get(request.internal_id, {})
         return found
 
@@ -113,7 +113,7 @@ class Stage:
     def until_mid_prefill(self, request: Request) -> None:
         self.until(lambda: self.progress(request).get("computed", 0) > 0)
         assert self.progress(request)["computed"] < len(request.prompt), (
-            "its prompt takes one step only"
+            "the prompt takes one step only"
         )
 
     def until_mid_decode(self, request: Request, tokens: int = 2) -> None:
@@ -123,7 +123,7 @@ class Stage:
     # Checks after a scenario
 
     def check(self) -> None:
-        """Wait for the end: files are right, nothing else is visible, nothing is left inside."""
+        """Wait for the end. Check files, visible names, and resources of the idle engine."""
         self.session.settle()
         served = self.served()
         problems = []
@@ -217,7 +217,7 @@ class Stage:
 
 
 class Stages:
-    """The stage in use. Getting another one, or one whose engine has failed, starts an engine.
+    """The stage in use. `get` starts an engine for another stage or after a failure.
 
     Args:
         directory: for the output of the sessions.

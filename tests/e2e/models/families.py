@@ -172,8 +172,8 @@ class Family:
         towers: configurations of the parts for images and sound, by key. With them the checkpoint
             is served with `language_model_only`. Empty for a text model.
         dtype: of the weights.
-        outer: the served model that contains this one; it is served with `language_model_only`,
-            too. None if this one is served.
+        outer: the served model that contains this model. It is also served with
+            `language_model_only`. None if this model is served.
     """
 
     model_type: str
@@ -416,7 +416,7 @@ def build_outer(part: Path, directory: Path, family: Family) -> Path:
 def _put_around(
     directory: Path, file: str, architecture: str, outer: Outer
 ) -> dict[str, torch.Tensor]:
-    """Make the model in `directory` a part of another one, and return the weights of `file`."""
+    """Make the model in `directory` a part of another model. Return the weights of `file`."""
     weights = {outer.prefix + name: weight for name, weight in load_file(directory / file).items()}
     save_file(weights, directory / file, metadata={"format": "pt"})
     part = json.loads((directory / "config.json").read_text())

@@ -69,13 +69,13 @@ def _gpt_oss(
     )
     model = GptOssForCausalLM(config)
     draw_weights(model, generator)
-    _draw_what_gpt_oss_adds(model, generator)
+    _draw_gpt_oss_parameters(model, generator)
     _widen_routing_margins(model, generator)
     return model, {}
 
 
 @torch.no_grad()
-def _draw_what_gpt_oss_adds(model: PreTrainedModel, generator: torch.Generator) -> None:
+def _draw_gpt_oss_parameters(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draw sinks and biases large enough to matter, and experts [in, out] scaled by inputs."""
     for layer in model.model.layers:
         attention, experts = layer.self_attn, layer.mlp.experts

@@ -151,12 +151,12 @@ def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
 
 def _draw(model: PreTrainedModel, decoder: Any, generator: torch.Generator) -> None:
     draw_weights(model, generator)
-    _draw_what_a_hybrid_adds(decoder, generator)
+    _draw_hybrid_parameters(decoder, generator)
     _widen_routing_margins(decoder, generator)
 
 
 @torch.no_grad()
-def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
+def _draw_hybrid_parameters(decoder: Any, generator: torch.Generator) -> None:
     """Draw the parameters that a decoder (embedding, layers, norm) has beyond ordinary attention.
 
     Norms multiply by 1 + weight. A state of GatedDeltaNet halves in 20 to 300 tokens, so a row

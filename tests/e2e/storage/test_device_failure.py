@@ -66,7 +66,7 @@ def send(url: str, model: str) -> list[int] | None:
 
 
 def outcome(path: Path) -> tuple[list[int], str]:
-    """Return the tokens of a complete file, or the reason for its failure."""
+    """Return the tokens of a complete file, or the reason of a failure."""
     try:
         return vllm_ascend_hsx.load(path, timeout=SECONDS).token_ids.tolist(), ""
     except HiddenStatesError as error:

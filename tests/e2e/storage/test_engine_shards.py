@@ -130,7 +130,7 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_each_worker_has_shards_of_its_own_in_one_directory(
+def test_each_worker_writes_separate_shards_in_one_directory(
     tiny_minimax_m2: Path, tmp_path: Path, quantization: str
 ) -> None:
     lengths = (1, 7, 33, 101, 64, 6, 300, 200)

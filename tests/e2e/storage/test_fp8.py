@@ -104,12 +104,12 @@ def test_stored_float8_equals_hs_connectors_in_half_the_bytes(
             found = serve(session)
             stored[name] = [states for _, _, states in found]
             data_bytes[name] = sum(_data_bytes(path) for _, path, _ in found)
-            if name == "fp8" and dtype == torch.bfloat16:  # it knows no other
+            if name == "fp8" and dtype == torch.bfloat16:  # hs_connectors supports only this dtype
                 _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(session, directory)
     reference = Reference(model, 4, torch.float32)
     for plain, quantised in zip(stored["plain"], stored["fp8"], strict=True):
         assert (plain.dtype, quantised.dtype) == (dtype, dtype)
-        if dtype == torch.float16:  # no other test has such a server
+        if dtype == torch.float16:  # no other test covers float16
             expected = reference.rows(plain.token_ids.tolist(), LAYER_IDS)
             difference = (plain.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1)
             assert float(difference.max()) < FLOAT16_ROUNDING
@@ -125,7 +125,7 @@ def test_stored_float8_equals_hs_connectors_in_half_the_bytes(
 
 
 def _data_bytes(path: Path) -> int:
-    """Return the bytes of a file after its header, as safetensors counts them."""
+    """Return the number of bytes after the header of a file, as safetensors counts them."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -48,8 +48,8 @@ LATEST_COPY = 60.0  # seconds
 LAYER_IDS = (4, 1, 2)
 CHUNK = 32
 AT_A_TIME = 6
-BEGINNING = tokens(140, seed=9)  # of half of the prompts; more than a KV block
-COPY = 8  # number of the copy of such rows during which an engine dies
+BEGINNING = tokens(140, seed=9)  # half of the prompts begin with it; longer than a KV block
+COPY = 8  # an engine dies during this copy of rows of BEGINNING
 
 
 class Reign:

@@ -117,7 +117,7 @@ def is_right(found: dict[str, Any], expected: list[int], reference: Reference) -
     return bool((found["hidden_states"].to(rows.dtype) - rows).abs().max() <= EXACT)
 
 
-def test_rows_are_those_of_the_request_for_both_readers(
+def test_both_readers_get_the_rows_of_the_request(
     session: EngineSession, reader: MooncakeReader, transfer: MooncakeTransfer, reference: Reference
 ) -> None:
     prompts = [session.add(tokens(length, seed=length), {"max_tokens": 1}) for length in (1, 7, 64)]
@@ -155,7 +155,7 @@ def test_an_aborted_request_leaves_nothing(session: EngineSession, reader: Moonc
         reader.load(handle_of(aborted.internal_id), 0)
 
 
-def test_request_without_store_memory_fails_alone_and_both_readers_say_why(
+def test_request_without_store_memory_fails_alone_with_a_reason_for_both_readers(
     session: EngineSession, reader: MooncakeReader, transfer: MooncakeTransfer, reference: Reference
 ) -> None:
     requests = [

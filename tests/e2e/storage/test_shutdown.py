@@ -340,7 +340,7 @@ def test_two_ctrl_c_to_every_process_leave_rows_or_reasons(
 def test_process_end_without_engine_shutdown_leaves_rows_or_reasons(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    """An engine in its user's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) is not shut down."""
+    """With VLLM_ENABLE_V1_MULTIPROCESSING=0 the user's process does not shut the engine down."""
     options = {"num_writer_threads": 8, "drain_timeout_s": 60}
     session = EngineSession(
         tmp_path, tiny_qwen3, layer_ids=LAYER_IDS, instruments=slow(1), connector_options=options

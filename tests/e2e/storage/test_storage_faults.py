@@ -80,7 +80,7 @@ def test_storage_fault_fails_only_its_request(
 ) -> None:
     prompt = tokens(
         150, seed=FAULTS.index((kind, call, errno, early))
-    )  # no other request has rows of it
+    )  # no other request has rows of this file
     victim = stage.add(prompt, name="victim", expect="failed")
     other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
     unaware = stage.add(
@@ -107,7 +107,7 @@ def test_storage_fault_fails_only_its_request(
 
 
 @pytest.mark.parametrize("how", ["an error", "truncated by a consumer"])
-def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_computes(
+def test_failed_copy_fails_one_request_and_the_next_request_computes_the_rows(
     stage: Stage, how: str
 ) -> None:
     prompt = tokens(BLOCK + 20, seed=len(how))
@@ -173,7 +173,7 @@ def remove(directory: Path) -> None:
                 raise
 
 
-def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_again_when_it_is_back(
+def test_requests_fail_while_the_directory_is_missing_and_succeed_after_it_is_back(
     stage: Stage,
 ) -> None:
     stage.clear()

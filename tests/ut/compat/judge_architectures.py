@@ -18,7 +18,8 @@ from vllm_ascend_hsx.compat.targets import (
 )
 from vllm_ascend_hsx.protocol.errors import UserError
 
-# Classes that the text config may name: refused, unservable, collected by us, and by itself.
+# Classes that the text config may name: refused, unservable, collected by us, and collected by
+# vLLM's own code.
 NAMED = ("BloomForCausalLM", "NemotronHForCausalLM", "MixtralForCausalLM", "Qwen3ForCausalLM")
 
 

@@ -14,7 +14,7 @@ def points_of(*functions: Callable[..., Any]) -> list[PatchPoint]:
 
 
 def apply(module: Any, *functions: Callable[..., Any]) -> None:
-    """Apply each function to its patch points in a module, as far as the module has them."""
+    """Apply each function to the patch points that the module has."""
     for function in functions:
         here = {
             point.path: point for point in points_of(function) if hasattr(module, point.path[0])

@@ -100,7 +100,7 @@ def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
 
 
 def config_module() -> Any:
-    """A VllmConfig that, like vLLM's, checks its parts and then derives a size from them."""
+    """Return a VllmConfig that checks the parts and derives a size from them, like vLLM's."""
 
     class VllmConfig:
         def __init__(

@@ -33,7 +33,7 @@ def write(
 
 
 def loaded(path: Path, **changes: Any) -> str:
-    """Load an adapter, and return the weights named by files of its requests."""
+    """Load an adapter, and return the weights that files of the requests name."""
     made = object()
     assert name_weights(lambda *_: made, None, request(path, **changes)) is made
     return adapter_of(request(path, **changes)).weights

@@ -15,13 +15,13 @@ from patching import apply
 from vllm_ascend_hsx.compat.targets import collect_both_ends, collect_embedding
 
 LAYERS = 3
-# Layer i's addition to the stream, and the embedding: every state is another number.
+# The embedding, and the addition of each layer to the stream. All states are different numbers.
 EMBEDDED, ADDED = 1, (10, 100, 1000)
 STREAM = {0: 1, 1: 11, 2: 111, 3: 1111}
 
 
 def module(config: Any = None) -> Any:
-    """A model with vLLM's interfaces whose forward records its call."""
+    """Return a model with vLLM's interfaces that records the calls of forward."""
 
     class DeepseekV2Model:
         aux_hidden_state_layers: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Stop of vLLM's engine core with our connector, and its answers to remaining requests."""
+"""Stop of vLLM's engine core with our connector, and answers to remaining requests."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def with_norms(
 def test_a_rotation_that_is_not_declared_is_refused_unless_rows_are_kept(
     tmp_path: Path, name: str, final: torch.Tensor
 ) -> None:
-    """The norms of layers are as smoothing leaves them, which follows the rotation."""
+    """The norms of layers are not equal: smoothing changes them after the rotation."""
     config = with_norms(tmp_path, final, name)
     with pytest.raises(UserError, match=UNDECLARED):
         rotation_of(config, "undo")

@@ -53,7 +53,7 @@ def test_only_our_connector_has_a_stop_timeout(kv_transfer_config: Any, seconds:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's manager without an engine; `ended` collects the timeouts of its shutdowns."""
+    """vLLM's manager without an engine. `ended` collects the timeouts of shutdowns."""
     made = fresh(utils_module.CoreEngineProcManager, "__init__", "shutdown")
     made.ended = []
 
@@ -110,8 +110,8 @@ def test_shutdown_timeout_is_capped_at_the_system_limit(manager: Any, timeout: i
         os.close(writable)
 
 
-def test_finalizer_of_a_manager_waits_too_and_only_once(manager: Any) -> None:
-    """When it is collected, or at the exit of its process."""
+def test_finalizer_of_a_manager_waits_exactly_once(manager: Any) -> None:
+    """The finalizer runs at garbage collection, or at the exit of the process."""
     for kv_transfer_config in (ALONE, OTHER):
         made = start(manager, config(kv_transfer_config))
         assert made._finalizer.atexit

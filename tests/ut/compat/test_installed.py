@@ -92,18 +92,18 @@ def test_unchecked_or_changed_pair_starts_if_all_patch_points_hold(
     monkeypatch.setattr(installed, "recorded", lambda: KNOWN)
     monkeypatch.setattr(installed, "_files_are_those_of", lambda pair: False)
     monkeypatch.setattr(installed, "examined", lambda: [POINT, point])
-    what = f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}"
+    releases = f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}"
     if difference is None:
         require_checked(False)
         assert (
-            f"{what}: " in caplog.text
+            f"{releases}: " in caplog.text
             and "every patch point of vllm-ascend-hsx is as in a checked release" in caplog.text
         )
     else:
         with pytest.raises(IncompatibleVersionError) as refused:
             require_checked(False)
         assert (
-            f"{what} differs from the checked releases:\n  a.f: {difference}; called so that: rows "
+            f"{releases} differs from the checked releases:\n  a.f: {difference}; called so that: rows "
             "are right"
         ) in str(refused.value)
         assert '"allow_unchecked_versions": true' in str(refused.value)
@@ -163,8 +163,8 @@ UNRELATED = [
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        pytest.param(CHANGES, True, id="what is relied on"),
-        pytest.param(UNRELATED, False, id="something else", marks=pytest.mark.long),
+        pytest.param(CHANGES, True, id="relevant changes"),
+        pytest.param(UNRELATED, False, id="unrelated changes", marks=pytest.mark.long),
     ],
 )
 def test_changes_in_a_copy_of_the_packages_are_reported_with_their_consequence(

@@ -60,7 +60,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def ascends_embeddings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace vLLM's rotary embeddings with those of vllm-ascend, as in a worker."""
+    """Replace vLLM's rotary embeddings with vllm-ascend's, as in a worker."""
     from vllm_ascend import utils
 
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
@@ -203,7 +203,7 @@ def test_override_keeps_all_parameters_of_any_form_of_config(
 
 
 def test_upstream_modules_with_another_rounding_are_known() -> None:
-    """For any new module, check whether its YaRN is that of vllm-ascend."""
+    """If a module is new, check whether it computes YaRN like vllm-ascend."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "model_executor/models"
@@ -239,7 +239,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int | None, bool]] = {
     "Qwen2 whose layers do not": ({**QWEN2, "use_sliding_window": True}, None, False),
     "no layer slides": ({**MISTRAL, "layer_types": ["full_attention"]}, None, False),
     "no window": ({**MISTRAL, "sliding_window": None}, None, False),
-    "a window of 0, which is none": ({**MISTRAL, "sliding_window": 0}, None, False),
+    "a window of 0 (none)": ({**MISTRAL, "sliding_window": 0}, None, False),
     "a window that the model's sequences fit into": (
         {**MISTRAL, "max_position_embeddings": 4096},
         None,
@@ -252,7 +252,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int | None, bool]] = {
         None,
         False,
     ),
-    "latent attention, which has none": ({**MISTRAL, "kv_lora_rank": 512}, None, False),
+    "latent attention without a window": ({**MISTRAL, "kv_lora_rank": 512}, None, False),
 }
 
 

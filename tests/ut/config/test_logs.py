@@ -16,7 +16,7 @@ NAMES = ("vllm_ascend_hsx", "vllm", None)
 
 @pytest.fixture
 def loggers() -> Iterator[dict[str | None, logging.Logger]]:
-    """Yield unconfigured loggers, and vLLM's logger with its level but no handler."""
+    """Yield unconfigured loggers, and vLLM's logger with a level but without a handler."""
     found = {name: logging.getLogger(name) for name in NAMES}
     kept = {
         name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()

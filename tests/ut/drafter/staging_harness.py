@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class Pipeline:
-    """Staging, ring, lander and one writer thread. A test holds its reads with a gate."""
+    """Staging, ring, lander and one writer thread. A gate lets a test hold the reads."""
 
     def __init__(self, *, slots: int = 2, ring_rows: int = 10, slot_rows: int = MAX_TOKENS) -> None:
         self.staging = StagingCache(

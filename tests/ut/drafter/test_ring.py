@@ -128,7 +128,7 @@ def test_peak_fill_is_measured_since_the_last_call() -> None:
 
 
 def take_in_thread(ring: PinnedRing, wish: int) -> tuple[threading.Thread, list[Run]]:
-    """Return a thread that waits for rows of a full ring, and the list of its runs."""
+    """Return a thread that waits for rows of a full ring, and the list of runs that it gets."""
     got: list[Run] = []
     waiting = threading.Event()
     original = ring._changed.wait

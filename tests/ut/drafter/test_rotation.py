@@ -22,7 +22,7 @@ DEVICE = torch.device("npu:0")
 
 
 def orthogonal(size: int, seed: int = 0) -> torch.Tensor:
-    """Return a rotation that is not its own inverse. So wrong or repeated turns are visible."""
+    """Return a rotation that differs from the inverse: wrong or repeated turns are visible."""
     return torch.linalg.qr(
         torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     )[0].float()

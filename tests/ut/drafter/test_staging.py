@@ -220,7 +220,7 @@ def test_layers_of_a_deep_target_are_staged_without_other_device_memory(num_laye
 
 @pytest.mark.parametrize(("num_rows", "waits"), [(1, 0), (4, 0), (5, 0), (12, 0), (13, 1), (24, 3)])
 def test_step_waits_only_for_slots_that_it_reuses(num_rows: int, waits: int) -> None:
-    """Three slots of four rows. A wait for a slot ends when the lander has issued its copy."""
+    """Three slots of four rows. A wait for a slot ends when the lander has issued the copy."""
     pipeline = Pipeline(slots=3, slot_rows=4)
     staging, pending, waited = pipeline.staging, [], []
 

@@ -1,4 +1,4 @@
-"""`hsx generate` in its own process, killed at a chosen system call. Imports nothing of the tests.
+"""`hsx generate` in a separate process, killed at a chosen system call. Imports no test modules.
 
 As a script: generate_process.py LOG SYSTEM_CALL OPTIONS
 """
@@ -18,12 +18,12 @@ from vllm_ascend_hsx.generate.client import Client
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.reader import load, shards, tensors
 
-Client(Options("", Path()))  # loads before the fork what a first client loads
+Client(Options("", Path()))  # the first client imports modules: import them before the fork
 TRACED = (files, ledger, load, shards, tensors)
 
 
 class DyingOs:
-    """Replacement of `os`: kill the process before system call `last`, counted over all threads."""
+    """Replacement of `os`. Kills the process before system call `last` of all threads together."""
 
     def __init__(self, last: int | None, count: Path) -> None:
         self._last = last
@@ -50,7 +50,13 @@ class DyingOs:
 
 
 def main(arguments: Sequence[str], log: Path, last_call: int | None = None) -> None:
-    """Run; return the exit code. `log` receives the output, `log`.calls the number of calls."""
+    """Run and exit with the exit code of the command.
+
+    Args:
+        arguments: of `hsx generate`.
+        log: file for the output. The same name with .calls gets the number of calls.
+        last_call: number of the system call that kills the process; None: no call.
+    """
     dying = DyingOs(last_call, log.with_suffix(".calls"))
     for module in TRACED:
         if hasattr(module, "os"):

@@ -1,7 +1,7 @@
-"""A fake server of `hsx generate` in its own process: generate_server.py STORAGE PORT LOG.
+"""A fake server of `hsx generate` in a separate process: generate_server.py STORAGE PORT LOG.
 
-Appends the number of each row that it is asked for to LOG. A row takes some time, as with a model,
-so that a machine that is switched off has rows under way.
+Appends the number of each requested row to LOG. A row takes some time, as with a model: a machine
+that is switched off then has unfinished rows.
 """
 
 import signal

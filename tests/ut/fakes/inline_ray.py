@@ -1,4 +1,4 @@
-"""What `hsx generate --ray` calls of Ray, in this process: a task is done when it is submitted."""
+"""Ray's functions for `hsx generate --ray` in this process. A task runs when it is submitted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ OPTIONS = {"num_cpus", "max_retries", "retry_exceptions", "scheduling_strategy",
 
 
 class RayError(Exception):
-    """As all of Ray's own errors."""
+    """Base class of Ray's errors."""
 
 
 class RayTaskError(RayError):
-    """An error of a task, which `get` raises as of the error's own class, too."""
+    """Error of a task. `get` raises a subclass of this class and of the original error's class."""
 
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
@@ -25,14 +25,14 @@ class RayTaskError(RayError):
 
 
 class InlineRay(ModuleType):
-    """The module.
+    """Replacement of the module `ray`. Tests change the attributes.
 
     Attributes:
-        nodes_now: what `ray.nodes` answers; changed by tests.
-        lose: called with the number of a task, and of the attempt; True if its result is lost, so
-            that the task is done again.
-        refuse: raised by `init`.
-        asked: the options of each task.
+        nodes_now: the answer of `nodes`.
+        lose: called with the numbers of a task and an attempt. True: the result is lost, and the
+            task runs again.
+        refuse: error that `init` raises.
+        asked: options of each task.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class InlineRay(ModuleType):
         self.connected = False
 
     def modules(self) -> dict[str, ModuleType]:
-        """All modules to be put into sys.modules."""
+        """Return the modules for sys.modules."""
         exceptions = ModuleType("ray.exceptions")
         vars(exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
         return {"ray": self, "ray.exceptions": exceptions}
@@ -64,21 +64,21 @@ class InlineRay(ModuleType):
     def put(self, value: Any) -> Any:
         return value
 
-    def remote(self, what: Any) -> Any:
+    def remote(self, function: Any) -> Any:
         return SimpleNamespace(
             options=lambda **options: SimpleNamespace(
-                remote=lambda *given: self._call(what, options, given)
+                remote=lambda *given: self._call(function, options, given)
             )
         )
 
-    def _call(self, what: Any, options: dict[str, Any], given: tuple[Any, ...]) -> Any:
+    def _call(self, function: Any, options: dict[str, Any], given: tuple[Any, ...]) -> Any:
         assert options.keys() <= OPTIONS
         self.asked.append(options)
         number = len(self.asked)
         for attempt in range(options["max_retries"] + 1):
-            sent = pickle.loads(pickle.dumps(given))  # as to another machine
+            sent = pickle.loads(pickle.dumps(given))  # as for another machine
             try:
-                result = what(*sent)
+                result = function(*sent)
             except Exception as error:  # noqa: BLE001 (any error of a task is the caller's)
                 if attempt == options["max_retries"] or not isinstance(
                     error, tuple(options["retry_exceptions"] or ())

@@ -1,9 +1,14 @@
-"""A client of a Mooncake store on a machine of its own. Imports nothing of the tests.
+"""A client of a Mooncake store on a separate machine. Imports no test modules.
 
-As a script: `mooncake_process.py write MASTER` stores a request, prints its kv_transfer_params and
-the digest of its rows, and lends the store memory until its input ends. `mooncake_process.py read
-MASTER` reads kv_transfer_params from its input and prints the digests of what both readers find,
-ours and speculators'. `mooncake_process.py lend MASTER` lends the store memory, and says when.
+As a script, with the first argument
+
+* write: store a request, print the kv_transfer_params and the digest of the rows, and provide
+  memory to the store until stdin ends.
+* read: read kv_transfer_params from stdin. Print the digests of the rows that our reader and the
+  reader of speculators return.
+* lend: provide memory to the store until stdin ends. Print "ready" at the start.
+
+The second argument is the address of the master.
 """
 
 import hashlib
@@ -22,11 +27,11 @@ from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
 FORMAT = RowFormat((2, 31, 59), 64, "F32", "tiny")
-TOKENS = 5000  # some chunks of the arena
+TOKENS = 5000  # several chunks of the arena
 
 
 def digest(found: dict[str, Any]) -> str:
-    """Of rows and token ids."""
+    """Return the SHA-256 of rows and token ids."""
     assert found["hidden_states"].dtype == torch.float32
     return hashlib.sha256(
         found["hidden_states"].numpy().tobytes() + found["token_ids"].numpy().tobytes()

@@ -1,6 +1,6 @@
-"""`vllm serve` with extraction, played by transformers alone; --fault selects a mistake.
+"""A fake `vllm serve` with extraction that runs transformers. --fault selects a mistake.
 
-What transformers computes is kept in --known: importing it takes longer than all else.
+Results of transformers are kept in --known, because importing transformers takes most of the time.
 """
 
 import argparse
@@ -40,7 +40,7 @@ stepped: set[str] = set()
 
 
 def known(key: object, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what this or an earlier server has computed for `key`, of this model and layers."""
+    """Return the result for `key`, this model and these layers. Compute it only if not stored."""
     path = (
         arguments.known
         / hashlib.sha256(repr((arguments.model, arguments.layer_ids, key)).encode()).hexdigest()
@@ -53,7 +53,7 @@ def known(key: object, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def token_ids_of(request: dict[str, Any]) -> list[int]:
-    """Return the prompt as the model's tokenizer has it."""
+    """Return the token ids of the prompt from the model's tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -91,13 +91,13 @@ def extract(prompt: list[int], generated: list[int]) -> str:
 
 
 def rows_of(token_ids: list[int]) -> torch.Tensor:
-    """Return rows in the model's own basis."""
-    what = (arguments.model, token_ids, arguments.layer_ids)
-    return known(token_ids, lambda: reference_hidden_states(*what))
+    """Return rows in the basis of the model."""
+    inputs = (arguments.model, token_ids, arguments.layer_ids)
+    return known(token_ids, lambda: reference_hidden_states(*inputs))
 
 
 def metrics() -> str:
-    """Metrics of two engines; the second did all the work and reports it a step later."""
+    """Return metrics of two engines. The second did all the work and reports it a step later."""
     registry = CollectorRegistry()
     files = Counter("vllm:hsx_files", "", ["model_name", "engine", "outcome"], registry=registry)
     latency = Histogram(
@@ -176,10 +176,10 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def log_message(self, *_: Any) -> None:
-        """The log is for what the test looks for."""
+        """Log no requests: tests search the log for other lines."""
 
 
-# A worker that has to be killed, as one that hangs in a collective.
+# A worker that ignores SIGTERM, as if it hung in a collective.
 ignore = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('worker', flush=True); "
     "signal.pause()"
@@ -189,7 +189,6 @@ assert worker.stdout is not None
 worker.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 arguments.storage.mkdir(parents=True)
-ThreadingHTTPServer.request_queue_size = (
-    64  # all requests come at once, and more than 5 at a time would be refused on some systems
-)
+# All requests come at once. With the default of 5, some systems would refuse some of them.
+ThreadingHTTPServer.request_queue_size = 64
 ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()

@@ -1,5 +1,5 @@
 // Search a built site as the browser does: `node search_site.js SITE QUERY...`. Prints JSON.
-// The site's own worker runs here, with the functions of a web worker that it calls.
+// Runs the site's own search worker with the functions of a web worker that it calls.
 "use strict"
 const fs = require("fs")
 const path = require("path")

@@ -1,4 +1,4 @@
-"""Commands, JSON options and Python code of the pages are accepted by the code."""
+"""The code accepts the commands, JSON options and Python code of the pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pages_with(pattern: str) -> list[str]:
 
 
 def commands_of(name: str, program: str) -> list[list[str]]:
-    """Return the commands of a page that run a program, with the words after the program."""
+    """Return the arguments of each command of a page that runs `program`."""
     found = []
     for _, language, text in BLOCK.findall(page(name)):
         for words in command_lines(text) if language == "bash" else []:
@@ -54,12 +54,12 @@ def accept(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", pages_with(r"^(\S*/)?hsx "))
-def test_hsx_accepts_the_commands(name: str) -> None:
+def test_hsx_accepts_the_commands_of_the_page(name: str) -> None:
     for words in commands_of(name, "hsx"):
         accept(words)
 
 
-def test_a_misspelt_option_is_refused() -> None:
+def test_misspelt_option_is_refused() -> None:
     with pytest.raises(SystemExit):
         accept(["generate", "--data", "a", "--output", "b", "--validat3"])
 
@@ -104,14 +104,14 @@ SERVED = [
 
 
 @pytest.mark.parametrize("command", SERVED)
-def test_the_json_options_are_accepted(command: Command) -> None:
+def test_json_options_of_vllm_serve_are_accepted(command: Command) -> None:
     speculative = json.loads(command.options["--speculative-config"])
     transfer = json.loads(command.options["--kv-transfer-config"])
     layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert speculative == speculative_config(layer_ids)
     extra = transfer["kv_connector_extra_config"]
     HsxConfig.parse(extra)
-    if "shared_storage_path" in extra:  # and not in a Mooncake store
+    if "shared_storage_path" in extra:  # a Mooncake store has no directory
         directory = extra.pop("shared_storage_path")
         assert transfer == {**kv_transfer_config(directory), "kv_connector_extra_config": extra}
     layers = [each.layers for each in PRESETS.values() if each.repository == command.model]
@@ -150,8 +150,8 @@ def test_the_nodes_of_a_deployment_share_the_ranks(name: str, label: str) -> Non
         assert {k: v for k, v in command.options.items() if k not in own} == {
             k: v for k, v in first.items() if k not in own
         }
-        # Without --headless vLLM takes a start rank as the sign of an external load balancer
-        # (engine/arg_utils.py:1888); a headless node has no API servers.
+        # With a start rank and without --headless, vLLM expects an external load balancer
+        # (engine/arg_utils.py:1888). A headless node has no API servers.
         assert command.switches - commands[0].switches == ({"--headless"} if rank else set())
         assert command.options.get("--data-parallel-start-rank") == (str(rank) if rank else None)
         assert ("--api-server-count" in command.options) == (rank == 0)
@@ -160,7 +160,7 @@ def test_the_nodes_of_a_deployment_share_the_ranks(name: str, label: str) -> Non
 
 
 @pytest.mark.parametrize("name", pages_with("<!-- hsx-serve -->"))
-def test_hsx_serve_becomes_one_of_the_commands_of_the_page(name: str, tmp_path: Path) -> None:
+def test_hsx_serve_builds_a_command_of_the_page(name: str, tmp_path: Path) -> None:
     (block,) = blocks(name, "hsx-serve")
     asked = serve.parse_arguments(shlex.split(block.replace("\\\n", " "))[2:])
     (preset,) = [each for each in PRESETS.values() if each.repository == asked.model]
@@ -177,7 +177,7 @@ def test_hsx_serve_becomes_one_of_the_commands_of_the_page(name: str, tmp_path: 
     assert (made.options, made.switches) in [(each.options, each.switches) for each in shown]
 
 
-def test_plans_are_of_the_deployments_that_follow() -> None:
+def test_each_plan_matches_a_deployment_of_the_page() -> None:
     for words in commands_of("serve.md", "hsx"):
         if words[0] == "plan":
             asked = plan.parse_arguments(words[1:])
@@ -201,14 +201,14 @@ def _texts(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", pages_with("<!-- request -->"))
-def test_the_request_is_the_demos(name: str) -> None:
+def test_documented_request_has_the_extra_body_of_the_demo(name: str) -> None:
     (code,) = blocks(name, "request")
     assert f"extra_body={json.dumps(EXTRA_BODY).replace('true', 'True')}" in code
     assert 'kv_transfer_params["hidden_states_path"]' in code
     assert all(hasattr(HiddenStates, each) for each in re.findall(r"states\.(\w+)", code))
 
 
-def test_reading_works_as_written(tmp_path: Path) -> None:
+def test_documented_code_reads_and_removes_a_file(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -222,7 +222,7 @@ def test_reading_works_as_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_is_found_as_written(tmp_path: Path) -> None:
+def test_documented_code_finds_a_file_by_the_response_id(tmp_path: Path) -> None:
     (tmp_path / "cmpl-1-0-0123abcd.safetensors").touch()
     names: dict[str, object] = {"response": SimpleNamespace(id="cmpl-1")}
     (name,) = pages_with("<!-- find -->")

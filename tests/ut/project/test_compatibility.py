@@ -1,4 +1,4 @@
-"""The page of what works names tests, and its table is of those that ran."""
+"""The compatibility page names existing tests and shows the recorded runs."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from vllm_ascend_hsx.doctor.images import IMAGES
 TESTS = Path(__file__).parents[2]
 
 
-def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
+def test_each_feature_that_works_or_is_refused_names_a_test() -> None:
     there = {path.name for path in TESTS.rglob("test_*.py")}
     claims = [
         row for row in rows(page("compatibility.md")) if len(row) > 2 and "test_" in "".join(row)
@@ -33,14 +33,14 @@ def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
             assert row in claims, f"no test is named: {row}"
 
 
-def test_the_table_of_what_ran_is_the_one_that_the_tool_writes_for_each_pair() -> None:
+def test_table_of_runs_is_current_and_covers_each_checked_pair() -> None:
     text = compatibility.PAGE.read_text()
     runs = json.loads(compatibility.COUNTS.read_text())
     assert text == compatibility.page(text, runs), "call `make matrix`"
     assert {run.partition("-")[0] for run in runs} == {pair.vllm_ascend for pair in CHECKED_PAIRS}
 
 
-def test_a_report_is_counted_by_file_and_tells_what_failed(tmp_path: Path) -> None:
+def test_report_is_counted_by_file_and_lists_failed_tests(tmp_path: Path) -> None:
     cases = {
         "tests.e2e.test_scenarios": ["", "<failure/>", "<error/>", ""],
         "tests.e2e.test_other_release": ["<skipped/>"],
@@ -69,7 +69,7 @@ def test_a_report_is_counted_by_file_and_tells_what_failed(tmp_path: Path) -> No
     assert "releases and runners: `test_broken0.py` 0, 1 failed, `test_scenarios.py` 2" in alike
 
 
-def test_the_versions_and_classes_are_those_of_the_code() -> None:
+def test_versions_and_classes_of_the_page_match_the_code() -> None:
     text = page("compatibility.md")
     for pair in CHECKED_PAIRS:
         assert f"| {pair.vllm} | {pair.vllm_ascend} | works" in text
@@ -93,7 +93,7 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
     } == set(SHOWN)
 
 
-# The core supported models, of text and multimodal, of vllm-ascend 0.23.0.post1 and 0.30.0rc2
+# The core text and multimodal models that vllm-ascend 0.23.0.post1 and 0.30.0rc2 support
 # (docs/source/user_guide/support_matrix/supported_models.md of the source distributions).
 CORE = (
     "Cohere Transcribe", "DeepSeek-R1", "DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "DeepSeekOCR2", "GLM-4.5", "GLM-5.1",
@@ -110,7 +110,7 @@ def test_each_core_family_of_vllm_ascend_has_a_row() -> None:
     assert [name for name in CORE if not re.search(rf"(^|, ){re.escape(name)}(,| |$)", named)] == []
 
 
-def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_the_pins() -> None:
+def test_versions_of_images_match_the_doctor_and_our_versions_match_the_pins() -> None:
     section = page("compatibility.md").partition("## Official images")[2].partition("\n## ")[0]
     found = rows(section)
     for image in IMAGES:
@@ -133,7 +133,7 @@ def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_t
     assert all(f"fastapi=={fastapi}\n" in pins[release] for release, fastapi in expected.items())
 
 
-def test_defects_of_upstream_name_releases_and_tests_that_ask_for_them() -> None:
+def test_each_upstream_defect_names_releases_and_tests_that_check_the_release() -> None:
     text = page("compatibility.md").partition("## Defects of upstream")[2]
     releases = {pair.vllm_ascend for pair in CHECKED_PAIRS}
     sources = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}

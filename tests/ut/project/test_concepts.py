@@ -1,4 +1,4 @@
-"""The design page names every thread, queue, lock and state of the write path, and no other."""
+"""The design page names exactly the threads, queues, locks and states of the write path."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KINDS = {
     "Queue": "queue",
     "Lane": "queue",
 }
-# The table lists pools, not threads of pools. The other thread ends in the function that starts it.
+# The table lists pools, not threads of pools. The function that starts the other thread ends it.
 NO_CONCEPT = {("thread", "ThreadPool._threads"), ("thread", "_use_one_thread.restore")}
 
 
 def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield each statement with the class, or else the function, that it is in."""
+    """Yield each statement with the enclosing class; outside of classes, with the function."""
 
     def walk(node: ast.AST, owner: str) -> Iterator[tuple[str, ast.stmt]]:
         for child in ast.iter_child_nodes(node):
@@ -47,7 +47,7 @@ def owners(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def made_in(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield kind and name, as Class.attribute, of each thread, queue and lock that a file makes."""
+    """Yield kind and name (Class.attribute) of each thread, queue and lock that a file makes."""
     for owner, statement in owners(ast.parse(path.read_text())):
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -96,5 +96,5 @@ def test_the_design_page_names_each_thread_queue_lock_and_state() -> None:
     assert named() == made()
 
 
-def test_the_write_path_has_few_concepts() -> None:
+def test_write_path_has_at_most_28_concepts() -> None:
     assert len(made()) <= MOST

@@ -1,4 +1,4 @@
-"""docs/file-format.md: its keys, code and commands do what they say."""
+"""The keys, code and commands of docs/file-format.md are correct."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def code(label: str) -> str:
 # Files
 
 
-def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
+def test_documented_metadata_equals_the_metadata_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     of_files = []
     for row_format in (FORMAT, replace(FORMAT, quantization="fp8", basis="model")):
@@ -97,7 +97,7 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_the_checksum_can_be_compared_as_the_page_says(tmp_path: Path, version: str) -> None:
+def test_documented_code_verifies_the_checksum(tmp_path: Path, version: str) -> None:
     path = tmp_path / "one.safetensors"
     with FileSink(tmp_path, FORMAT) as sink:
         file = sink.open('","checksum":"', path)
@@ -116,7 +116,7 @@ def test_the_checksum_can_be_compared_as_the_page_says(tmp_path: Path, version: 
                 exec(code, {"path": str(path)})
 
 
-def test_an_error_file_is_as_the_page_says_and_is_raised_by_its_reader(tmp_path: Path) -> None:
+def test_error_file_has_the_documented_keys_and_documented_code_raises_it(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     with FileSink(tmp_path, FORMAT) as sink:
         sink.open("one", path, arrived_ns=1).fail("as a test")
@@ -126,7 +126,7 @@ def test_an_error_file_is_as_the_page_says_and_is_raised_by_its_reader(tmp_path:
         exec(code, {"path": str(path)})
 
 
-def test_a_file_can_be_read_as_the_page_says(tmp_path: Path) -> None:
+def test_documented_code_reads_a_file(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     with FileSink(tmp_path, FORMAT) as sink:
         file = sink.open("one", path)
@@ -148,10 +148,10 @@ def storage(tmp_path: Path) -> Path:
     return sealed_shards(tmp_path / "storage")
 
 
-def test_the_page_names_the_keys_that_are_written(
+def test_page_names_the_keys_of_index_removals_and_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest says nothing of weights: other members may have others."""
+    """The manifest has no keys for weights: members may have different weights."""
     monkeypatch.setattr(
         SinkFile, "origin", Origin([WeightVersion(fingerprint="0a" * 16)], is_aborted=True)
     )
@@ -165,9 +165,7 @@ def test_the_page_names_the_keys_that_are_written(
 
 
 @pytest.mark.parametrize("label", ["read-shard", "slice-shard"])
-def test_the_code_of_the_page_reads_a_shard_without_this_package(
-    tmp_path: Path, label: str
-) -> None:
+def test_documented_code_reads_a_shard_without_this_package(tmp_path: Path, label: str) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a", 4)
     names: dict[str, Any] = {
@@ -179,7 +177,7 @@ def test_the_code_of_the_page_reads_a_shard_without_this_package(
     assert np.array_equal(names["tensors"]["token_ids"].numpy(), token_ids(4))
 
 
-def test_shards_that_are_moved_as_the_page_says_answer_as_before(
+def test_shards_moved_by_the_documented_command_read_as_before(
     storage: Path, tmp_path: Path
 ) -> None:
     with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
@@ -208,7 +206,7 @@ def test_shards_that_are_moved_as_the_page_says_answer_as_before(
     assert list(shard_problems(elsewhere)) == []
 
 
-def test_the_command_of_the_page_is_one() -> None:
+def test_documented_serve_command_selects_the_shard_sink() -> None:
     program, sub, *arguments = shlex.split(code("serve"))
     assert (program, sub) == ("hsx", "serve")
     options = serve.parse_arguments(arguments)

@@ -1,4 +1,4 @@
-"""`tools/new_version.py` names what a person must read, on small trees in place of two releases."""
+"""`tools/new_version.py` names the changes to review. Two small trees replace the releases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOURCES = {
 
 
 def tree(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Any:
-    """Write the sources below `folder`, with a text in a file replaced, and read them."""
+    """Write SOURCES with `changes` (file: old text, new text) below `folder`, and read them."""
     for name, text in SOURCES.items():
         before, after = (changes or {}).get(name, ("", ""))
         assert before in text
@@ -62,17 +62,17 @@ def point(
 
 POINTS = [
     point("vllm.core:Engine.step"),
-    point("vllm:Engine.step"),  # by an import
-    point("vllm.core:ENGINE.step", "batch", Use.CALLED),  # of an instance
-    point("vllm.core:Engine.__init__", "", Use.NAMED),  # that nobody wrote
-    point("vllm_ascend.patch:Base.other"),  # that another module puts there
+    point("vllm:Engine.step"),  # imported
+    point("vllm.core:ENGINE.step", "batch", Use.CALLED),  # method of an instance
+    point("vllm.core:Engine.__init__", "", Use.NAMED),  # not defined in the source
+    point("vllm_ascend.patch:Base.other"),  # assigned by another module
     point("vllm.core:Engine.former", versions="<0.30"),
 ]
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patch points whose code is that of SOURCES, and the methods that we override."""
+    """Replace patch points, recorded digests and overridden methods to match SOURCES."""
     bodies = {each.name: digest_of_body(STEP) for each in POINTS if each.path[-1] == "step"}
     bodies["vllm_ascend.patch.Base.other"] = digest_of_body(
         "def _other(self, batch):\n    return [batch]"
@@ -130,7 +130,7 @@ Change = tuple[str, str, str]
         (("vllm/loop.py", "def idle", "def rest"), {}),
     ],
 )
-def test_a_change_is_named_with_its_place_and_nothing_else_is(
+def test_report_names_each_relevant_change_and_no_other(
     tmp_path: Path, change: Change | None, named: dict[str, tuple[int, str]]
 ) -> None:
     changes = {change[0]: change[1:]} if change else {}
@@ -147,7 +147,7 @@ def test_a_change_is_named_with_its_place_and_nothing_else_is(
         assert text in report[title][0]
 
 
-def test_the_overridden_methods_are_those_of_our_classes_with_a_base_of_vllm(
+def test_overrides_are_methods_of_classes_with_a_vllm_base(
     tmp_path: Path,
 ) -> None:
     text = (
@@ -158,7 +158,7 @@ def test_the_overridden_methods_are_those_of_our_classes_with_a_base_of_vllm(
     assert list(new_version.overrides(tmp_path)) == [("Ours.step", "vllm.core", ("Engine", "step"))]
 
 
-def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path) -> None:
+def test_schemas_of_the_extension_are_compared_with_the_emulator(tmp_path: Path) -> None:
     code = (
         'ops.def(\n  "same(Tensor x) -> "\n  "Tensor");\nops.def("other(Tensor x, int n) -> ()");\n'
     )
@@ -184,7 +184,7 @@ def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path
     assert len(new_version.known_schemas()) > 50
 
 
-def test_a_release_that_pip_does_not_find_is_told_with_what_pip_says(
+def test_unavailable_release_is_reported_with_the_output_of_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -1,4 +1,4 @@
-"""What is in sdist and wheel, and what installing them pulls in."""
+"""Contents of sdist and wheel, and the packages that they require."""
 
 import ast
 import os
@@ -25,7 +25,8 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 ROOT = Path(__file__).parents[3]
 FORMAT = RowFormat(layer_ids=(2, 1), hidden_size=64, dtype="BF16", model="tiny")
-# What `import torch` and a DataLoader need, of a build that pip may not find by itself.
+# Modules that `import torch` and a DataLoader need. They are linked from this environment: pip may
+# not find this build of torch.
 TORCH = (
     "torch",
     "torchgen",
@@ -50,7 +51,7 @@ assert torch.equal(load(path, verify=True).hidden_states, states.hidden_states)
 print(states.hidden_states.float().sum().item(), batch["token_ids"].tolist())
 assert not {"vllm", "vllm_ascend", "torch_npu"} & set(sys.modules)
 """
-# Prints the metadata of an sdist, as a build of the wheel makes them.
+# Prints the metadata that a build of the wheel makes from an sdist.
 METADATA = """
 import os, sys, tarfile, tempfile
 from setuptools import build_meta
@@ -63,7 +64,7 @@ sys.stdout, printed = sys.stderr, sys.stdout
 name = build_meta.prepare_metadata_for_build_wheel(".")
 print(open(os.path.join(name, "METADATA")).read(), file=printed)
 """
-# Prints how many modules there are, and for those that cannot be imported what is missing, or why.
+# Prints the number of modules, and the missing package or the error of each failed import.
 IMPORTS = """
 import importlib, pkgutil, vllm_ascend_hsx
 
@@ -82,7 +83,7 @@ print(len(names), sorted({each for each in map(broken, names) if each}))
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
+    """Folder with the sdist, and the wheel built from the sdist."""
     return distributions.build(tmp_path_factory.mktemp("built"))
 
 
@@ -102,7 +103,7 @@ def emulator_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the contents of the sdist, unpacked."""
+    """Folder with the unpacked sdist."""
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         sdist.extractall(directory := tmp_path_factory.mktemp("sdist"), filter="data")
@@ -111,7 +112,7 @@ def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-def test_the_sdist_has_the_package_and_what_tells_of_it_and_nothing_else(unpacked: Path) -> None:
+def test_sdist_contains_only_the_package_and_its_documents(unpacked: Path) -> None:
     made = {"PKG-INFO", "setup.cfg", "vllm_ascend_hsx.egg-info"}
     assert {path.name for path in unpacked.iterdir()} == {
         *distributions.SOURCES,
@@ -125,7 +126,7 @@ def test_the_sdist_has_the_package_and_what_tells_of_it_and_nothing_else(unpacke
     ] == []
 
 
-def test_no_file_of_the_sdist_names_a_place_on_the_machine_that_built_it(unpacked: Path) -> None:
+def test_sdist_contains_no_path_of_the_build_machine(unpacked: Path) -> None:
     places = re.compile(rb"/(home|Users|root)/|" + re.escape(str(ROOT).encode()) + b"/")
     named = {
         path.name: found[0]
@@ -191,7 +192,7 @@ def test_the_wheel_of_the_emulator_has_its_sources_and_torch_npu(emulator_wheel:
     assert "ascend_npu_emulator/site/torch_npu/__init__.py" in names
 
 
-def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
+def test_wheel_contains_only_the_package(wheel: set[str]) -> None:
     outside = {
         name for name in wheel if not name.startswith(("vllm_ascend_hsx/", "vllm_ascend_hsx-"))
     }
@@ -199,7 +200,7 @@ def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
     assert [name for name in wheel if name.endswith(".pyc")] == []
 
 
-def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> None:
+def test_package_requires_no_torch_vllm_or_vendor_package() -> None:
     always = [text for text in requires("vllm-ascend-hsx") or [] if "extra ==" not in text]
     names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in always}
     assert names == {
@@ -216,7 +217,7 @@ def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> No
 
 
 def interpreter(version: str) -> str:
-    """Path of a Python of that version; skips the test where there is none."""
+    """Return the path of this version of Python. Skip the test if it is not installed."""
     found = shutil.which(f"python{version}")
     works = (
         found
@@ -241,7 +242,7 @@ VERSIONS = [
 def empty(
     request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """bin/ of an environment with nothing in it but the wheel and what it asks for."""
+    """bin/ of an environment with only the wheel and the packages that it requires."""
     python = sys.executable if request.param == OWN else interpreter(request.param)
     where = tmp_path_factory.mktemp("empty")
     subprocess.run([python, "-m", "venv", where], check=True)
@@ -273,7 +274,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, torch: Path | None = None) -> tuple[int, str]:
-    """(exit code, what was printed) in an environment that leads nowhere else."""
+    """Run without the variables of this process. Return the exit code and the output."""
     environment = {"PATH": "/usr/bin:/bin", **({} if torch is None else {"PYTHONPATH": str(torch)})}
     done = subprocess.run(
         command, env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False
@@ -281,7 +282,7 @@ def run(*command: str | Path, torch: Path | None = None) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(
+def test_commands_work_or_name_the_missing_package_in_an_empty_environment(
     empty: Path, files: Path, tmp_path: Path
 ) -> None:
     assert run(empty / "hsx", "--version") == (0, f"hsx {vllm_ascend_hsx.__version__}\n")
@@ -319,7 +320,7 @@ def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(
     assert (code, "vllm-ascend-hsx[reader]" in printed.splitlines()[-1]) == (1, True)
 
 
-def test_the_emulator_is_installed_beside_the_plugin_and_not_with_it(
+def test_emulator_is_installed_separately_from_the_plugin(
     empty: Path, emulator_wheel: Path
 ) -> None:
     code, printed = run(empty / "hsx", "emulate", "--", "true")
@@ -333,14 +334,14 @@ def test_the_emulator_is_installed_beside_the_plugin_and_not_with_it(
     subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", "ascend-npu-emulator"], check=True)
 
 
-def test_the_extra_demo_names_the_emulator_of_this_checkout(emulator_wheel: Path) -> None:
+def test_extra_demo_allows_the_emulator_of_this_checkout(emulator_wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = map(Requirement, project["optional-dependencies"]["demo"])
     _, version, *_ = emulator_wheel.name.split("-")
     assert wanted.name == "ascend-npu-emulator" and version in wanted.specifier
 
 
-def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_brings(
+def test_every_module_imports_or_lacks_a_package_of_the_server_or_an_extra(
     empty: Path,
 ) -> None:
     code, printed = run(empty / "python", "-c", IMPORTS)
@@ -365,8 +366,8 @@ def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_bring
     }
 
 
-@pytest.mark.parametrize("empty", [OWN], indirect=True)  # torch is that of this Python
-def test_with_torch_beside_it_the_reader_works(empty: Path, files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("empty", [OWN], indirect=True)  # this torch is built for this Python
+def test_reader_works_after_torch_is_added(empty: Path, files: Path, tmp_path: Path) -> None:
     site = Path(import_module("torch").__file__ or "").parents[1]
     for name in TORCH:
         (tmp_path / name).symlink_to(site / name)

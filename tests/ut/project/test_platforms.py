@@ -1,4 +1,4 @@
-"""Python 3.10 to 3.12 and aarch64, as far as this machine, with Python 3.11 on x86-64, can tell."""
+"""Checks for Python 3.10 to 3.12 and aarch64 that Python 3.11 on x86-64 can run."""
 
 import shutil
 import subprocess
@@ -16,13 +16,12 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST, *NEWER = ("3.10", "3.11", "3.12")
 EXTRAS = ("data", "ray", "reader", "benchmark", "mooncake")
-# glibc 2.35 is that of vllm-ascend's images: Ubuntu 22.04; their openEuler's is newer.
+# vllm-ascend's images with Ubuntu 22.04 have glibc 2.35, and with openEuler a newer one.
 PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_28_aarch64", "manylinux_2_35_aarch64")
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 
 def run(*command: str | Path) -> tuple[int, str]:
-    """(exit code, what was printed)."""
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -30,7 +29,7 @@ def run(*command: str | Path) -> tuple[int, str]:
 
 
 def vermin(*paths: Path) -> tuple[int, str]:
-    """Take `.long()` for torch's, not for Python 2's type."""
+    """Run vermin without the rule for Python 2's type `long`: we call torch's `.long()`."""
     tool = Path(sys.executable).with_name("vermin")
     return run(
         tool,
@@ -43,7 +42,7 @@ def vermin(*paths: Path) -> tuple[int, str]:
     )
 
 
-def test_nothing_is_used_that_the_oldest_python_lacks(tmp_path: Path) -> None:
+def test_code_runs_on_the_oldest_python(tmp_path: Path) -> None:
     code, printed = vermin(ROOT / "vllm_ascend_hsx", ROOT / "emulator" / "ascend_npu_emulator")
     assert code == 0, printed
     assert f"Minimum required versions: {OLDEST}" in printed
@@ -51,7 +50,7 @@ def test_nothing_is_used_that_the_oldest_python_lacks(tmp_path: Path) -> None:
     assert vermin(tmp_path)[0] == 1
 
 
-@pytest.mark.long  # `make lint` checks the oldest
+@pytest.mark.long  # `make lint` checks the oldest version
 @pytest.mark.parametrize("version", NEWER)
 def test_types_hold_on_newer_pythons(version: str) -> None:
     code, printed = run(sys.executable, "-m", "mypy", "--python-version", version)
@@ -61,7 +60,7 @@ def test_types_hold_on_newer_pythons(version: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("version", [OLDEST, *NEWER])
 def test_every_dependency_has_a_wheel_for_aarch64(version: str, tmp_path: Path) -> None:
-    """With all that they depend on; extras alone, since torch's build is the user's choice."""
+    """Omit the dependencies of extras: the user chooses the build of torch."""
     pip = [
         sys.executable,
         "-m",
@@ -93,7 +92,7 @@ def test_every_dependency_has_a_wheel_for_aarch64(version: str, tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_emulator_compiles_for_aarch64() -> None:
-    """As far as the compiler's checks: torch's libraries for aarch64 are not here to link with."""
+    """Compile without linking: torch's libraries for aarch64 are not installed."""
     if shutil.which(CROSS_COMPILER) is None:
         pytest.skip(f"{CROSS_COMPILER} is not installed (Debian and Ubuntu: g++-aarch64-linux-gnu)")
     torch = find_spec("torch")

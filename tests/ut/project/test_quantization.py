@@ -1,4 +1,4 @@
-"""The tables on quantization are current, and claims about float8 hold."""
+"""The tables of quantization are current, and the claims about float8 hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Table = dict[str, list[str]]
 
 
 def tables(text: str) -> list[Table]:
-    """Return the tables by label of the page, each with rows by the first cell."""
+    """Return the tables of the page, each with rows by the first cell."""
     found = re.findall(r"<!-- quantization: \w+ -->\n(.*?)<!-- /quantization", text, re.DOTALL)
     return [{name: cells for name, *cells in rows(table)} for table in found]
 
@@ -29,7 +29,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_tables_are_current(measured: str) -> None:
-    """Except for the cost on this machine; to 2 %, because processors sum in other orders."""
+    """Ignore the cost, and allow 2 %: processors differ in speed and in the order of sums."""
     *written, written_cost = tables(PAGE.read_text())
     *made, made_cost = tables(measured)
     assert len(written) == len(made) == 2
@@ -59,12 +59,12 @@ def test_quantised_file_has_half_the_bytes(measured: str) -> None:
         assert 50 < _number(share) < 50.1
 
 
-def test_without_outliers_a_row_loses_less_than_three_in_a_hundred(measured: str) -> None:
+def test_rows_without_outliers_lose_less_than_3_percent(measured: str) -> None:
     without = [row for row in tables(measured)[1].values() if not row[3]]
     assert len(without) == 2 and all(_number(row[1]) < 3 for row in without)
 
 
-def test_an_element_loses_a_sixteenth_unless_it_is_smaller_than_the_page_says() -> None:
+def test_element_loses_at_most_a_sixteenth_above_the_documented_size() -> None:
     largest = 1000.0
     elements = torch.logspace(0, -6, 4096, dtype=torch.float64).float() * largest
     rows = elements.bfloat16().float().view(1, 1, -1)
@@ -79,13 +79,13 @@ def test_an_element_loses_a_sixteenth_unless_it_is_smaller_than_the_page_says() 
     assert bool((store(rows)[rows > step * 0.51] > 0).all())
 
 
-def test_errors_of_rows_that_float8_holds_exactly_are_none() -> None:
+def test_rows_exact_in_float8_have_no_errors() -> None:
     rows = torch.tensor([448.0, -1.0, 2**-9, 0.0]).repeat(2, 3, 2)
     (found,) = errors(Case("exact", rows, outliers=1))
     assert (found.bfloat16, found.fp8, found.worst, found.ordinary, found.lost) == (0, 0, 0, 0, 0)
 
 
-def test_what_becomes_zero_is_counted(tmp_path: Path) -> None:
+def test_elements_that_become_zero_are_counted(tmp_path: Path) -> None:
     rows = torch.tensor([448.0, 2**-11, 0.0, 1.0]).repeat(2, 1, 2)
     (found,) = errors(Case("one in four", rows, ["only"], outliers=1))
     assert found.lost == 0.25

@@ -1,4 +1,4 @@
-"""Generated pages and tables are those of the code."""
+"""Generated pages and tables match the code."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_the_options_of_vllms_connector_are_listed() -> None:
     assert named <= set(HsxConfig.model_fields)
 
 
-def test_the_keys_of_requests_are_listed() -> None:
+def test_keys_of_requests_are_listed_with_their_defaults() -> None:
     listed = {row[0].strip("`"): row[1] for row in rows(page("requests.md")) if len(row) > 1}
     assert listed[EXTRACT_KEY].startswith("`false`")
     assert listed[OUTPUT_KEY].startswith("`true`")
 
 
-def test_the_kv_cache_that_is_left_is_the_benchmarks() -> None:
-    """test_capacity.py compares the benchmark's page with vLLM's planner."""
+def test_kv_cache_table_matches_the_benchmark() -> None:
+    """test_capacity.py compares the benchmark with vLLM's planner."""
     cells = json.loads((DOCS / "performance.json").read_text())["capacity"]["cells"]
     kept = {
         (cell["model"], cell["layout"]): "does not start"
@@ -90,7 +90,7 @@ def test_the_kv_cache_that_is_left_is_the_benchmarks() -> None:
         assert (ours, theirs) == (kept[model, "hsx"], kept[model, "upstream"])
 
 
-def test_make_commands_are_targets() -> None:
+def test_documented_make_commands_are_targets() -> None:
     named = set(
         re.findall(r"\bmake ([a-z][\w-]*)(?=[`\s])", page("README.md") + page("contributing.md"))
     )

@@ -25,14 +25,14 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 FIELDS = {"markdown": {"value"}, "input": {"label"}, "textarea": {"label"}}
 
 
-def test_the_version_is_in_one_place_and_the_changelog_tells_what_is_in_it() -> None:
+def test_version_is_in_one_place_and_heads_the_changelog() -> None:
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     assert str(Version(vllm_ascend_hsx.__version__)) == vllm_ascend_hsx.__version__
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert vllm_ascend_hsx.__version__ == next(each for each in headings if each != "Unreleased")
 
 
-def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
+def test_classifiers_name_the_allowed_python_versions() -> None:
     allowed = SpecifierSet(PROJECT["requires-python"])
     named = set(re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE))
     assert named == {
@@ -40,14 +40,14 @@ def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
     }
 
 
-def test_the_stable_names_are_those_that_the_package_exports() -> None:
+def test_stable_names_equal_the_exports_of_the_package() -> None:
     table = {row[0]: row[1] for row in rows(page("migration.md"))}
     own = table["Python"].partition(" of `vllm_ascend_hsx`")[0]
     assert set(re.findall(r"`(\w+)`", own)) == set(vllm_ascend_hsx.__all__)
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_is_one_that_github_shows(path: Path) -> None:
+def test_issue_form_is_valid(path: Path) -> None:
     form: dict[str, Any] = yaml.safe_load(path.read_text())
     if path.stem == "config":
         assert form == {"blank_issues_enabled": True}
@@ -63,17 +63,17 @@ def test_a_form_is_one_that_github_shows(path: Path) -> None:
         )
 
 
-def test_reports_ask_for_the_doctor_and_for_what_the_hardware_did() -> None:
+def test_report_forms_ask_for_doctor_and_hardware_report() -> None:
     for name in ("bug", "hardware"):
         text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()
         assert "`hsx doctor" in text or "Output of hsx doctor" in text
         assert "hsx hardware-report" in text and "if `hsx --help`" in text.lower()
 
 
-def test_reports_name_commands_and_files_that_are_there() -> None:
+def test_report_forms_name_existing_commands_and_files() -> None:
     texts = [path.read_text() for path in (*FORMS, ROOT / "SECURITY.md")]
     named = {name for text in texts for name in re.findall(r"`hsx ([a-z][\w-]*)", text)}
-    assert named - {"hardware-report"} <= set(COMMANDS)  # "if `hsx --help` lists it"
+    assert named - {"hardware-report"} <= set(COMMANDS)  # the form adds "if `hsx --help` lists it"
     pages = {name for text in texts for name in re.findall(r"docs/([\w-]+\.md)", text)}
     assert pages and all((DOCS / name).is_file() for name in pages)
 
@@ -81,9 +81,10 @@ def test_reports_name_commands_and_files_that_are_there() -> None:
 # The image
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-# Of the installation guide (vllm-ascend v0.23.0, docs/source/installation.md), which also mounts
-# the cache in the home directory, for downloaded weights. The guides to several machines and to
-# Mooncake mount /etc/hccn.conf (tutorials/features/pd_disaggregation_mooncake_multi_node.md:173).
+# From the installation guide (vllm-ascend v0.23.0, docs/source/installation.md). The guide also
+# mounts the cache in the home directory for downloaded weights. The guides to several machines and
+# to Mooncake mount /etc/hccn.conf
+# (tutorials/features/pd_disaggregation_mooncake_multi_node.md:173).
 DEVICES = {"/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"}
 MOUNTS = {
     "/etc/ascend_install.info",
@@ -113,7 +114,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_is_built_from_a_release_that_is_checked(name: str) -> None:
+def test_image_is_built_from_a_checked_release(name: str) -> None:
     image, tag, _ = IMAGES[name]
     command = words(f"build {name}")
     assert values(command, "-t") == [image] and values(command, "-f") == ["docker/Dockerfile"]
@@ -143,7 +144,7 @@ def test_a_container_has_the_devices_and_mounts_of_vllm_ascends_guide(name: str)
     assert values(command, "-e") == ["HF_HOME=/data/models"]
 
 
-def test_the_options_for_rdma_are_those_of_mooncakes_guide() -> None:
+def test_rdma_options_match_the_mooncake_guide() -> None:
     """Mooncake 0.3.11.post1, docs/source/getting_started/build.md:184."""
     command = words("run rdma")
     assert command[:2] == ["docker", "run"] and command[-1] == "..."
@@ -151,7 +152,7 @@ def test_the_options_for_rdma_are_those_of_mooncakes_guide() -> None:
     assert values(command, "--ulimit") == ["memlock=-1"]
 
 
-def test_the_build_context_has_what_the_wheel_is_built_from() -> None:
+def test_build_context_contains_the_sources_of_the_wheel() -> None:
     ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     assert "*" in ignored
     kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
@@ -159,6 +160,6 @@ def test_the_build_context_has_what_the_wheel_is_built_from() -> None:
     assert all((ROOT / name).exists() for name in kept)
 
 
-def test_what_the_page_of_containers_runs_in_one_is_a_command() -> None:
+def test_documented_container_runs_an_existing_command() -> None:
     command = words("doctor")
     assert command[0] == "hsx" and command[1] in COMMANDS

@@ -1,4 +1,4 @@
-"""The set-up of the emulated stack: only exact pins, no CUDA, nothing done twice."""
+"""Set-up of the emulated stack: exact pins, no CUDA packages, no repeated steps."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def setup() -> ModuleType:
     return module
 
 
-def test_each_release_of_vllm_ascend_has_the_vllm_that_it_is_made_for(setup: ModuleType) -> None:
+def test_each_release_of_vllm_ascend_pins_the_matching_vllm(setup: ModuleType) -> None:
     found = {
         release: setup.read_pins(setup.PINS / f"{release}.txt") for release in setup.releases()
     }
@@ -60,9 +60,7 @@ def test_make_and_the_set_up_choose_the_same_environment(setup: ModuleType, rele
     assert f"\n{venv}/bin/python -m mkdocs" in f"\n{printed}"
 
 
-def test_a_release_that_is_not_known_is_refused(
-    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_release_is_refused(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "VLLM_ASCEND", "0.9.1")
     with pytest.raises(
         setup.SetupError, match=r"VLLM_ASCEND=0\.9\.1 is not known; choose one of 0\.23\.0, "
@@ -98,8 +96,8 @@ def test_a_cuda_build_is_refused_by_its_own_requirements(setup: ModuleType) -> N
     setup.refuse_cuda_metadata({"version": "2.13.0+cpu"})
 
 
-def test_this_environment_is_the_pinned_one() -> None:
-    """In a process of its own: the emulator's torch_npu may be on this one's path."""
+def test_this_environment_matches_the_pins() -> None:
+    """Check in a separate process: the emulator's torch_npu may be on the path of this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools" / "setup_emulated.py"), "--check"]
     environment["VLLM_ASCEND"] = version("vllm_ascend")
@@ -107,7 +105,7 @@ def test_this_environment_is_the_pinned_one() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_packages_that_replaced_others_are_found(setup: ModuleType) -> None:
+def test_missing_and_replaced_packages_are_reported(setup: ModuleType) -> None:
     right = {**setup.all_pins(), "torch": "2.13.0+cpu", "something-of-the-user": "1.0"}
     assert setup.find_problems(right, None) == []
     wrong = {**right, "numpy": "2.0.0", "nvidia-nccl-cu13": "2.29.7"}
@@ -120,7 +118,7 @@ def test_packages_that_replaced_others_are_found(setup: ModuleType) -> None:
     ]
 
 
-def test_a_finished_set_up_is_not_done_again_until_something_changes(
+def test_finished_set_up_is_repeated_only_after_a_change(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     venv = tmp_path / ".venv"
@@ -141,7 +139,7 @@ def test_a_finished_set_up_is_not_done_again_until_something_changes(
     assert not setup.is_current()
 
 
-def test_another_python_is_told_which_one_is_needed(
+def test_refusal_of_another_python_names_the_required_version(
     setup: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "PYTHON_VERSION", (3, 99))
@@ -149,7 +147,7 @@ def test_another_python_is_told_which_one_is_needed(
         setup.check_host()
 
 
-def test_a_failed_step_shows_the_end_of_its_output_and_where_the_rest_is(
+def test_error_of_a_failed_step_has_the_end_of_the_output_and_the_path_of_the_log(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "LOG", tmp_path / "log")
@@ -162,7 +160,7 @@ def test_a_failed_step_shows_the_end_of_its_output_and_where_the_rest_is(
     assert "no room on disk" in str(failure.value)
 
 
-def test_half_a_virtual_environment_is_seen(
+def test_incomplete_virtual_environment_is_detected(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "VENV", tmp_path)
@@ -171,7 +169,7 @@ def test_half_a_virtual_environment_is_seen(
     assert not setup.venv_works()
 
 
-def test_a_virtual_environment_of_another_python_is_seen(
+def test_virtual_environment_of_another_python_is_detected(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "VENV", Path(sys.prefix))
@@ -212,8 +210,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             'found"'
         ),
     )
-    # As apt: `update` fills the lists, a simulated installation prints what it would install,
-    # `download` fetches it into the working directory.
+    # Like apt: `update` fills the lists, a simulated installation prints the packages, and
+    # `download` fetches them into the working directory.
     apt = f"""
 echo "$@" >> {tmp_path}/calls
 case "$*" in
@@ -238,7 +236,7 @@ def put_command(commands: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_installed(
+def test_missing_libraries_and_their_dependencies_are_downloaded_but_not_installed(
     libraries: ModuleType, machine: Path
 ) -> None:
     libraries.provide(machine / "site" / "mooncake")
@@ -272,7 +270,7 @@ def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_i
         ("ldd", "echo not for this machine; exit 1", "not for this machine"),
     ],
 )
-def test_what_cannot_be_had_is_said(
+def test_unavailable_libraries_are_reported_with_the_reason(
     libraries: ModuleType,
     machine: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The documentation makes a site in which nothing is broken."""
+"""The documentation builds into a site without broken links and external requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 from documents import DOCS, PAGES, ROOT, blocks, command_lines, page, path_of
 
 SEARCH = Path(__file__).with_name("search_site.js")
-SITE_NAMES = {
-    name: name.replace("README", "index") for name in PAGES
-}  # tools/site.py makes the READMEs home pages
+# tools/site.py makes the READMEs home pages.
+SITE_NAMES = {name: name.replace("README", "index") for name in PAGES}
 EMPTY_NAMES = {"HSX_REPO_URL": "", "HSX_EDIT_URI": ""}
 
 
@@ -80,7 +79,7 @@ def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:
         requests.feed(path.read_text())
         assert requests.found
         assert [each for each in requests.found if re.match(r"(https?:)?//", each)] == []
-    # For such a diagram the theme fetches mermaid from another host.
+    # For a diagram, the theme fetches mermaid from another host.
     assert all("```mermaid" not in page(name) for name in PAGES)
 
 
@@ -93,7 +92,9 @@ def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:
     ],
     ids=["a missing page", "a missing heading", "a page outside the navigation"],
 )
-def test_a_mistake_fails_the_build(mistake: str, complaint: str, tmp_path: Path) -> None:
+def test_broken_link_or_page_outside_the_navigation_fails_the_build(
+    mistake: str, complaint: str, tmp_path: Path
+) -> None:
     for name in ("mkdocs.yml", "tools", *(name for name in PAGES if name.startswith("README"))):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -106,7 +107,7 @@ def test_a_mistake_fails_the_build(mistake: str, complaint: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_to_files_where_pages_are_read_unbuilt(name: str) -> None:
+def test_relative_links_lead_to_files_of_the_checkout(name: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page(name)):
         if not target.startswith(("https://", "#")):
             assert path_of(name).parent.joinpath(target.partition("#")[0]).exists(), target
@@ -124,7 +125,7 @@ def test_a_repository_gives_each_page_a_link_to_the_source(tmp_path: Path, site:
 
 
 def found_by_worker(site: Path, *queries: str) -> dict[str, list[list[str]]]:
-    """Return the locations that the site's own search finds for each query, by page."""
+    """Return the locations that the site's search finds for each query, by page."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node")
@@ -149,8 +150,8 @@ def test_a_search_finds_an_option(site: Path) -> None:
     assert any(location.startswith("options/") for page in found for location in page)
 
 
-def test_chinese_words_are_apart_in_the_index(site: Path) -> None:
-    """Without node, too: a query finds words that begin with it."""
+def test_index_separates_chinese_words(site: Path) -> None:
+    """A query finds words that begin with the query. This test does not need node."""
     index = json.loads((site / "search" / "search_index.json").read_text())
     words = {
         word

@@ -12,7 +12,7 @@ PAGES = [
 
 
 def commands(name: str) -> list[tuple[str, ...]]:
-    """Label, language and text of each code block, without comments, which are translated."""
+    """Return label, language and text of each code block without the translated comments."""
     return [
         (label, language, re.sub(r" +# .*", "", text))
         for label, language, text in BLOCK.findall(page(name))
@@ -37,7 +37,7 @@ def facts(name: str) -> Counter[str]:
 
 
 def links(name: str) -> Counter[str]:
-    """Targets of all links but that to the page in the other language."""
+    """Count the targets of links, except the link to the page in the other language."""
     targets = Counter(re.findall(r"\]\(([^)\s]+)\)", page(name)))
     for english, chinese in PAGES:
         if name in (english, chinese):

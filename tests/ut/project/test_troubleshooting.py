@@ -38,7 +38,7 @@ def test_each_symptom_is_a_message_of_the_code() -> None:
         if (match := re.match(r"`([^`]+)`", each))
     ]
     assert len(found) > 100
-    # A metric's name is composed of a prefix and a series; PermissionError is Python's.
+    # The code composes names of metrics from a prefix and a series. PermissionError is from Python.
     ours = [
         re.sub(r"^vllm:hsx_(\w+?)(_total)?$", r"\1", each)
         for each in found

@@ -195,7 +195,7 @@ def test_removing_a_lock_keeps_its_replacement(tmp_path: Path) -> None:
 def test_free_lock_is_left_over_only_if_its_request_did_not_end(
     tmp_path: Path, decided: bool
 ) -> None:
-    """The request may be published after the directory was listed and before its lock is tried."""
+    """The request may be published between listing the directory and trying the lock."""
     lock = tmp_path / "a.safetensors.lock"
     lock.touch()
     assert is_left_over(lock, lambda: decided) is not decided

@@ -101,7 +101,7 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
         assert path.isprintable()
         assert allow_path or path == f"/data/{file_name(request_id)}"
     answer = scheduler.on_finished(request)
-    msgspec.msgpack.encode(answer)  # as vLLM does on its way to the API server
+    msgspec.msgpack.encode(answer)  # as for the API server
     if answer is not None and not started:
         assert set(answer) == {"hidden_states_error"}
         assert len(answer["hidden_states_error"]) < 500
@@ -352,11 +352,8 @@ def test_sample_key_must_be_a_string(server: ServerParams, key: object) -> None:
 
 def test_unsampled_request_stops_at_the_decision() -> None:
     class Untouchable:
-        request_id, pooling_params, kv_transfer_params = (
-            "r",
-            None,
-            None,
-        )  # and nothing else may be read
+        # The scheduler may read no other attribute.
+        request_id, pooling_params, kv_transfer_params = "r", None, None
 
     scheduler = scheduler_harness.make_scheduler(extract_all=False, sample_rate=1e-9)
     request = Untouchable()

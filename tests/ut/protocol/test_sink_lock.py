@@ -53,7 +53,7 @@ def run_interleaved(
 
         def checkpoint(call: str) -> None:
             nonlocal calls
-            if stepped.running:  # a call of our own reader, which shares the module
+            if stepped.running:  # a call of our own reader: it uses the same module
                 return
             stepped.step(steps(calls))
             calls += 1
@@ -215,7 +215,7 @@ def test_reader_during_open_never_reports_a_dead_server(
 
         def checkpoint(call: str) -> None:
             nonlocal looking
-            if looking:  # a call of the reader, which shares the module
+            if looking:  # a call of the reader: it uses the same module
                 return
             looking = True
             try:
@@ -233,7 +233,7 @@ def test_reader_during_open_never_reports_a_dead_server(
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "a stale lock is there"])
-def test_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(
+def test_reader_waits_for_a_request_that_begins_between_two_system_calls(
     tmp_path: Path, earlier: bool
 ) -> None:
     """A lock without data that was absent at the first check: a server has started the file."""

@@ -48,7 +48,7 @@ INPUTS = 500
 SHARES = {"file": 0.5, "shard": 0.1, "ledger": 0.1, "manifest": 0.25, "error": 0.05}
 pytestmark = pytest.mark.timeout(0)  # each input has a separate limit
 
-# JSON as text, for json.dumps writes neither infinite depth nor a key twice.
+# JSON as text: json.dumps writes neither great depth nor a key twice.
 RAW = [
     "1e400", "-1e400", "Infinity", "NaN", "-0", "1.5", "true", "null", "9" * 5000, str(2**62), str(2**63), str(2**64), "-1", "0",
     DEEP, "[" * 5000, "[]", "{}", '{"a":1,"a":2}', "[0,0]", "[2,1,3]", '""', '"\\ud800"', '"\\u0000"', "\ud800",
@@ -68,7 +68,7 @@ def run(
     request: pytest.FixtureRequest,
     strategy: st.SearchStrategy[Any],
 ) -> None:
-    """Call `target` with its share of the examples."""
+    """Call `target` with a share of the inputs (SHARES)."""
     asked = request.config.getoption("fuzz_inputs")
     number = max(20, int((asked or INPUTS) * SHARES[inputs]))
     tried = 0
@@ -92,7 +92,7 @@ def run(
 
 
 def positions(value: Any) -> list[tuple[Any, Any]]:
-    """Container and key of every value inside a JSON value."""
+    """Return container and key of every value inside a JSON value."""
     if not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -101,7 +101,7 @@ def positions(value: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def json_mutations(draw: st.DrawFn, document: Any) -> bytes:
-    """The document with a value or two replaced, added, renamed or taken away."""
+    """Replace, add, rename or remove one or two values of a document."""
     document = copy.deepcopy(document)
     raw = []
     for _ in range(draw(st.integers(1, 2))):
@@ -109,14 +109,14 @@ def json_mutations(draw: st.DrawFn, document: Any) -> bytes:
         if not places:
             break
         container, key = places[draw(st.integers(0, len(places) - 1))]
-        what = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "add"]))
-        if what == "replace":
+        kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "add"]))
+        if kind == "replace":
             container[key] = HERE
             raw.append(draw(RAW_VALUES))
-        elif what == "remove":
+        elif kind == "remove":
             del container[key]
         elif isinstance(container, dict):
-            value = container.pop(key) if what == "rename" else container[key]
+            value = container.pop(key) if kind == "rename" else container[key]
             container[draw(ANY_TEXT | st.sampled_from(list(container) or ["a"]))] = value
     text = json.dumps(document, separators=(",", ":"))
     for each in raw:
@@ -126,31 +126,31 @@ def json_mutations(draw: st.DrawFn, document: Any) -> bytes:
 
 @st.composite
 def byte_mutations(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content with some bytes changed, added, taken away or repeated."""
+    """Change, add, remove or repeat some bytes of a content."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
         end = min(len(content), at + draw(st.integers(0, 64)))
-        what = draw(
+        kind = draw(
             st.sampled_from(["flip", "overwrite", "insert", "remove", "cut", "repeat", "append"])
         )
-        if what == "flip" and at < len(content):
+        if kind == "flip" and at < len(content):
             content = (
                 content[:at]
                 + bytes([content[at] ^ 1 << draw(st.integers(0, 7))])
                 + content[at + 1 :]
             )
-        elif what == "overwrite":
+        elif kind == "overwrite":
             new = draw(BYTES)
             content = content[:at] + new + content[at + len(new) :]
-        elif what == "insert":
+        elif kind == "insert":
             content = content[:at] + draw(BYTES) + content[at:]
-        elif what == "remove":
+        elif kind == "remove":
             content = content[:at] + content[end:]
-        elif what == "cut":
+        elif kind == "cut":
             content = content[:at]
-        elif what == "repeat":
+        elif kind == "repeat":
             content = content[:end] + content[at:end] + content[end:]
-        elif what == "append":
+        elif kind == "append":
             content += draw(BYTES)
     return content
 

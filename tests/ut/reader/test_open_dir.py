@@ -71,7 +71,7 @@ def test_remove_deletes_the_file_and_its_companions(
 def test_remove_never_leaves_a_lock_without_data(
     sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader would conclude from such a lock that the server died."""
+    """A reader would conclude from a lock without data that the server died."""
     path, unlink = committed(sink, tmp_path), os.unlink
     seen: list[list[str]] = []
 

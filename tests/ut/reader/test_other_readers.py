@@ -20,7 +20,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 
 
 def vllm_functions() -> dict[str, Any]:
-    """Return vLLM's reader, compiled from its source: importing vLLM takes 10 s and a device."""
+    """Return vLLM's reader, compiled from the source: importing vLLM takes 10 s and a device."""
     source = distribution("vllm").locate_file(
         "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
     )
@@ -69,7 +69,7 @@ def test_speculators_own_reader_waits_until_commit_and_loads_before_and_after(
         )
     )
     thread.start()
-    thread.join(0.25)  # it polls, so nothing tells that it waits
+    thread.join(0.25)  # the reader polls, so the test cannot see that it waits
     assert results == []
     file.commit(token_ids(5), 5)
     thread.join(30)

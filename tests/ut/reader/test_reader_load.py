@@ -87,7 +87,7 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("response_id", "its", "others"),
+    ("response_id", "own", "others"),
     [
         (
             "chatcmpl-job",
@@ -112,17 +112,17 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
     ],
 )
 def test_ids_that_differ_by_a_number_are_distinguished(
-    tmp_path: Path, response_id: str, its: list[str], others: list[str]
+    tmp_path: Path, response_id: str, own: list[str], others: list[str]
 ) -> None:
     path = tmp_path / "chosen.safetensors"
-    for request_id in [*its, *others]:
+    for request_id in [*own, *others]:
         with FileSink(tmp_path, FORMAT) as sink:
             file = sink.open(request_id, path)
             file.write(0, make_rows(0, 3))
             file.commit(token_ids(3), 2)
         with (
             nullcontext()
-            if request_id in its
+            if request_id in own
             else pytest.raises(HiddenStatesError, match="another request")
         ):
             load(path, response_id=response_id)

@@ -120,7 +120,7 @@ def test_timed_out_reader_does_not_block_the_next_request(sink: FileSink, tmp_pa
 def test_member_published_between_two_checks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request in a shard removes its lock when it is published."""
+    """The publication of a request in a shard removes the lock."""
     path = tmp_path / "a.safetensors"
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         file = sink.open("a", path, 2)

@@ -14,7 +14,7 @@ from written_files import write
 
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
-LAYERS = 4  # 1 to 4, of which the page's are chosen below
+LAYERS = 4  # ids 1 to 4; `run` replaces the ids of the page
 STORAGE = "/data/hidden_states"
 PAGE_LAYERS = "layer_ids=[2, 31, 59]"
 

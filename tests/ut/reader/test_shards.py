@@ -323,7 +323,7 @@ def test_removed_member_is_hidden_and_other_members_stay(storage: Path) -> None:
     assert Shards(storage).find(path.name) is None
     load(other, verify=True)
     assert path not in [each for each, _ in open_dir(storage)]
-    assert not list(shard_problems(storage)), "its bytes are where they were"
+    assert not list(shard_problems(storage)), "the bytes of a removed member stay"
     HsxTransfer(storage).delete(str(other))
     assert elsewhere.find(other.name) is None
     remove(path)  # again, and a member that never existed
@@ -432,22 +432,22 @@ DAMAGE = {
         lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'),
         "its manifest states index_checksum=",
     ),
-    "more after its end": (
+    "bytes after the end": (
         "tar",
         lambda data: data + b"more",
         "does not end after the last member of its index",
     ),
-    "zeros after its end": (
+    "zeros after the end": (
         "tar",
         lambda data: data + bytes(1024),
         "does not end after the last member of its index",
     ),
-    "bytes after its last member": (
+    "bytes after the last member": (
         "tar",
         lambda data: data[:-1025] + b"!" + data[-1024:],
         "that belong to no member, at byte",
     ),
-    "bytes after its end": (
+    "bytes in the end": (
         "tar",
         lambda data: data[:-4] + b"more",
         "does not end after the last member of its index",

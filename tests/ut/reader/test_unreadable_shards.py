@@ -39,7 +39,7 @@ def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return lambda path: closed.add(str(path))
 
 
-# Another user's
+# Files of another user
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -74,14 +74,13 @@ def test_unreadable_index_hides_only_its_own_rows(
         lambda: HiddenStatesDataset(tmp_path),
         shards.members,
     ):
-        with pytest.raises(
-            PermissionError, match="rows may be in this index"
-        ):  # no one trains on a part unknowingly
+        # Otherwise a user could train on a part of the data without noticing.
+        with pytest.raises(PermissionError, match="rows may be in this index"):
             listed()
     problems: list[OSError] = []
     assert files_in(tmp_path, problems.append) == [file, path]
     assert {problem.filename for problem in problems} == {str(index)}
-    for each in (path, file, path):  # the last one again
+    for each in (path, file, path):  # `path` twice
         remove(each)
     with pytest.raises(FileNotFoundError):
         load(path, 0)
@@ -113,10 +112,7 @@ def test_unreadable_list_of_removals_is_an_error(
             load(tmp_path / member_name(number), 0)
 
 
-# A directory and a folder of it
-
-
-# A directory and a folder of it
+# A directory and a subfolder
 
 
 @pytest.mark.parametrize("order", ["top first", "top last"])
