@@ -290,6 +290,35 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
         if name not in options.ignored_columns
         and not (each is None or (isinstance(each, str | list | dict | array) and not each))
     }
+    column = _column_to_send(given, record, options)
+    draft = Draft(given, column, read_content(column, given[column]))
+    kind = (
+        _IDS
+        if isinstance(draft.content, array)
+        else _TEXT
+        if isinstance(draft.content, str)
+        else _CHAT
+    )
+    left = _put_columns(draft, kind)
+    if kind == _CHAT:
+        left |= {f"{column}[].{key}" for message in draft.content for key in message.keys() - KEYS}
+        _complete_chat(draft, options)
+    if kind == _TEXT and not options.add_special_tokens:
+        draft.fields.setdefault("add_special_tokens", False)
+    for name, value in ((column, draft.content), *draft.fields.items()) if kind != _IDS else ():
+        _require_json(name, value)
+    unsent.update(left)
+    return Row(index, draft.content, draft.fields)
+
+
+def _column_to_send(given: Mapping[str, Any], record: Mapping[str, Any], options: Options) -> str:
+    """Return the column with the content of a row. Raises RowError.
+
+    Args:
+        given: columns that have a value and are not ignored.
+        record: all columns.
+        options: options of the run.
+    """
     column = options.column or next(
         (name for names in (given, record) for name in CONTENT if name in names), None
     )
@@ -303,14 +332,16 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
         )
     if column not in given:
         raise RowError(f"{column} is empty; remove this row")
-    draft = Draft(given, column, read_content(column, given[column]))
-    kind = (
-        _IDS
-        if isinstance(draft.content, array)
-        else _TEXT
-        if isinstance(draft.content, str)
-        else _CHAT
-    )
+    return column
+
+
+def _put_columns(draft: Draft, kind: str) -> set[str]:
+    """Add the other columns to a request, and return the columns that are not sent.
+
+    Raises:
+        RowError: a column is needed and cannot be sent.
+    """
+    given, column = draft.given, draft.column
     left = given.keys() - COLUMNS.keys() - {column}
     for name, line in COLUMNS.items():  # in the table's order
         if name not in given or name == column:
@@ -327,26 +358,21 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
             )
         elif line.fate == "content" and kind != _IDS:
             left.add(name)
-    if kind == _CHAT:
-        left |= {f"{column}[].{key}" for message in draft.content for key in message.keys() - KEYS}
-        if kwargs := {
-            **options.chat_template_kwargs,
-            **draft.fields.get("chat_template_kwargs", {}),
-        }:
-            draft.fields["chat_template_kwargs"] = kwargs
-        if draft.fields.get("continue_final_message") and draft.fields.setdefault(
-            "add_generation_prompt", False
-        ):
-            raise RowError(
-                "continue_final_message and add_generation_prompt are both true; drop one of them "
-                "with --ignore-column"
-            )
-    if kind == _TEXT and not options.add_special_tokens:
-        draft.fields.setdefault("add_special_tokens", False)
-    for name, value in ((column, draft.content), *draft.fields.items()) if kind != _IDS else ():
-        _require_json(name, value)
-    unsent.update(left)
-    return Row(index, draft.content, draft.fields)
+    return left
+
+
+def _complete_chat(draft: Draft, options: Options) -> None:
+    """Add the arguments of the chat template. Raises RowError if the fields of a chat conflict."""
+    own = draft.fields.get("chat_template_kwargs", {})
+    if kwargs := {**options.chat_template_kwargs, **own}:
+        draft.fields["chat_template_kwargs"] = kwargs
+    if draft.fields.get("continue_final_message") and draft.fields.setdefault(
+        "add_generation_prompt", False
+    ):
+        raise RowError(
+            "continue_final_message and add_generation_prompt are both true; drop one of them "
+            "with --ignore-column"
+        )
 
 
 def read_content(column: str, value: Any) -> array[int] | list[dict[str, Any]] | str:

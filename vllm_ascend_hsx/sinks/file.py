@@ -217,7 +217,7 @@ class DirectorySink(Sink):
         return file
 
     def _usable_session(self) -> tuple[Session, str, Exception | None]:
-        """Return the session, and reason and cause if no file can be opened there, else "", None."""
+        """Return the session, and reason and cause if files cannot be opened, else "" and None."""
         try:
             return self._current_session(), "", None
         except UserError as error:
