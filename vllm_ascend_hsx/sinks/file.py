@@ -224,8 +224,9 @@ class DirectorySink(Sink):
             return self._session, str(error), error
         except OSError as error:
             is_gone = isinstance(error, FileNotFoundError)
-            problem = "no longer exists" if is_gone else "cannot be used"
-            return self._session, describe(f"{self._directory} {problem}", error), error
+            directory = self._directory
+            problem = f"{directory} no longer exists" if is_gone else f"{directory} cannot be used"
+            return self._session, describe(problem, error), error
 
     def _claim_name(self, file: RequestFile) -> None:
         """Lock the name of a request, and remove an error file of an earlier request.
