@@ -10,8 +10,8 @@ import io
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -145,20 +145,20 @@ class RayRun:
 
     def run(self) -> None:
         """Do all rows. `outcome.stopped_by` has the reason of an early end."""
-        with _connected(self._cluster), _interrupts(self.outcome), self._progress:
-            started = time.monotonic()
-            try:
+        started = time.monotonic()
+        try:
+            with _connected(self._cluster), _interrupts(self.outcome), self._progress:
                 self._do()
-            except RayTaskError as error:  # a subclass of the cause's class, so before RunError
-                self.outcome.stopped_by = _cause_of(error.cause)
-            except (InputError, RunError) as error:
-                self.outcome.stopped_by = error
-            except RayError as error:
-                self.outcome.stopped_by = RunError(
-                    f"Ray: {error}; finished rows are kept; run again to continue"
-                )
-            finally:
-                self.outcome.seconds = time.monotonic() - started
+        except RayTaskError as error:  # a subclass of the cause's class, so before RunError
+            self.outcome.stopped_by = _cause_of(error.cause)
+        except (InputError, RunError) as error:
+            self.outcome.stopped_by = error
+        except RayError as error:
+            self.outcome.stopped_by = RunError(
+                f"Ray: {error}; finished rows are kept; run again to continue"
+            )
+        finally:
+            self.outcome.seconds = time.monotonic() - started
 
     def _do(self) -> None:
         checked = ray.put(self._plan.checked)
@@ -250,7 +250,21 @@ def do_on_ray(plan: Plan) -> Outcome:
     finally:
         ledger.close()
     run.run()
+    if run.outcome.is_refused:
+        _withdraw(options, ledger.made)
     return run.outcome
+
+
+def _withdraw(options: Options, made: Sequence[Path]) -> None:
+    """Remove the ledger and directories that a refused run has `made`, if no other run uses them.
+
+    The ledger was unlocked for the ranks, so it is locked again.
+    """
+    with suppress(InputError):
+        ledger = open_ledger(options.output, options.request)
+        ledger.made = made
+        ledger.withdraw()
+        ledger.close()
 
 
 def _cause_of(cause: BaseException) -> RunError:

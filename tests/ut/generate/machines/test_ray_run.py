@@ -303,6 +303,18 @@ def test_unreachable_address_is_refused_immediately(bench: Bench, ray: InlineRay
     )
 
 
+@pytest.mark.parametrize("refused_by", ["the cluster", "the first task"])
+def test_refused_run_leaves_no_ledger_and_no_directory(
+    bench: Bench, ray: InlineRay, tmp_path: Path, refused_by: str
+) -> None:
+    """A ledger would refuse the corrected command, because the fields of requests differ."""
+    ray.refuse = ConnectionError("no running cluster") if refused_by == "the cluster" else None
+    bench.output = tmp_path / "elsewhere" / "below"  # the server refuses this path
+    code, printed = bench.run(*RAY)
+    assert code == 2 and "Traceback" not in printed, printed
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_missing_ray_is_reported_with_install_command(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
