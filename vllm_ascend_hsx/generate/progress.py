@@ -71,7 +71,7 @@ class Outcome:
     @property
     def is_refused(self) -> bool:
         """True if the run was refused before it had any result."""
-        return isinstance(self.stopped_by, InputError) and not (
+        return isinstance(self.stopped_by, (InputError, UnreachedError)) and not (
             self.before or self.done or self.failed or self.unsettled
         )
 

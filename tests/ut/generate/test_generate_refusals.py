@@ -46,6 +46,7 @@ def test_unreachable_server_is_reported_before_anything_is_sent(bench: Bench) ->
     assert code == 2
     assert f"hsx generate: {url}/v1/models: [Errno 111] Connect call failed" in printed
     assert printed.endswith("; start a server there, or give another --endpoint")
+    assert contents(bench.output) == {}
 
 
 def test_connection_reset_before_tls_is_reported(bench: Bench) -> None:
