@@ -2,9 +2,9 @@
 
     python examples/ray_data.py /data/hidden_states
 
-The nodes of the cluster read files. All nodes must see the directory under the same path. Needs
-`pip install 'vllm-ascend-hsx[ray,reader]' 'ray[data]'`. To generate rows on the cluster, call `hsx
-generate --ray`.
+The nodes of the cluster read the files, so all nodes must see the directory under the same path.
+Install the packages with `pip install 'vllm-ascend-hsx[ray,reader]' 'ray[data]'`. To generate rows
+on the cluster, use `hsx generate --ray`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         hidden_states = torch.from_numpy(row["hidden_states"].copy()).view(
             torch.bfloat16
         )  # Ray's arrays are read-only
-        tokens += len(hidden_states)  # a step of training goes here
+        tokens += len(hidden_states)  # put a training step here
     print(f"{tokens:,} tokens")
 
 
