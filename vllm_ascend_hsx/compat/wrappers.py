@@ -44,7 +44,7 @@ uses(
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A class around a language model.
+    """The structure of a multimodal class that passes hidden states to a language model.
 
     Attributes:
         owner: attribute that holds the language model.

@@ -252,7 +252,7 @@ class SchedulerRecorder:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would return stats."""
+        """True if `take` would return statistics."""
         return bool(
             self._held or self._seconds or self._taken_held or self._refused or self._reused
         )
