@@ -58,6 +58,19 @@ def import_all() -> None:
     load_general_plugins()
     for name in (*LATER_MODULES, *(() if "VLLM_PLUGINS" in os.environ else OUR_MODULES)):
         importlib.import_module(name)
+    _wait_on_sockets()
+
+
+def _wait_on_sockets() -> None:
+    """Let readers of vLLM's queues between processes wait on their socket immediately.
+
+    They would call sched_yield in a loop for a second after each read (SpinCondition, vllm
+    distributed/device_communicators/shm_broadcast.py:120 in 0.23.0). With more processes than cores
+    they would take the time of the processes that compute. The socket is vLLM's own way to wait.
+    """
+    shm_broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    assert shm_broadcast.SpinCondition.__init__.__defaults__ == (1,)
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)
 
 
 def enter(environ: dict[str, str], log_fd: int) -> None:
