@@ -15,7 +15,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
 def description(readme: str, repository: str) -> str:
-    """Return the README for a package index, where relative links lead nowhere.
+    """Return the README for a package index, where relative links are broken.
 
     Args:
         readme: the README, with links relative to the repository.
@@ -37,8 +37,9 @@ def project_urls(repository: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     url = os.environ.get("HSX_REPO_URL", "").rstrip("/")
+    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     setup(
-        long_description=description((Path(__file__).parent / "README.md").read_text(), url),
+        long_description=description(readme, url),
         long_description_content_type="text/markdown",
         project_urls=project_urls(url),
     )
